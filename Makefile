@@ -67,11 +67,10 @@ clean: ## Remove .venv and caches; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 INSTALL = docker/host/install.sh $(VENV)
-LOCKS := -s3 -test -text -hf -trackers
 $(VENV)/.ready: docker/requirements.lock docker/host/install.sh docker/host/locked.sh pyproject.toml
 	@$(INSTALL) training $(PYTHON)
 	@touch $@
-$(VENV)/.ready-for-tests: $(VENV)/.ready $(LOCKS:%=docker/requirements%.lock) tests/rigs/skypilot.txt
+$(VENV)/.ready-for-tests: $(VENV)/.ready docker/requirements-test.lock tests/rigs/skypilot.txt
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 

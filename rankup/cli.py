@@ -11,10 +11,8 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,54 +26,65 @@ log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
+TYPES = {"int": "an integer", "float": "a number", "split": "words as a shell splits them",
+         "codes": "exit codes such as 1,75, and neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """`about`: what it is for; its first sentence stands in the list of commands. `usage`: what follows its name."""
+    """`about`: what it is for; its first sentence stands in the list of commands. `usage`: what follows its name.
+    `options`: what `add_argument` gets for each."""
 
+    run: Callable[[argparse.Namespace], int]
     about: str
     usage: str
-    examples: tuple[str, ...]
-    add_options: Callable[["Parser"], None]
-    run: Callable[[argparse.Namespace], int]
+    examples: tuple[str, str]
+    options: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
 
 
 class Parser(argparse.ArgumentParser):
     """Of one command. A mistake is a ConfigError of one line."""
 
     def __init__(self, name: str, command: Command) -> None:
-        width = min(shutil.get_terminal_size().columns, 110)
+        examples = "".join(f"\n  rankup {name} {line}".rstrip() for line in command.examples)
         super().__init__(
-            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", allow_abbrev=False,
-            description=textwrap.fill(command.about, width),
-            epilog="\n".join(["examples:", *(f"  rankup {name} {line}".rstrip() for line in command.examples)]),
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=width),
+            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", description=command.about,
+            epilog=f"examples:{examples}", formatter_class=_Formatter, allow_abbrev=False,
         )
-        self._positionals.title = "arguments"
-        command.add_options(self)
+        for names, details in command.options:
+            self.add_argument(*names, **details)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Raises ConfigError, and SystemExit once help has been printed."""
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
-        if unknown and not unknown[0].startswith("-"):
-            raise ConfigError(f'unexpected argument "{unknown[0]}". See {self.prog} --help.')
-        if unknown:
+        if unknown and unknown[0].startswith("-"):
             known = [option for action in self._actions for option in action.option_strings]
-            raise ConfigError(f"{_unknown('option', unknown[0].partition('=')[0], known)} See {self.prog} --help.")
+            self.error(_unknown("option", unknown[0].partition("=")[0], known))
+        if unknown:
+            self.error(f'unexpected argument "{unknown[0]}"')
         return given
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (\S+?)(?:/\S+)?: ", r"\1 ", message).removesuffix(".")
-        message = re.sub(r"expected one argument", "must be followed by a value", message)
-        message = re.sub(r"invalid choice: '(.*)' \(choose from (.*)\)", r"must be one of \2, got \1", message)
-        message = re.sub(r"the following arguments are required: (\w+).*", r"\1 must be given", message)
-        raise ConfigError(f"{message}. See {self.prog} --help.")
+        """In the words of all other mistakes."""
+        for theirs, ours in (
+            (r"^argument (\S+?)(?:/\S+)?: ", r"\1 "), ("expected one argument", "must be followed by a value"),
+            (r"invalid choice: '(.*)' \(choose from (.*)\)", r"must be one of \2, got \1"),
+            (r"the following arguments are required: (\w+).*", r"\1 must be given"),
+            (r"invalid (\w+) value: (.*)", lambda found: f"must be {TYPES[found[1]]}, got {found[2][1:-1]}"),
+        ):
+            message = re.sub(theirs, ours, message)
+        raise ConfigError(f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
 
-    def format_help(self) -> str:
-        coloured = r"\1" + _colour("36", r"\2")
-        return re.sub(r"(?m)^( {2})(-[^ ]+(?:, -[^ ]+)*)", coloured, _headings(super().format_help()))
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps the texts, and leaves the examples as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> str:
@@ -83,80 +92,15 @@ def _unknown(what: str, word: str, known: Sequence[str]) -> str:
     return f'unknown {what} "{word}"{f"; did you mean {near[0]}?" if near else "."}'
 
 
-def _colour(code: str, text: str) -> str:
-    """`text` in a colour, on a terminal whose user wants colours."""
-    return f"\x1b[{code}m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
-
-
-def _headings(text: str) -> str:
-    return re.sub(r"(?m)^([a-z]+:)", _colour("1", r"\1"), text)
-
-
 # Start ranks ----------------------------------------------------------------------------------------------------------
 
 
-def _typed(kind: type, what: str) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text}.") from None
-
-    return read
-
-
-_integer, _number = _typed(int, "an integer"), _typed(float, "a number")
-
-
-def _codes(text: str) -> frozenset[int]:
-    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", text):
-        raise argparse.ArgumentTypeError(f"must be exit codes, such as 1,75, got {text!r}")
-    codes = frozenset(int(code) for code in text.split(",") if code)
-    if codes & {FINISHED, USER_MISTAKE, STOPPED}:
-        raise argparse.ArgumentTypeError(
-            "must name neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"
-        )
-    return codes
-
-
-def _words(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be words as a shell splits them, got {text!r}: {error}") from None
-
-
-def _folder(name: str) -> str:
-    try:
-        Path(name or ".").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"must be a folder that can be made, got {name}: {error.strerror}") from None
-    return name
-
-
-def _launch_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--nproc", "--nproc-per-node", type=_integer, metavar="N", help="ranks on this node (1)")
-    add("--nnodes", type=_integer, metavar="N", help="nodes (WORLD_SIZE, or 1)")
-    add("--node-rank", type=_integer, metavar="N", help="which of the nodes this is, from 0 (RANK)")
-    add("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)")
-    add("--master-port", type=_integer, metavar="PORT", help="port on node 0 (MASTER_PORT, or 29400)")
-    add("--join-timeout-s", type=_number, default=300.0, metavar="S", help="wait for the other nodes (%(default)g)")
-    add("--max-restarts", type=_integer, default=3, metavar="N", help="in a row without a new step, at most (3)")
-    add("--restart-on", type=_codes, default="", metavar="CODES",
-        help="restart after these exit codes below 128 too: 1,75")
-    add("--restart-args", type=_words, default="", metavar="WORDS", help="append these arguments at each restart")
-    add("--stop-grace-s", type=_number, default=110.0, metavar="S",
-        help="kill a script so long after SIGTERM or SIGINT (%(default)g)")
-    add("--work-dir", type=_folder, default="", metavar="DIR", help="run the script there; made if missing (here)")
-    add("--name", default="", help="name of the run (the script's)")
-    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs (%(default)s)")
-    add("--start", choices=["fork", "fresh", "spawn"], default="fork", metavar="HOW",
-        help="fork ranks from a process that has imported torch, if the script imports rankup; or fresh interpreters")
-    add("--preflight", action="store_true", help="check this machine first; start nothing if it is not fit")
-    add("-m", "--module", action="store_true", help="SCRIPT is a module")
-    add("script", metavar="SCRIPT", help=argparse.SUPPRESS)
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+def codes(text: str) -> frozenset[int]:
+    """Raises ValueError for what --restart-on does not take."""
+    found = frozenset(int(code) for code in text.split(",") if code)
+    if not all(0 < code < 256 for code in found) or found & {USER_MISTAKE, STOPPED}:
+        raise ValueError(text)
+    return found
 
 
 def _launch(given: argparse.Namespace) -> int:
@@ -175,9 +119,10 @@ def _launch(given: argparse.Namespace) -> int:
         )
         setup_logging(rank=None, world_size=node.num_nodes)
         script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
+        _make_folder(given.work_dir)
         options = Options(
             join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-            restart_on=given.restart_on, restart_args=given.restart_args, stop_grace_s=given.stop_grace_s,
+            restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
             work_dir=given.work_dir, start=given.start,
         )
         for warning in node.warnings:
@@ -205,6 +150,13 @@ def _launch(given: argparse.Namespace) -> int:
     return code
 
 
+def _make_folder(work_dir: str) -> None:
+    try:
+        Path(work_dir or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
+
+
 async def _be_agent(*parts: Any, run_dir: Path) -> tuple[Any, bool]:
     from rankup.agent.agent import Agent, Helpers
     from rankup.observe.stacks import where
@@ -221,21 +173,7 @@ def advice(tail: str) -> str:
     return explain.advice(tail)
 
 
-# Watch and explain ----------------------------------------------------------------------------------------------------
-
-
-def _run_options(parser: Parser, run: str) -> None:
-    parser.add_argument("run", nargs="?", default="", metavar="RUN", help=f"a run's name or folder ({run})")
-    parser.add_argument("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (runs)")
-
-
-def _json_option(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON, for programs")
-
-
-def _status_options(parser: Parser) -> None:
-    _run_options(parser, "all runs, a line each")
-    _json_option(parser)
+# Watch, explain, use --------------------------------------------------------------------------------------------------
 
 
 def _status(given: argparse.Namespace) -> int:
@@ -243,14 +181,6 @@ def _status(given: argparse.Namespace) -> int:
 
     print_whole(status(runs_folder(given.run_dir), given.run, as_json=given.as_json))
     return FINISHED
-
-
-def _logs_options(parser: Parser) -> None:
-    _run_options(parser, "the run that wrote last")
-    parser.add_argument("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7")
-    parser.add_argument("--since", default="", metavar="TIME", help="nothing older: 10m, 14:05, 2026-11-22T14:05")
-    parser.add_argument("--follow", action="store_true", help="go on with new lines until Ctrl-C")
-    _json_option(parser)
 
 
 def _logs(given: argparse.Namespace) -> int:
@@ -263,35 +193,13 @@ def _logs(given: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _stacks_options(parser: Parser) -> None:
-    _run_options(parser, "the run that wrote last")
-    parser.add_argument("--full", action="store_true", help="also the stacks of all threads")
-
-
-def _print_report(text: str) -> None:
-    """Wrapped between words on a terminal; in a pipe as it is."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        options = {"subsequent_indent": " " * 8, "break_long_words": False, "break_on_hyphens": False}
-        text = "\n".join(textwrap.fill(line, width, **options) for line in text.splitlines())  # type: ignore[arg-type]
-    print_whole(f"{text}\n")
-
-
 def _stacks(given: argparse.Namespace) -> int:
     from rankup.observe.logs import find_logs
     from rankup.observe.stacks import report
 
     run_dir = find_logs(runs_folder(given.run_dir), given.run).parent
-    _print_report(report(run_dir, full=given.full))
+    print_whole(f"{report(run_dir, full=given.full)}\n")
     return FINISHED
-
-
-def _explain_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH",
-        help="log files, folders, a run's name or folder, or - for standard input (the run that wrote last)")
-    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
-    _json_option(parser)
 
 
 def _explain(given: argparse.Namespace) -> int:
@@ -301,16 +209,8 @@ def _explain(given: argparse.Namespace) -> int:
     runs = runs_folder(given.run_dir)
     paths = [Path(path) for path in given.paths] or [find_logs(runs, "").parent]
     text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs)
-    print_whole(f"{text}\n") if given.as_json else _print_report(text)
+    print_whole(f"{text}\n")
     return FAULTY if faulty else FINISHED
-
-
-def _export_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address")
-    add("file", metavar="FILE", help="where to write")
-    add("--item", default="", metavar="NAME", help="only the state of this tracked object: model")
-    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, where names are looked up (runs)")
 
 
 def _export(given: argparse.Namespace) -> int:
@@ -323,19 +223,6 @@ def _export(given: argparse.Namespace) -> int:
     copy = find_copy(named, run_dir, warn=log.warning, check=check_record)
     log.info(export(copy, Path(given.file), item=given.item))
     return FINISHED
-
-
-def _doctor_options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--alone", action="store_true", help="only this machine, as one process, whoever has started it")
-    add("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (runs)")
-    add("--name", default="", help="name of the run that is planned (the job's name, or doctor)")
-    add("--device", metavar="NAME", help="cpu, cuda, or cuda:1 (the accelerator, if there is one)")
-    add("--num-threads", type=_integer, default=1, metavar="N", help="CPU threads of each rank (1)")
-    add("--num-workers", type=_integer, default=0, metavar="N", help="DataLoader workers of each rank (0)")
-    add("--join-timeout-s", type=_number, default=120.0, metavar="S", help="wait for the other ranks (120)")
-    add("--stage-timeout-s", type=_number, default=60.0, metavar="S", help="longest time of a later check (60)")
-    _json_option(parser)
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -390,63 +277,133 @@ def print_whole(text: str) -> bool:
 
 # The commands ---------------------------------------------------------------------------------------------------------
 
+
+def _option(*names: str, **details: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, details
+
+
+def _count(*names: str, default: int | None = None, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return _option(*names, type=int, metavar="N", default=default, help=text)
+
+
+def _seconds(name: str, default: float, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return _option(name, type=float, metavar="S", default=default, help=f"{text} (%(default)g)")
+
+
+RUN = _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (the run that wrote last)")
+RUN_DIR = _option("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (%(default)s)")
+JSON = _option("--json", action="store_true", dest="as_json", help="print JSON, for programs")
+
 COMMANDS = {
     "launch": Command(
+        _launch,
         "Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it "
         "is; all words after its name are its own. Options that are not given come from the environment of the launch "
         "file, in parentheses; RANK and WORLD_SIZE count nodes here.",
         "[OPTIONS] [-m] SCRIPT [ARGS...]",
         ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
-        _launch_options, _launch,
+        (
+            _count("--nproc", "--nproc-per-node", text="ranks on this node (1)"),
+            _count("--nnodes", text="nodes (WORLD_SIZE, or 1)"),
+            _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
+            _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
+            _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),
+            _seconds("--join-timeout-s", 300.0, "wait for the other nodes"),
+            _count("--max-restarts", default=3, text="in a row without a new step, at most (3)"),
+            _option("--restart-on", type=codes, default="", metavar="CODES",
+                    help="restart after these exit codes below 128 too: 1,75"),
+            _option("--restart-args", type=shlex.split, default="", metavar="WORDS",
+                    help="append these arguments at each restart"),
+            _seconds("--stop-grace-s", 110.0, "kill a script so long after SIGTERM or SIGINT"),
+            _option("--work-dir", default="", metavar="DIR", help="run the script there; made if missing (here)"),
+            _option("--name", default="", help="name of the run (the script's)"),
+            RUN_DIR,
+            _option("--start", choices=["fork", "fresh"], default="fork", metavar="HOW",
+                    help="fork ranks from a process that has imported torch, if the script imports rankup; or fresh "
+                    "interpreters"),
+            _option("--preflight", action="store_true",
+                    help="check this machine first; start nothing if it is not fit"),
+            _option("-m", "--module", action="store_true", help="SCRIPT is a module"),
+            _option("script", metavar="SCRIPT", help=argparse.SUPPRESS),
+            _option("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS),
+        ),
     ),
     "status": Command(
+        _status,
         "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
         "reads files alone, on any machine that sees the run's folder.",
-        "[RUN] [OPTIONS]", ("", "mine --json"), _status_options, _status,
+        "[RUN] [OPTIONS]", ("", "mine --json"),
+        (_option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (all runs, a line each)"),
+         RUN_DIR, JSON),
     ),
     "logs": Command(
-        "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
-        "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"), _logs_options, _logs,
+        _logs, "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
+        "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"),
+        (
+            RUN, RUN_DIR,
+            _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
+            _option("--since", default="", metavar="TIME", help="nothing older: 10m, 14:05, 2026-11-22T14:05"),
+            _option("--follow", action="store_true", help="go on with new lines until Ctrl-C"),
+            JSON,
+        ),
     ),
     "stacks": Command(
+        _stacks,
         "Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the "
         "others. It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines.",
-        "[RUN] [OPTIONS]", ("mine", "mine --full"), _stacks_options, _stacks,
+        "[RUN] [OPTIONS]", ("mine", "mine --full"),
+        (RUN, RUN_DIR, _option("--full", action="store_true", help="also the stacks of all threads")),
     ),
     "explain": Command(
+        _explain,
         "Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. "
         "Exit code 20 means that a fault was found, 0 that none was.",
-        "[PATH...] [OPTIONS]", ("", "node0.log node1.log"), _explain_options, _explain,
+        "[PATH...] [OPTIONS]", ("", "node0.log node1.log"),
+        (_option("paths", nargs="*", metavar="PATH", help="log files, folders, a run's name or folder, or - for "
+                 "standard input (the run that wrote last)"), RUN_DIR, JSON),
     ),
     "doctor": Command(
+        _doctor,
         "Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also "
         "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
-        "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"), _doctor_options, _doctor,
+        "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
+        (
+            _option("--alone", action="store_true", help="only this machine, as one process, whoever has started it"),
+            RUN_DIR,
+            _option("--name", default="", help="name of the run that is planned (the job's name, or doctor)"),
+            _option("--device", metavar="NAME", help="cpu, cuda, or cuda:1 (the accelerator, if there is one)"),
+            _count("--num-threads", default=1, text="CPU threads of each rank (1)"),
+            _count("--num-workers", default=0, text="DataLoader workers of each rank (0)"),
+            _seconds("--join-timeout-s", 120.0, "wait for the other ranks"),
+            _seconds("--stage-timeout-s", 60.0, "longest time of a later check"),
+            JSON,
+        ),
     ),
     "export": Command(
+        _export,
         "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
         "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
         "RUN FILE [OPTIONS]",
         ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
-        _export_options, _export,
+        (
+            _option("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address"),
+            _option("file", metavar="FILE", help="where to write"),
+            _option("--item", default="", metavar="NAME", help="only the state of this tracked object: model"),
+            RUN_DIR,
+        ),
     ),
 }
-GROUPS = {
-    "start": ("launch", "train"), "watch": ("status", "logs", "stacks"), "diagnose": ("explain", "doctor"),
-    "use": ("export",),
-}
-TRAIN = "Run our program; also: evaluate, predict, show"
 
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    lines = ["Start PyTorch jobs anywhere, and keep them alive.", _headings("usage: rankup COMMAND [OPTIONS]"), ""]
-    for title, names in GROUPS.items():
-        for name in names:
-            text = COMMANDS[name].about.partition(". ")[0] if name in COMMANDS else TRAIN
-            lines.append(f"  {_colour('1', f'{title:10}')}{_colour('36', f'{name:9}')}{text}")
-            title = ""
-    return "\n".join([*lines, "", "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"])
+    about = {name: command.about.partition(". ")[0] for name, command in COMMANDS.items()}
+    about["train"] = f"Run our program; also: {', '.join(OF_PROGRAM[1:])}"
+    lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
+    return (
+        f"Start PyTorch jobs anywhere, and keep them alive: rankup COMMAND [OPTIONS]\n{lines}"
+        "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"
+    )
 
 
 def parser(name: str = "launch") -> Parser:
@@ -454,43 +411,28 @@ def parser(name: str = "launch") -> Parser:
     return Parser(name, COMMANDS[name])
 
 
-COMPLETION = """_rankup() {{
-  local words=
-  case $COMP_CWORD:${{COMP_WORDS[1]}} in
-    1:*) words="{commands}" ;;
-{cases}
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
-}}
-complete -o default -F _rankup rankup
-"""
-
-
-def completion(shell: str) -> str:
-    """A script for `eval "$(rankup completion bash)"`: commands and options; files where neither fits. Raises
-    ConfigError."""
-    if shell not in ("bash", "zsh"):
-        raise ConfigError(f"completion must be followed by bash or zsh, got {shell or 'nothing'}.")
-    options = {
-        name: " ".join(word for action in parser(name)._actions for word in action.option_strings) for name in COMMANDS
-    }
-    cases = "\n".join(f'    *:{name}) words="{found}" ;;' for name, found in options.items())
-    script = COMPLETION.format(commands=" ".join([*COMMANDS, *OF_PROGRAM, "completion"]), cases=cases)
-    return ("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else "") + script
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
-    if first == "help" and rest:
-        first, rest = rest[0], ["--help"]
     if first in ("", "help", "-h", "--help"):
         print_whole(overview())
         return FINISHED if first else USER_MISTAKE
     if first in ("-V", "--version"):
         print_whole(f"rankup {_version('rankup')}, torch {_version('torch')}, Python {sys.version.split()[0]}\n")
         return FINISHED
-    return _guarded(lambda: _run(first, rest))
+    from rankup.agent.logs import setup_logging
+
+    setup_logging(rank=None)
+    try:
+        return _run(first, rest)
+    except SystemExit as end:  # argparse has printed the help
+        return int(end.code or FINISHED)
+    except Stopped as error:
+        log.info("%s", error)
+        return error.code
+    except (UserError, JoinError) as error:
+        log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
+        return error.code
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -501,31 +443,12 @@ def _run(name: str, words: Sequence[str]) -> int:
             runpy.run_path(found, run_name="__main__")
         except ModuleNotFoundError as error:
             raise ConfigError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
-    if name == "completion":
-        print_whole(completion(" ".join(words)))
-        return FINISHED
     if name not in COMMANDS:
         raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)
-
-
-def _guarded(run: Callable[[], int]) -> int:
-    from rankup.agent.logs import setup_logging
-
-    setup_logging(rank=None)
-    try:
-        return run()
-    except SystemExit as end:  # argparse has printed the help
-        return int(end.code or FINISHED)
-    except Stopped as error:
-        log.info("%s", error)
-        return error.code
-    except (UserError, JoinError) as error:
-        log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
-        return error.code
 
 
 def _version(package: str) -> str:

@@ -69,10 +69,18 @@ WORKERS_S, WORKERS_TICK_S = 0.5, 0.02  # for the stacks of DataLoader workers, a
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
 DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
+# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
+# then the lowest rank; and for a rank that left no file the time at which the others had ended.
+VICTIM_LATER_S = 3
 PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full pipe or a stuck disk must not keep it
 
 # What is printed ------------------------------------------------------------------------------------------------------
 PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lines are dropped until it reads again
+
+# Copies of the state --------------------------------------------------------------------------------------------------
+HURRY_S = 3.0  # for parts of a sharded copy that are nearly done, when a rank was lost
+VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
+RESCUE_OLD_S = 7 * 24 * 3600.0  # a rescue that no run went on with for so long is removed
 
 # Places ---------------------------------------------------------------------------------------------------------------
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
@@ -86,6 +94,7 @@ UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
 UPLOAD_STATUS_S = 3.0  # for the status of an attempt that ends: a restart does not wait longer for a dead store
 
 # Looking at a run -----------------------------------------------------------------------------------------------------
+LAST_REPORT_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
 RUN_SILENT_S = 5 * REPORT_S  # a network file system shows another machine's writes some seconds later
 NOW_S = 5.0  # younger signs of life are "now"
 LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
@@ -102,5 +111,5 @@ ANSWER_TICK_S = 0.05  # between two looks for the answer
 # its sender goes on alone, if it can
 TRACKER_S = {"finished": 32.0, "stopped": 4.0, "failed": 0.0}
 SENDER_LOOK_S = 2.0  # between two looks into the run directory
-SENDER_PAUSE_S = 60.0  # the longest between two attempts to reach a server that does not answer
+SENDER_PAUSE_S = 10.0  # between two attempts to reach a server that does not answer
 SENDER_END_S = 30  # how long the sender may go on once it knows that rank 0 has ended

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm of two nodes on this machine, to try the job files: each has its own host name, address and processes.
 # Run: make slurm-local      (root, on Debian or Ubuntu; it prints what to do next; make slurm-local-down removes it)
-# Edit: NODES, CPUS, NET and PORT, here or in the environment.
+# Edit: NODES, CPUS, NET, PORT and FIRST_JOB, here or in the environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 NODES=${NODES:-2}
@@ -11,6 +11,7 @@ DIR=${RANKUP_SLURM_DIR:-/var/lib/rankup-slurm} # everything is here: the configu
 CONF=$DIR/slurm.conf
 SWITCH=${SWITCH:-rankup-slurm} # the name of the nodes' network
 PORT=${PORT:-16817}        # of slurmctld, and the next of slurmd; Slurm's own is 6817, which a real one may have
+FIRST_JOB=${FIRST_JOB:-1}  # its number. The nodes share this machine's /tmp, also with those of another such Slurm
 
 fail() { printf 'slurm-local: %s\n' "$@" >&2; exit 2; }
 say() { echo "slurm-local: $*"; }
@@ -48,6 +49,7 @@ SlurmctldHost=$(hostname -s)($NET.1)
 SlurmctldPort=$PORT
 SlurmdPort=$((PORT + 1))
 SlurmUser=root
+FirstJobId=$FIRST_JOB
 AuthType=auth/munge
 # A requeued job waits until its old credential has expired: 120 s by default
 AuthInfo=socket=$DIR/munge/socket,cred_expire=15

@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
         in_containers = {"image", "pods"} & {*getattr(item, "fixturenames", ())}
         starts = {"Forks", "start"} & vars(getattr(item, "module", None) or object).keys()
-        return _group(item) != "slurm", not in_containers, not starts
+        return not _group(item).startswith("slurm"), not in_containers, not starts
 
     items.sort(key=place)
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -87,8 +87,11 @@ def _is_pure(item: pytest.Item) -> bool:
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run one after the other in one process: they share a Slurm, or a file's fixtures."""
-    return "slurm" if {"cluster", "four"} & {*getattr(item, "fixturenames", ())} else item.nodeid.split("::")[0]
+    """Tests of one group run one after the other in one process: they share one of two Slurms, or a file's fixtures."""
+    file = item.nodeid.split("::")[0]
+    if {"cluster", "four"} & {*getattr(item, "fixturenames", ())}:
+        return "slurm-ends" if file.endswith("/test_slurm_ends.py") else "slurm"
+    return file
 
 
 @pytest.hookimpl(wrapper=True)

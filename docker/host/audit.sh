@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Asks the package index about known vulnerabilities of all locked packages, by pip-audit in a venv that goes again.
-# Run: make audit      (where an index can be reached; 1: something was found)
+# Run: make audit      (1: something was found, or a package could not be checked, as without a network)
 # Edit: nothing; PYTHON in the environment names another Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -10,6 +10,7 @@ trap 'rm -rf "$venv"' EXIT
 "$venv/bin/pip" --quiet install pip-audit
 for lock in docker/requirements*.lock; do
   echo "audit: $lock"
-  "$venv/bin/pip-audit" --disable-pip --require-hashes -r "$lock" || found=1
+  "$venv/bin/pip-audit" --strict --disable-pip --require-hashes -r "$lock" || found=1
 done
+if ((found)); then echo "audit: a vulnerability was found, or a package could not be checked: see above" >&2; fi
 exit "$found"

@@ -59,7 +59,7 @@ hand_over
 if [[ $what == training ]]; then
   locked docker/requirements.lock install
 else
-  locked "$(echo docker/requirements{,-s3,-test,-text,-hf,-trackers}.lock)" install
+  locked "docker/requirements.lock docker/requirements-test.lock" install
   # Its click is older than ours
   install --no-deps --require-hashes --upgrade --target "$venv/skypilot" --requirement tests/rigs/skypilot.txt
 fi

@@ -15,17 +15,21 @@ write() { # LOCK: its comments stay, its packages are those on stdin
   cp "$scratch/new" "$1"
 }
 
-# The runtime, which comes first, may not take a dateutil that the extra s3 can't: botocore wants one below 3
-{ grep -oE '^torch(vision)?==[^ ]+' docker/requirements.lock; echo 'python-dateutil<3'; } > "$scratch/pinned"
+grep -oE '^torch(vision)?==[^ ]+' docker/requirements.lock > "$scratch/pinned"
+pin() { # LIST: its versions hold for all that follow
+  sed -n 's/^\([a-z].*\) \\$/\1/p' "$1" > "$scratch/listed"
+  sort -u "$scratch/listed" "$scratch/pinned" -o "$scratch/pinned"
+}
+# All extras at once: one that came first might take a version that a later one can't
+"${compile[@]}" pyproject.toml --all-extras --constraint "$scratch/pinned" > "$scratch/all"
+pin "$scratch/all"
 : > "$scratch/runtime"
-for extra in "" s3 gcs azure text hf trackers test; do
+for extra in "" s3 gcs azure hf test; do
   "${compile[@]}" pyproject.toml --extra train ${extra:+--extra "$extra"} --constraint "$scratch/pinned" > "$scratch/all"
   # Together with requirements.lock, which comes with all of them, each list is complete. Their versions agree
   awk 'FILENAME == ARGV[1] {known[$1]; next} /^[a-z]/ {new = !($1 in known)} new' "$scratch/runtime" "$scratch/all" |
     write "docker/requirements${extra:+-$extra}.lock"
   if [[ -z $extra ]]; then cp "$scratch/all" "$scratch/runtime"; fi
-  sed -n 's/^\([a-z].*\) \\$/\1/p' "$scratch/all" > "$scratch/listed"
-  sort -u "$scratch/listed" "$scratch/pinned" -o "$scratch/pinned"
 done
 # Horovod is built in an environment that holds nothing else
 sed -n '/^horovod = \[/,/\]/p' pyproject.toml | grep -oE '"[^"]+"' | tr -d '"' > "$scratch/horovod.in"

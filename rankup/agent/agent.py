@@ -70,7 +70,7 @@ class Options:
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0
     work_dir: str = ""
-    start: str = "fork"  # or fresh, spawn: of a script that imports rankup
+    start: str = "fork"  # or fresh: of a script that imports rankup
 
 
 @dataclass(frozen=True, kw_only=True)

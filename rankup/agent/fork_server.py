@@ -195,11 +195,6 @@ def obstacle() -> str:
         return f"it has {len(threads)} threads ({', '.join(threads)})"
     if devices := sorted({path for path in _open_files() if path.startswith(("/dev/nvidia", "/dev/kfd"))}):
         return f"it has opened {', '.join(devices)}"
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "it has initialized CUDA"
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "it has a process group"
     return ""
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import sys
 import threading
 from collections import deque
@@ -23,8 +24,8 @@ EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Inte
 
 
 class Pump:
-    """Reads what a rank prints, each of its two pipes in a thread: to its file with a time, to the terminal with rank
-    and host.
+    """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
+    host.
 
     A rank that prints faster than the terminal and the disk take it waits at its full pipe.
     """
@@ -36,11 +37,8 @@ class Pump:
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._alone, self._file = world_size == 1, file
         self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
-        self._writing = threading.Lock()  # held for as long as a disk hangs, so never taken by the event loop
-        pipes = ((stdout, "stdout"), (stderr, "stderr"))
-        self._threads = [threading.Thread(target=self._read, args=pipe, name=pipe[1], daemon=True) for pipe in pipes]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
+        self._thread.start()
 
     @property
     def tail(self) -> str:
@@ -51,34 +49,36 @@ class Pump:
         """Wait until all that the rank printed is written; False where processes that it left behind hold its output
         open, or a disk hangs."""
         with contextlib.suppress(TimeoutError):
-            await in_thread(self._join, timeout_s=timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+            await in_thread(self._thread.join, timeout_s=timeout_s)
+        return not self._thread.is_alive()
 
-    def _join(self) -> None:
-        for thread in self._threads:
-            thread.join()
-
-    def _read(self, pipe: int, name: str) -> None:
-        rest, data = b"", b"-"
-        while data:
-            data = os.read(pipe, READ)
-            *whole, rest = (rest + data).split(b"\n")
-            if not data or len(rest) > READ:
-                whole, rest = [*whole, rest], b""
-            # Of a progress bar the newest state alone
-            states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
-            self._take(data, [state for state in states if state.strip()], name)
-        os.close(pipe)
+    def _read(self, pipes: dict[int, str]) -> None:
+        rest, poll = dict.fromkeys(pipes, b""), select.poll()
+        for pipe in pipes:
+            poll.register(pipe, select.POLLIN)
+        while rest:
+            for pipe, _ in poll.poll():
+                data = os.read(pipe, READ)
+                *whole, rest[pipe] = (rest[pipe] + data).split(b"\n")
+                if not data or len(rest[pipe]) > READ:
+                    whole, rest[pipe] = [*whole, rest[pipe]], b""
+                # Of a progress bar the newest state alone
+                states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
+                self._take(data, [state for state in states if state.strip()], pipes[pipe])
+                if not data:
+                    del rest[pipe]
+                    poll.unregister(pipe)
+                    os.close(pipe)
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
-        with self._writing:
-            if lines and self._file is not None:
-                self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
-            if self._alone:
-                _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
-            elif lines:
-                show(headed(self._terminal_head, lines), getattr(sys, name))
+        if lines and self._file is not None:
+            self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
+        if self._alone:
+            _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
+        elif lines:
+            show(headed(self._terminal_head, lines), getattr(sys, name))
+
 
 def _pass_on(data: bytes, stream: Any) -> None:
     with contextlib.suppress(OSError, ValueError):

@@ -70,10 +70,8 @@ class Script:
 
     def imports_rankup(self) -> bool:
         """Whether it, or a file of its own that it imports directly, imports rankup outside of functions."""
-        imports = [*_imports_of(_outside_functions(_body(self.file)))]
-        files = [file for file in self._own_files(self._places(imports, self.file)) if b"rankup" in _read(file)]
-        others = (_imports_of(_outside_functions(_body(file))) for file in files)
-        return any("rankup" in _packages(each) for each in (imports, *others))
+        files = [self.file, *(file for file in self._neighbours if b"rankup" in _read(file))]
+        return any("rankup" in _packages(_imports_of(_outside_functions(_body(file)))) for file in files)
 
     def must_match(self) -> dict[str, str]:
         """What all nodes must have in common, by name: the script and its own imports."""
@@ -81,11 +79,13 @@ class Script:
             torch = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
             torch = "not installed"
+        script = (self.file or Path()).resolve()
+        root = self._roots[0] if self._roots[0] in script.parents else script.parent
         return {
             "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
             "rankup's code": _digest(*sorted(Path(__file__).parents[1].rglob("*.py"))),
             f"script {self.name}": _digest(self.file) if self.file else "a module that Python itself finds",
-            **self._modules(),
+            **{f"imported {os.path.relpath(file, root)}": _digest(file) for file in self._neighbours},
         }
 
     def command(self, *, local_rank: int) -> list[str]:
@@ -98,13 +98,6 @@ class Script:
             arguments = [f"--{found[1]}={local_rank}", *arguments]
         return [*script, *arguments]
 
-    def _modules(self) -> dict[str, str]:
-        """The digest of each file of its own that it imports itself. Found in its source."""
-        script = (self.file or Path()).resolve()
-        found = {*self._own_files(self._places(_imports_of(_outside_functions(_body(self.file))), script))} - {script}
-        root = self._roots[0] if self._roots[0] in script.parents else script.parent
-        return {f"imported {os.path.relpath(each, root)}": _digest(each) for each in sorted(found)}
-
     @functools.cached_property
     def _roots(self) -> list[Path]:
         """The first folder of Python's path, and the folder of the package that the script is a part of, if any: such a
@@ -113,24 +106,21 @@ class Script:
         package = [folder for folder in file.parents if os.path.isfile(folder / "__init__.py")][-1:]
         return [Path.cwd() if self.words[0] == "-m" else file.parent, *package]
 
-    def _places(self, imports: Iterable[tuple[int, str]], importer: Path | None) -> Iterator[tuple[Path, str]]:
-        """(folder, name): where imports, as (level, name), may lie."""
-        path = [self._roots[0], *(package.parent for package in self._roots[1:])]
-        parents = importer.resolve().parents if importer is not None else ()
-        for level, name in imports:
-            yield from ((folder, name) for folder in (parents[level - 1 : level] if level else path))
-
-    def _own_files(self, places: Iterable[tuple[Path, str]]) -> Iterator[Path]:
-        """The files below the script's folder, or below its package, that an import of these would run."""
-        roots = tuple(os.path.join(root, "") for root in self._roots)
-        for folder, name in places:
-            path = str(folder)
-            for part in name.split("."):
-                path = os.path.join(path, part)
-                files = [file for file in (os.path.join(path, "__init__.py"), f"{path}.py") if os.path.isfile(file)]
-                yield from (Path(file) for file in files if file.startswith(roots))
-                if not files and not os.path.isdir(path):
-                    break
+    @functools.cached_property
+    def _neighbours(self) -> list[Path]:
+        """The files below the script's folder, or below its package, that the script's own imports run."""
+        script, found = (self.file or Path()).resolve(), set[Path]()
+        above = [self._roots[0], *(package.parent for package in self._roots[1:])]
+        for level, name in _imports_of(_outside_functions(_body(self.file))):
+            for folder in script.parents[level - 1 : level] if level else above:
+                for part in name.split("."):
+                    folder /= part
+                    places = (folder / "__init__.py", folder.with_name(f"{part}.py"))
+                    files = [file for file in places if os.path.isfile(file)]
+                    found |= {file for file in files if any(file.is_relative_to(root) for root in self._roots)}
+                    if not files and not os.path.isdir(folder):
+                        break
+        return sorted(found - {script})
 
 
 def _read(file: Path | None) -> bytes:
@@ -194,7 +184,7 @@ def safe_imports(script: str | Path) -> list[str]:
     """What the server may import in place of `script`: of its first imports, up to another statement, those of SAFE.
 
     Nothing is imported here. A name may also be a class of a module. A package is left out where the script would find
-    one of the user's: in the script's folder, in the current one, or below them outside an environment.
+    one of the user's: in the script's folder, or in the current one.
     """
     names: list[str] = []
     for statement in _body(Path(script)):
@@ -237,12 +227,6 @@ def _is_boilerplate(statement: ast.stmt) -> bool:
 
 
 def _installed(package: str, folders: set[str]) -> bool:
+    """Whether it lies somewhere on Python's path, and in none of the script's folders."""
     path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
-    if PathFinder.find_spec(package, sorted(folders)) is not None:
-        return False
-    spec = PathFinder.find_spec(package, path)
-    if spec is None or spec.origin is None:
-        return False
-    place = Path(spec.origin).resolve()
-    of_an_environment = {"site-packages", "dist-packages"} & {*place.parts}
-    return bool(of_an_environment) or not any(place.is_relative_to(folder) for folder in folders)
+    return PathFinder.find_spec(package, sorted(folders)) is None and PathFinder.find_spec(package, path) is not None

@@ -44,13 +44,11 @@ from rankup.errors import (
 )
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
+from rankup.timing import VICTIM_LATER_S
 
 STACKS = "stacks"  # the folder in that of the run
 MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 LONGEST = 2000  # bytes of a last word; the kubelet keeps the last 4096
-# Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
-# then the lowest rank; and for a rank that left no file the time at which the others had ended.
-VICTIM_LATER_S = 3
 
 # Attempts -------------------------------------------------------------------------------------------------------------
 

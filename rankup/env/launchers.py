@@ -14,12 +14,17 @@ from rankup.errors import LaunchError
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 TORCHRUN = "torchrun -m train.main train ..."
-KUBEFLOW_HINT = "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why."
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 STEP = "Slurm step"  # who set a variable
-_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
-_HOST = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"  # gpu-[1,3]-ib
+# Launchers whose ranks we adopt by a prefix: name, prefix, variables of which one names the job, what several nodes
+# lack. horovodrun may run inside mpirun, so it comes first
+BY_PREFIX = (
+    ("horovodrun", "HOROVOD_", ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+     "Set MASTER_ADDR=<rank 0's host> and MASTER_PORT=<a free port> before it."),
+    ("open mpi", "OMPI_COMM_WORLD_", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+     "Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>."),
+)
 # Variables that count the processes of launchers whose ranks we do not adopt
 FOREIGN = {
     "PMI_SIZE": "mpiexec (MPICH, Intel MPI)", "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)", "JSM_NAMESPACE_SIZE": "jsrun",
@@ -28,13 +33,12 @@ FOREIGN = {
 
 @dataclass(slots=True)
 class Variables:
-    """What `launcher` gave, and what is derived from it. `hint`: where to look for ranks that are missing."""
+    """What `launcher` gave, and what is derived from it."""
 
     launcher: str
     values: dict[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)  # variable -> who set it
     warnings: list[str] = field(default_factory=list)
-    hint: str = ""
 
     def add(self, name: str, value: object, origin: str) -> None:
         """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
@@ -61,17 +65,26 @@ def given(environ: Mapping[str, str], launcher: str, names: tuple[str, ...] = FI
     return Variables(launcher, values, dict.fromkeys(values, "environment"))
 
 
-def count(environ: Mapping[str, str], *names: str) -> int | None:
-    """The number in the first of `names` that is set and not empty. Raises LaunchError if it is not a number."""
-    for name in names:
-        if text := environ.get(name):
-            if not re.fullmatch(r"[0-9]{1,18}", text):
-                raise LaunchError(f"{name} must be a whole number, got {text!r}. Leave it to the scheduler.")
-            return int(text)
-    return None
+def count(environ: Mapping[str, str], name: str) -> int | None:
+    """The number in that variable, None where it is empty. Raises LaunchError if it is not a number."""
+    if not (text := environ.get(name)):
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise LaunchError(f"{name} must be a whole number, got {text!r}. Leave it to the scheduler.")
+    return int(text)
 
 
 # Slurm: inside a step the number of a task is a rank; in a batch shell it is not --------------------------------------
+
+
+def _slurm(environ: Mapping[str, str]) -> tuple[int | None, int | None, int | None]:
+    """The step that this process is a task of, and how many tasks and nodes are meant: the step's, else the job's."""
+    step, nodes, tasks = (count(environ, f"SLURM_{name}") for name in ("STEP_ID", "NNODES", "NTASKS"))
+    if step is not None and step < FIRST_SPECIAL_STEP:
+        return step, count(environ, "SLURM_STEP_NUM_TASKS"), count(environ, "SLURM_STEP_NUM_NODES")
+    if tasks is None and nodes is not None:
+        tasks = nodes * (count(environ, "SLURM_NTASKS_PER_NODE") or 1)
+    return None, tasks, nodes
 
 
 def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
@@ -79,7 +92,7 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
 
     Raises LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0.
     """
-    tasks, nodes, step = _tasks(environ), _nodes(environ), _step(environ)
+    step, tasks, nodes = _slurm(environ)
     if tasks is None:
         return None
     if tasks == 1:
@@ -93,20 +106,16 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
             "process: srun -n 1."
         )
     found = given(environ, "slurm")
-    found.hint = (
-        "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once."
-    )
-    total = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    found.adopt(environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": total}, STEP)
+    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+    found.adopt(environ, names, STEP)
     _add_place(environ, found)
-    lists = [name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)]
     if nodes == 1:
         # A container may not resolve its host's name
         found.add("MASTER_ADDR", "127.0.0.1", "Slurm step (one node)")
-    elif lists and "MASTER_ADDR" not in found.values:
-        found.add("MASTER_ADDR", first_host(environ[lists[0]]), f"derived from {lists[0]}")
+    elif hosts := environ.get("SLURM_STEP_NODELIST"):
+        found.add("MASTER_ADDR", first_host(hosts), "derived from SLURM_STEP_NODELIST")
     # From the job's own id, not the array's: the last task of an array has the array's id as its own
-    if (job_id := count(environ, "SLURM_JOB_ID", "SLURM_JOBID")) is not None:
+    if (job_id := count(environ, "SLURM_JOB_ID")) is not None:
         restart = count(environ, "SLURM_RESTART_COUNT") or 0
         found.add("MASTER_PORT", port_for(job_id, restart=restart, step=step), "derived from SLURM_JOB_ID")
     return found
@@ -114,19 +123,17 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
 
 def complete_slurm(environ: Mapping[str, str], found: Variables) -> None:
     """An explicit RANK beats Slurm's. If both are the same task, Slurm may add what it knows about this node."""
-    tasks, nodes = _tasks(environ), _nodes(environ)
-    if _step(environ) is None or tasks is None:
+    step, tasks, nodes = _slurm(environ)
+    if step is None or tasks is None:
         return
     if found.launcher != "environment":
         # torchrun or `launch` started this process. In each of several tasks of a node it starts n times n processes,
-        # and ranks share devices
-        if nodes is not None and tasks > nodes:
-            way_out = "Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
-            if environ.get("GROUP_WORLD_SIZE") != str(tasks):
-                where = f"{found.launcher} runs in each of {tasks} Slurm tasks on {nodes} nodes"
-                raise LaunchError(f"{where}: that multiplies the processes. {way_out}")
-            # One group in which each task is an agent: somebody simulates nodes by tasks
-            found.warnings.append(f"{found.launcher} runs in {tasks} Slurm tasks on {nodes} nodes. {way_out}")
+        # and ranks share devices; one group in which each task is an agent simulates nodes by tasks
+        if nodes is not None and tasks > nodes and environ.get("GROUP_WORLD_SIZE") != str(tasks):
+            raise LaunchError(
+                f"{found.launcher} runs in each of {tasks} Slurm tasks on {nodes} nodes: that multiplies the "
+                "processes. Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
+            )
     elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
         found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), STEP)
         _add_place(environ, found)
@@ -139,91 +146,46 @@ def complete_slurm(environ: Mapping[str, str], found: Variables) -> None:
 
 def run_name(environ: Mapping[str, str]) -> str | None:
     """The job's number, which a requeue keeps; in an array the array's number and the task's."""
-    array, index = count(environ, "SLURM_ARRAY_JOB_ID"), count(environ, "SLURM_ARRAY_TASK_ID")
-    job_id = count(environ, "SLURM_JOB_ID", "SLURM_JOBID")
-    if array is not None and index is not None:
-        return f"slurm-{array}_{index}"
-    return None if job_id is None else f"slurm-{job_id}"
-
-
-def _step(environ: Mapping[str, str]) -> int | None:
-    step = count(environ, "SLURM_STEP_ID", "SLURM_STEPID")
-    return None if step is None or step >= FIRST_SPECIAL_STEP else step
-
-
-def _nodes(environ: Mapping[str, str]) -> int | None:
-    return count(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-
-
-def _tasks(environ: Mapping[str, str]) -> int | None:
-    """How many processes are meant: inside a step its count, otherwise the job's, or one on each node without one."""
-    if _step(environ) is not None:
-        return count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    tasks = count(environ, "SLURM_NTASKS", "SLURM_NPROCS")
-    nodes = count(environ, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    if tasks is None and nodes is not None:
-        return nodes * (count(environ, "SLURM_NTASKS_PER_NODE") or 1)
-    return tasks
+    if index := environ.get("SLURM_ARRAY_TASK_ID"):
+        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
+    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
 def _add_place(environ: Mapping[str, str], found: Variables) -> None:
-    """Add what Slurm says about this node. Its share of the step's tasks: "2(x2),1" is 2, 2 and 1."""
-    node, nodes, tasks = count(environ, "SLURM_NODEID"), _nodes(environ), _tasks(environ)
-    found.add("GROUP_RANK", node, STEP)
-    found.add("GROUP_WORLD_SIZE", nodes, STEP)
-    if nodes == 1:
-        found.add("LOCAL_WORLD_SIZE", tasks, STEP)
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    shares = re.findall(r"([0-9]+)(?:\(x([0-9]{1,5})\))?", text)
-    counts = [int(share) for share, times in shares for _ in range(int(times or 1))]
-    if node is not None and node < len(counts) == nodes and sum(counts) == tasks:
-        found.add("LOCAL_WORLD_SIZE", counts[node], STEP)
+    """Add what Slurm says about this node, and the tasks of each node where all have as many."""
+    found.add("GROUP_RANK", count(environ, "SLURM_NODEID"), STEP)
+    found.add("GROUP_WORLD_SIZE", count(environ, "SLURM_STEP_NUM_NODES"), STEP)
+    if share := re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        found.add("LOCAL_WORLD_SIZE", share[1], STEP)
 
 
 def first_host(nodelist: str) -> str:
-    """Of a compressed list: "n[08-11,20],m05" -> n08. Raises LaunchError if the list is malformed.
-
-    Slurm's own command for it does not exist inside containers.
-    """
-    found = re.fullmatch(rf"\s*,*({_HOST})(,+{_HOST})*,*\s*", nodelist)
-    if not found:
-        raise LaunchError(
-            f"a host list must look like n[1-3,7],m05, got {nodelist!r}. Set MASTER_ADDR to rank 0's host."
-        )
-    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found[1])
+    """Of a compressed list: "n[08-11,20],m05" -> n08. Slurm's own command for it does not exist inside containers."""
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
 
 
 # mpirun and horovodrun ------------------------------------------------------------------------------------------------
 
 
 def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
-    """The rank that horovodrun or mpirun gives. horovodrun may run inside mpirun, so it is asked first.
+    """The rank that horovodrun or mpirun gives.
 
     Raises LaunchError on several nodes without MASTER_ADDR: neither says where rank 0 is.
     """
-    # The job is a variable that has another value in each start
-    of_mpi = "PMIX_NAMESPACE" if environ.get("PMIX_NAMESPACE") else "OMPI_MCA_ess_base_jobid"
-    for launcher, title, prefix, job, way_out, hint in (
-        ("horovodrun", "horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT",
-         "Set MASTER_ADDR=<rank 0's host> and MASTER_PORT=<a free port> before it.", ""),
-        ("open mpi", "Open MPI", "OMPI_COMM_WORLD_", of_mpi,
-         "Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>.",
-         "mpirun has to start all ranks at once; its -x passes MASTER_ADDR and MASTER_PORT on."),
-    ):
+    for launcher, prefix, jobs, way_out in BY_PREFIX:
         size = count(environ, f"{prefix}SIZE")
         if size is None or size == 1:
             continue
         found = given(environ, launcher)
-        found.hint = hint
         theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-        found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()}, title)
+        found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()}, launcher)
         if found.values.get("LOCAL_WORLD_SIZE") == str(size):
-            found.add("MASTER_ADDR", "127.0.0.1", f"{title} (one node)")
+            found.add("MASTER_ADDR", "127.0.0.1", f"{launcher} (one node)")
         elif "MASTER_ADDR" not in found.values:
             raise LaunchError(
-                f"{prefix}SIZE={size} on several nodes, but {title} does not say where rank 0 is. {way_out}"
+                f"{prefix}SIZE={size} on several nodes, but {launcher} does not say where rank 0 is. {way_out}"
             )
-        if environ.get(job):
+        for job in (job for job in jobs if environ.get(job)):
             found.add("MASTER_PORT", port_for(zlib.crc32(environ[job].encode())), f"derived from {job}")
         return found
     return None
@@ -246,13 +208,10 @@ def refuse_pod(environ: Mapping[str, str]) -> None:
 
     Trainer v2, elastic jobs and Workers without a Master set PET_* and no RANK: only torchrun can read those.
     """
-    nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
-    if nodes and not re.fullmatch(r"[0-9]+(:[0-9]+)?", nodes):
-        raise LaunchError(f"PET_NNODES must be a count or least:most, got {nodes!r}. Leave it to Kubeflow.")
-    if int(nodes.split(":")[-1] or 1) > 1 or (per_node.isdecimal() and int(per_node) > 1):
-        names = [name for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if environ.get(name)]
+    shown = {name: environ[name] for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if environ.get(name)}
+    if not {*shown.values()} <= {"1", "1:1", "auto", "gpu", "cpu"}:
         raise LaunchError(
-            f"{' '.join(f'{name}={environ[name]}' for name in names)} but RANK is not set: plain python would "
+            f"{' '.join(f'{name}={text}' for name, text in shown.items())} but RANK is not set: plain python would "
             f"train alone in every pod. Kubeflow sets PET_* for torchrun: let the command be {TORCHRUN}."
         )
 
@@ -268,54 +227,31 @@ def complete_pod(environ: Mapping[str, str], found: Variables) -> None:
             f'since PET_NPROC_PER_NODE={per_pod}. Let the command be {TORCHRUN}, or set nprocPerNode: "1".'
         )
     if environ.get("PET_NODE_RANK") == environ["RANK"]:
+        found.launcher = "kubeflow"
         found.origins = dict.fromkeys(found.values, "PyTorchJob operator (PET_*)")
-        found.hint = KUBEFLOW_HINT
         # Not PET_NNODES: with an elasticPolicy it counts the Workers alone
         nodes = environ.get("WORLD_SIZE")
         for name, value in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", environ["RANK"]), ("GROUP_WORLD_SIZE", nodes)):
             found.add(name, value, "one process a pod")
 
 
-def warnings_alone(environ: Mapping[str, str]) -> list[str]:
-    """No launcher gave a rank: warnings for somebody who expected more than one process."""
-    if "PET_NPROC_PER_NODE" in environ:
-        return [
-            f"PET_NPROC_PER_NODE={environ['PET_NPROC_PER_NODE']} is for torchrun, and this is one process. "
-            f"For one process a device let the command be {TORCHRUN}."
-        ]
-    if "JOB_COMPLETION_INDEX" in environ:
-        return [
-            f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} but RANK is not set: this pod trains alone. "
-            "k8s/job.yaml shows how an Indexed Job supplies RANK and WORLD_SIZE."
-        ]
-    return []
-
-
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
     """For an agent in a pod: `environ` where RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
 
     Outside of Kubeflow's pods `environ` itself. `num_nodes`: what an option says. Raises LaunchError where pods come
-    and go, where nobody says which pod this is, and where WORLD_SIZE is another's.
+    and go, and where nobody says which pod this is.
     """
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
     if nodes is None or "LOCAL_RANK" in environ:
         return environ, None
     if ":" in nodes:
         raise LaunchError(f"PET_NNODES={nodes} may change, which launch can't follow. Use {TORCHRUN}.")
-    nproc = int(per_pod) if re.fullmatch(r"[1-9][0-9]{0,6}", per_pod) else None  # auto, gpu and cpu are torchrun's
     left = {name: value for name, value in environ.items() if not name.startswith("PET_")}
     if "PET_NODE_RANK" in environ:
         # PyTorchJob sets the same address twice; Trainer v2 only its own
-        ours = {name: environ.get(f"PET_{name}", left.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT")}
-        known = {**ours, "RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": nodes}
-        processes = str(int(nodes) * (nproc or 1)) if nodes.isdecimal() else nodes
-        for name, value in (("RANK", known["RANK"]), ("WORLD_SIZE", processes)):
-            if environ.get(name, value) != value:
-                raise LaunchError(
-                    f"{name} must be {value}, as PET_NODE_RANK={known['RANK']} PET_NNODES={nodes} "
-                    f"PET_NPROC_PER_NODE={per_pod} say, got {environ[name]}. Leave it to Kubeflow."
-                )
-        left |= {name: value for name, value in known.items() if value is not None}
+        left |= {name: environ[f"PET_{name}"] for name in ("MASTER_ADDR", "MASTER_PORT") if f"PET_{name}" in environ}
+        left |= {"RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": nodes}
     elif "RANK" not in environ and num_nodes is None and nodes != "1":
         refuse_pod(environ)
-    return left, nproc
+    # auto, gpu and cpu are torchrun's
+    return left, int(per_pod) if re.fullmatch(r"[1-9][0-9]{0,6}", per_pod) else None

@@ -5,11 +5,11 @@ that finds LOCAL_RANK was started once for each rank, so it starts one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rankup.env.addresses import PORT_OF_LAUNCH
-from rankup.env.launchers import FIVE, KUBEFLOW_HINT, STEP, adopt_slurm, count, count_pods
-from rankup.env.rank_env import HOW_TO_LAUNCH, read_rank_env, who_set_rank
+from rankup.env.launchers import STEP, adopt_slurm, count, count_pods
+from rankup.env.rank_env import read_rank_env, who_set_rank
 from rankup.errors import LaunchError
 
 
@@ -25,9 +25,7 @@ class NodeEnv:
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 only for a single node, which chooses one
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
-    origins: dict[str, str] = field(default_factory=dict)  # variable -> who set it; none for a single node
     warnings: tuple[str, ...] = ()
-    hint: str = ""  # where to look for nodes that are missing
 
     @property
     def first_rank(self) -> int:
@@ -49,22 +47,20 @@ def read_node_env(
     An option beats the environment's address and port, but the counts of both have to agree. Raises LaunchError where
     they do not, where half a set is there, and below a launcher that starts the ranks itself.
     """
-    _check_options(nnodes=nnodes, nproc=nproc, node_rank=node_rank, master_port=master_port)
+    for flag, number, least, most in (
+        ("--nproc", nproc, 1, 65535), ("--nnodes", nnodes, 1, 65535), ("--master-port", master_port, 0, 65535),
+        ("--node-rank", node_rank, 0, max(1, nnodes or 65535) - 1),
+    ):
+        if number is not None and not least <= number <= most:
+            raise LaunchError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
     _refuse_launcher_of_ranks(environ)
-    pods, per_pod = count_pods(environ, num_nodes=nnodes)
-    nproc = nproc or per_pod or 1
-    if "LOCAL_RANK" in environ and nproc > 1:
-        raise LaunchError(
-            f"--nproc must be 1 where LOCAL_RANK is set, got {nproc}: each rank has an agent of its own there. For "
-            "one agent a node unset LOCAL_RANK."
-        )
-    if per_pod and nproc != per_pod:
-        raise LaunchError(
-            f"--nproc must be what Kubeflow gives, PET_NPROC_PER_NODE={per_pod}, got {nproc}. Leave --nproc out."
-        )
+    variables, per_pod = count_pods(environ, num_nodes=nnodes)
+    if (given := 1 if "LOCAL_RANK" in environ else per_pod) and nproc and nproc != given:
+        who = f"PET_NPROC_PER_NODE={per_pod}" if per_pod else "LOCAL_RANK: each rank has an agent of its own"
+        raise LaunchError(f"--nproc must be {given}, as the environment has {who}, got {nproc}. Leave --nproc out.")
+    nproc = nproc or given or 1
     # What an earlier torchrun has left in the shell says nothing of this agent
-    variables = {name: text for name, text in pods.items() if not name.startswith("TORCHELASTIC_")}
-    added: dict[str, tuple[str, object]] = {}  # variable -> who sets it, and to what
+    variables = {name: text for name, text in variables.items() if not name.startswith("TORCHELASTIC_")}
     # Raises in a batch shell of several tasks, which is none of them
     is_task = "RANK" not in variables and getattr(adopt_slurm(variables), "launcher", "") == "slurm"
     if "RANK" not in variables and not is_task:
@@ -78,23 +74,17 @@ def read_node_env(
             )
         if not master_addr and "MASTER_ADDR" not in variables:
             raise LaunchError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
-        added = {"RANK": ("--node-rank", node_rank or 0), "WORLD_SIZE": ("--nnodes", nnodes),
-                 "MASTER_PORT": ("default", PORT_OF_LAUNCH)}
-        added = {name: value for name, value in added.items() if name not in variables}
-    if master_addr:
-        added["MASTER_ADDR"] = ("--master-addr", master_addr)
-    if master_port:
-        added["MASTER_PORT"] = ("--master-port", master_port)
-    env = read_rank_env({**variables, **{name: str(value) for name, (_, value) in added.items()}})
-    origins = {name: origin for name, origin in env.origins.items() if name in FIVE and name != "LOCAL_RANK"}
-    if pods is not environ:
-        origins = dict.fromkeys(origins, "Kubeflow (PET_*)")
-    origins |= {name: origin for name, (origin, _) in added.items()}
+        options = {"RANK": node_rank or 0, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
+        variables = {**{name: str(value) for name, value in options.items()}, **variables}
+    where = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
+    env = read_rank_env({**variables, **{name: str(value) for name, value in where.items() if value}})
     for flag, name, option, number in (
         ("--nnodes", "WORLD_SIZE", nnodes, env.world_size), ("--node-rank", "RANK", node_rank, env.rank)
     ):
         if option is not None and option != number:
-            raise LaunchError(f"{flag} must be {name}={number} (from {origins[name]}), got {option}. Leave {flag} out.")
+            raise LaunchError(
+                f"{flag} must be {name}={number} (from {env.origins[name]}), got {option}. Leave {flag} out."
+            )
     # Several agents on a machine would each start several ranks, which share its devices
     if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == STEP and env.world_size > (env.num_nodes or 1):
         raise LaunchError(
@@ -106,19 +96,8 @@ def read_node_env(
         local_rank=env.local_rank if nproc == 1 and own else 0,
         local_world_size=env.local_world_size * nproc if own and env.local_world_size else None,
         node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,
-        master_port=env.master_port, run_name=env.run_name, origins=origins, warnings=env.warnings,
-        hint=KUBEFLOW_HINT if pods is not environ else env.hint or HOW_TO_LAUNCH.format("`launch`"),
+        master_port=env.master_port, run_name=env.run_name, warnings=env.warnings,
     )
-
-
-def _check_options(*, nnodes: int | None, nproc: int | None, node_rank: int | None, master_port: int | None) -> None:
-    for flag, number in (("--nproc", nproc), ("--nnodes", nnodes)):
-        if number is not None and number < 1:
-            raise LaunchError(f"{flag} must be >= 1, got {number}.")
-    if node_rank is not None and not 0 <= node_rank < (nnodes or max(node_rank, 0) + 1):
-        raise LaunchError(f"--node-rank must be from 0 to {nnodes - 1 if nnodes else 'WORLD_SIZE-1'}, got {node_rank}.")
-    if master_port is not None and not 0 <= master_port <= 65535:
-        raise LaunchError(f"--master-port must be 1..65535, or 0 for a default, got {master_port}.")
 
 
 def _refuse_launcher_of_ranks(environ: Mapping[str, str]) -> None:

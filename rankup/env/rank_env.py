@@ -21,9 +21,14 @@ WHO_SETS_THEM = (
     "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 )
 MANY = 10**18
-HOW_TO_LAUNCH = (
-    "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."
-)
+_ON_EACH = "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."
+HINTS = {  # by launcher: where to look for ranks that are missing
+    "torchrun": _ON_EACH.format("torchrun"), "launch": _ON_EACH.format("`launch`"),
+    "slurm": "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once.",
+    "open mpi": "mpirun has to start all ranks at once; its -x passes MASTER_ADDR and MASTER_PORT on.",
+    "kubeflow": "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
@@ -51,7 +56,6 @@ class RankEnv:
     attempt: str = ""  # the id of this attempt where an agent gave one: it looks for it in status.json
     start: str = ""  # names a start whose containers an engine restarts by itself
     parent_pid: int | None = None  # the process without which this one shall not go on
-    hint: str = ""  # where to look for ranks that are missing
 
     @property
     def distributed(self) -> bool:
@@ -92,8 +96,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     if found.launcher == "python":
         return RankEnv(warnings=tuple(found.warnings), **ours)
     if found.launcher == "torchrun":
-        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "")
-        ours["restart_count"] = int(restarts) if restarts.isdecimal() else 0
+        ours["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         ours["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     numbers = _checked(found)
     port, ports = numbers["master_port"], ephemeral_range()
@@ -103,17 +106,18 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
             f"({ports.start}-{ports.stop - 1}) and may be taken at any moment. Choose one below {ports.start}."
         )
     return RankEnv(
-        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, hint=found.hint, origins=found.origins,
+        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, origins=found.origins,
         warnings=tuple(found.warnings), file=file, **numbers, **ours,
     )
 
 
 def who_set_rank(environ: Mapping[str, str]) -> str:
     """RANK is set: by launch or torchrun, which start a process for each rank, or by somebody else (environment)."""
-    # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell
+    # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell, whose number of nodes is
+    # gone where only TORCHELASTIC_RUN_ID is left
     if "RANKUP_AGENT" in environ:
         return "launch"
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
+    return "torchrun" if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys() else "environment"
 
 
 def _with_rank(environ: Mapping[str, str]) -> Variables:
@@ -121,13 +125,8 @@ def _with_rank(environ: Mapping[str, str]) -> Variables:
     found = given(environ, who_set_rank(environ), NAMES)
     if found.launcher != "environment":
         found.origins = dict.fromkeys(found.values, found.launcher)
-        found.hint = HOW_TO_LAUNCH.format("torchrun" if found.launcher == "torchrun" else "`launch`")
-        if "GROUP_WORLD_SIZE" not in environ:
-            found.warnings.append(
-                "TORCHELASTIC_RUN_ID is set but GROUP_WORLD_SIZE is not: left over from another torchrun? Unset it."
-            )
-    launchers.complete_pod(environ, found)
     launchers.complete_slurm(environ, found)
+    launchers.complete_pod(environ, found)
     return found
 
 
@@ -143,11 +142,14 @@ def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
         raise LaunchError(
             "--init-method must come with --rank and --world-size, or a launcher that gives them, got no rank."
         )
-    if found.values:
-        return found  # incomplete, as RANK is missing: the check names what else is
-    left = ["TORCHELASTIC_RUN_ID is set but RANK is not: left over from another torchrun? Unset it."]
-    warnings = left if "TORCHELASTIC_RUN_ID" in environ else []
-    return Variables("python", warnings=[*warnings, *launchers.warnings_alone(environ)])
+    if not found.values:  # else incomplete, as RANK is missing: the check names what else is
+        found.launcher = "python"
+    if "JOB_COMPLETION_INDEX" in environ:
+        found.warnings.append(
+            f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} but RANK is not set: this pod trains alone. "
+            "k8s/job.yaml shows how an Indexed Job supplies RANK and WORLD_SIZE."
+        )
+    return found
 
 
 # Checking ------------------------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def code_folder() -> str:
 
 def how_to_start(env: RankEnv) -> str:
     """Where to look for the missing ranks: the launcher's own hint, or how to start them by hand."""
-    return env.hint or (
+    return HINTS.get(env.launcher) or (
         f"Start one process with each RANK from 0 to {env.world_size - 1}, all with "
         f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}; docker compose ps -a shows nodes that ended."
     )

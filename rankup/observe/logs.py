@@ -1,7 +1,7 @@
 """What all ranks of a run wrote, by time: the command `logs`. No torch here.
 
 It reads the files `logs/rank-N.log` alone, so it works while the run trains, and its memory does not depend on their
-size. Times have whole seconds: within one the lower rank stands first, and each rank's lines keep their order.
+size. Times have whole seconds: within one the ranks take turns, and each rank's lines keep their order.
 """
 
 import heapq
@@ -10,15 +10,15 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import groupby, islice
-from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
@@ -27,13 +27,12 @@ from rankup.timing import FOLLOW_S, RECENT_S, SAME_S
 MOST = 1 << 20  # bytes of lines that are compared at once
 CHUNK = 1 << 17  # bytes: --since looks for its first line in steps of so many, doubled each time
 LONGEST = 1 << 15  # bytes of a line; the rest of a longer one is a line of its own
-AT_ONCE = 50  # lines of one rank and second that are merged at once
 COLOURS = (36, 33, 32, 35, 34, 31)  # of the ranks, in turn
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-# Lines without it belong to the line before: the rest of a traceback, or what a library prints past the log
+# Lines without it belong to the record of the line before: the rest of a traceback, or what a library prints
 HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 
-Batch = tuple[bytes, int, bytes, list[bytes]]  # time, rank, host, and what that rank wrote in that second
+Record = tuple[bytes, int, int, bytes, bytes]  # time, number in that second, rank, host, text of one or more lines
 
 
 def logs(
@@ -50,21 +49,17 @@ def logs(
     folder = find_logs(runs, run)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     found: dict[int, RankLog] = {}
+    if follow and not first:
+        first = _shifted(max(map(_last_stamp, _files(folder).values())), -RECENT_S)
 
     def look() -> Iterator[bytes]:
         """What was not read yet, also of ranks that have begun to write."""
         for number, path in _files(folder).items():
             if number not in found and (not wanted or number in wanted):
-                found[number] = RankLog(path, number)
-                found[number].seek(first)
-        lines = folded(heapq.merge(*(log.batches(whole=not follow) for log in found.values())))
-        return map(_as_json, lines) if as_json else _labelled(lines, colour)
+                found[number] = RankLog(path, number, first)
+        lines = folded(heapq.merge(*(log.records(whole=not follow) for log in found.values())), first)
+        return (printed for line in lines for printed in (_as_json(line) if as_json else _labelled(line, colour)))
 
-    look()
-    if follow and not first:
-        newest = max((log.last_stamp() for log in found.values()), default=b"")
-        for log in found.values():
-            log.seek(_shifted(newest, -RECENT_S))
     try:
         _write(look())
         while follow:
@@ -154,126 +149,111 @@ def _shifted(stamp: bytes, seconds: float) -> bytes:
 
 
 class RankLog:
-    """A file `rank-N.log`: what it has from some time on, and later what was added to it."""
+    """A file `rank-N.log`: what it has from the time `since` on, and later what was added to it."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path, self.rank = path, rank
+    def __init__(self, path: Path, rank: int, since: bytes) -> None:
+        self.path, self.rank, self._since = path, rank, since
         self._offset = self._inode = 0
         self._stamp = self._host = b""  # of the last line
-        self._since = b""
 
-    def seek(self, since: bytes) -> None:
-        """Leave out what is older than the time `since`: each file is in the order of time."""
-        self._since, self._offset, length = since, 0, CHUNK
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            self._inode = status.st_ino
-            while since and length < status.st_size and not self._offset:
-                file.seek(status.st_size - length)
-                file.readline(LONGEST)  # most likely the rest of one
-                found = next(filter(None, map(HEAD.match, file)), None)
-                if found and found[1] < since:
-                    self._offset = status.st_size - length
-                length *= 2
-
-    def last_stamp(self) -> bytes:
-        """The newest time in the file, or b""."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - CHUNK))
-            return max((found[1] for found in map(HEAD.match, file) if found), default=b"")
-        return b""
-
-    def batches(self, *, whole: bool) -> Iterator[Batch]:
+    def records(self, *, whole: bool) -> Iterator[Record]:
         """What was not read yet. `whole`: also the last line, if it has no end yet."""
-        for (stamp, host), lines in groupby(self._lines(whole), itemgetter(0, 1)):
-            while texts := [text for *_, text in islice(lines, AT_ONCE)]:
-                if stamp >= self._since:
-                    yield stamp, self.rank, host, texts
+        number, text = 0, b""
+        for line in self._lines(whole):
+            found = HEAD.match(line)
+            if text and (found or len(text) > LONGEST):
+                yield self._stamp, number, self.rank, self._host, text
+                text, number = b"", number + 1
+            if found:
+                number = number if found[1] == self._stamp else 0
+                self._stamp, self._host = found.groups()
+            text += line[found.end() :] if found else line
+        if text:
+            yield self._stamp, number, self.rank, self._host, text
 
-    def _lines(self, whole: bool) -> Iterator[tuple[bytes, bytes, bytes]]:
-        # `--fresh` may just have renamed the folder: the next look finds a new one
+    def _lines(self, whole: bool) -> Iterator[bytes]:
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:  # it was replaced, or cut
+            if status.st_ino != self._inode or status.st_size < self._offset:  # a new file under that name
                 self._inode, self._offset, self._stamp, self._host = status.st_ino, 0, b"", b""
+                self._skip(file, status.st_size)
             file.seek(self._offset)
             while line := file.readline(LONGEST):
                 if not (whole or line.endswith(b"\n") or len(line) == LONGEST):
                     break  # it is being written
                 self._offset += len(line)
-                if found := HEAD.match(line):
-                    self._stamp, self._host = found.groups()
-                    line = line[found.end() :]
-                yield self._stamp, self._host, line.removesuffix(b"\n")
+                yield line
+
+    def _skip(self, file: BinaryIO, size: int) -> None:
+        """Leave out most of what is older than `since`: the file is in the order of time."""
+        length = CHUNK
+        while self._since and length < size and not self._offset:
+            file.seek(size - length)
+            file.readline(LONGEST)  # most likely the rest of one
+            found = next(filter(None, map(HEAD.match, file)), None)
+            if found and found[1] < self._since:
+                self._offset = size - length
+            length *= 2
+
+
+def _last_stamp(path: Path) -> bytes:
+    """The newest time in a file, or b"". The file's own time is of this machine, whose time zone may be another one."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - CHUNK))
+        return max((found[1] for found in map(HEAD.match, file) if found), default=b"")
 
 
 @dataclass(slots=True)
 class Line:
-    """What one or several ranks, each with its host, wrote at `stamp`."""
+    """A record that one or several ranks, each with its host, wrote at `stamp`. `number`: its place among all."""
 
     stamp: bytes
-    who: list[tuple[int, bytes]]
+    number: int
     text: bytes
+    who: list[tuple[int, bytes]]
 
 
-def folded(batches: Iterable[Batch]) -> Iterator[Line]:
-    """The lines of `batches`, which are in the order of time and rank; equal ones of several ranks as one."""
-    pending: list[Line] = []
-    newest, known, size = b"", set[bytes](), 0
-    for stamp, rank, host, texts in batches:
-        if stamp != newest or size > MOST:
-            newest, limit = stamp, _shifted(stamp, -SAME_S)
-            near = [n for n, line in enumerate(pending) if limit and size <= MOST and line.stamp >= limit]
-            far = near[0] if near else len(pending)
-            yield from pending[:far]
-            pending = pending[far:]
-            known, size = {line.text for line in pending}, sum(len(line.text) for line in pending)
-        if known.isdisjoint(texts):  # most lines of most logs
-            pending += [Line(stamp, [(rank, host)], text) for text in texts]
-        else:
-            pending = _with(pending, stamp, (rank, host), texts, known)
-        known.update(texts)
-        size += sum(map(len, texts))
-    yield from pending
-
-
-def _with(
-    pending: list[Line], stamp: bytes, who: tuple[int, bytes], texts: list[bytes], known: set[bytes]
-) -> list[Line]:
-    """`pending` and what one more rank wrote: each line at an equal one where the order allows it, else before the
-    next that has one.
-    """
-    place = max((number + 1 for number, line in enumerate(pending) if who in line.who), default=0)
-    result, own = pending[:place], list[Line]()
-    for text in texts:
-        same = None
-        if text in known:
-            fits = (n for n in range(place, len(pending)) if pending[n].text == text)
-            same = next((n for n in fits if not own or pending[n].stamp == stamp), None)
-        if same is None:
-            own.append(Line(stamp, [who], text))
+def folded(records: Iterable[Record], since: bytes) -> Iterator[Line]:
+    """The records, which are in the order of time: equal ones of several ranks as one, where the order allows it."""
+    pending = deque[Line]()
+    newest: dict[bytes, Line] = {}  # of those that are pending, by text
+    last: dict[int, int] = {}  # by rank: the number of its last line
+    size = count = 0
+    for stamp, _, rank, host, text in records:
+        if stamp < since:
             continue
-        result += [*pending[place:same], *own, pending[same]]
-        pending[same].who.append(who)
-        place, own = same + 1, []
-    return [*result, *pending[place:], *own]
+        limit = _shifted(stamp, -SAME_S)
+        while pending and (pending[0].stamp < limit or size > MOST):
+            line = pending.popleft()
+            size -= len(line.text)
+            if newest.get(line.text) is line:
+                del newest[line.text]
+            yield line
+        found = newest.get(text)
+        if found is None or found.number <= last.get(rank, -1):
+            found = newest[text] = Line(stamp, count, text, [])
+            pending.append(found)
+            size, count = size + len(text), count + 1
+        found.who.append((rank, host))
+        last[rank] = found.number
+    yield from pending
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
 
 
-def _labelled(lines: Iterable[Line], colour: bool) -> Iterator[bytes]:
-    for line in lines:
-        label = _label(tuple(line.who), colour)
-        label = b"%b %b" % (line.stamp, label) if line.stamp else label
+def _labelled(line: Line, colour: bool) -> Iterator[bytes]:
+    label = _label(tuple(sorted(line.who)), colour)
+    label = b"%b %b" % (line.stamp, label) if line.stamp else label
+    for text in line.text.removesuffix(b"\n").split(b"\n"):
         # A progress bar writes over itself: only its last state would be left on a terminal
-        yield b"%b%b\n" % (label, line.text.rstrip(b"\r").rpartition(b"\r")[2])
+        yield b"%b%b\n" % (label, text.rstrip(b"\r").rpartition(b"\r")[2])
 
 
-def _as_json(line: Line) -> bytes:
-    ranks, hosts = zip(*((rank, host.decode(errors="replace")) for rank, host in line.who), strict=True)
-    text = line.text.decode(errors="replace")
-    return json.dumps({"time": line.stamp.decode(), "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"
+def _as_json(line: Line) -> Iterator[bytes]:
+    ranks, hosts = zip(*((rank, host.decode(errors="replace")) for rank, host in sorted(line.who)), strict=True)
+    for text in line.text.decode(errors="replace").removesuffix("\n").split("\n"):
+        yield json.dumps({"time": line.stamp.decode(), "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"
 
 
 @lru_cache(maxsize=4096)
@@ -287,6 +267,6 @@ def _label(who: tuple[tuple[int, bytes], ...], colour: bool) -> bytes:
     return label + b" "
 
 
-def _write(lines: Iterator[bytes]) -> None:
+def _write(lines: Iterable[bytes]) -> None:
     sys.stdout.buffer.writelines(lines)
     sys.stdout.buffer.flush()

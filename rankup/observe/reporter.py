@@ -19,13 +19,12 @@ from rankup.group.group import Group
 from rankup.observe.goodput import Report, goodput, read_reports
 from rankup.observe.metrics import Progress
 from rankup.observe.tracker import Facts, Tracker
-from rankup.timing import REPORT_S
+from rankup.timing import LAST_REPORT_S, REPORT_S
 
 # Which kind of time a phase of the watchdog's clock is; all others, set-up and imports among them, are "start"
 KIND_OF_PHASE = {
     "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
 }
-LAST_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang
 TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
 
 
@@ -80,7 +79,7 @@ class Reporter:
         self._finished = kind is None
         if self._thread.ident is not None:
             self._ended.set()
-            self._thread.join(LAST_S)
+            self._thread.join(LAST_REPORT_S)
         if self._tracker is not None:
             stopped = kind is not None and issubclass(kind, Stopped)
             self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")

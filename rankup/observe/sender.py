@@ -5,8 +5,9 @@ and the next attempt sends what this one could not. A process and not a thread: 
 seconds, for which a thread would hold Python's lock.
 
 No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit,
-and `metrics.jsonl` has them again; trackers can't take a point back, so what they have of these steps stays. How far
-the run was sent is kept as steps, in `tracker/sent.json`: a resume cuts the file, so that a place in it says nothing.
+and `metrics.jsonl` has them again; trackers can't take a point back, so what they have of these steps stays. The last
+step that was sent of each curve is kept in `tracker/sent.json`: a resume cuts the file, so that a place in it says
+nothing. Points whose answer was lost are sent again, unchanged: MLflow keeps an equal point once.
 """
 
 import contextlib
@@ -18,9 +19,9 @@ import re
 import select
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,8 +29,8 @@ from rankup.observe.tracker import FOLDER, Facts
 from rankup.places.files import read_json, write_json
 from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S
 
-KINDS = ("train", "eval", "final")  # the first part of a metric's name
-MOST_VALUES = 500  # of points in one request; MLflow takes 1,000
+KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
+MOST_POINTS = 50  # in one request; MLflow takes 1,000 values
 LONGEST_REASON = 120  # characters
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 
@@ -84,15 +85,6 @@ class MlflowRun:
         for begin in range(0, len(new), 100):  # that a server takes in one request
             self.client.log_batch(self.id, params=new[begin : begin + 100])
 
-    def sent(self) -> dict[str, int] | None:
-        """The last step that the server has of each kind. A request that timed out may have been written or not."""
-        last = {}
-        for kind in KINDS:
-            # One name stands for all of its kind: a request is written whole or not at all
-            if names := sorted(name for name in self.run.data.metrics if name.startswith(f"{kind}/")):
-                last[kind] = max(metric.step for metric in self.client.get_metric_history(self.id, names[0]))
-        return last
-
     def log(self, points: list[Point]) -> None:
         """Points in the order of their steps."""
         from mlflow.entities import Metric
@@ -141,13 +133,9 @@ class WandbRun:
         self.run.config.update(facts.settings, allow_val_change=True)
         for kind in KINDS:
             # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
-            self.run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+            self.run.define_metric(f"{kind}*", step_metric=f"{kind}step")
         folder = Path(self.run.settings.sync_dir).parent
         self.address = self.run.url or f"offline, in {folder}; to upload it: wandb sync {folder}/offline-run-*"
-
-    def sent(self) -> dict[str, int] | None:
-        """W&B's summary lags behind its curve, and offline there is nobody to ask."""
-        return None
 
     def log(self, points: list[Point]) -> None:
         for point in points:
@@ -174,81 +162,66 @@ class Sender:
     def __init__(self, facts: Facts) -> None:
         self.facts, self.folder = facts, Path(facts.run_dir)
         self.tracked: MlflowRun | WandbRun | None = None
-        self._sent: dict[str, int] = {}
+        known = read_json(self.folder / FOLDER / "sent.json") or {}
+        self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
         self._file: BinaryIO | None = None
 
     def look(self, state: str = "") -> None:
         """Send what is new. `state`: how the run has ended, empty while it goes on.
 
-        Raises whatever the tracker's package raises. Then the next look begins by asking the tracker what it has.
+        Raises whatever the tracker's package raises. Then the next look begins anew, behind what was sent.
         """
         try:
             if self.tracked is None:
-                tracked = open_run(self.facts)
-                known = read_json(self.folder / FOLDER / "sent.json") or {}
-                there = tracked.sent()
-                self._sent = there if there is not None else known["sent"] if known.get("run") == self.facts.run else {}
-                self.tracked = tracked
-                self._log([])
-            while points := self._new_points():
-                self._log(points)
+                self.tracked, self._file = open_run(self.facts), (self.folder / "metrics.jsonl").open("rb")
+                self._note_sent([])
+            while points := list(islice(self._new_points(), MOST_POINTS)):
+                self.tracked.log(points)
+                self._note_sent(points)
             if state == "finished":
-                self._send_result()
+                result = self.folder / "result.json"
+                self.tracked.upload(result)
+                self.tracked.note("digest", json.loads(result.read_bytes())["digest"])
             if state:
                 self.tracked.end(state)
         except Exception:
-            self.tracked = None
-            if self._file is not None:
-                self._file.seek(0)  # what was read last may not be there
+            self.close()
             raise
 
-    def _log(self, points: list[Point]) -> None:
-        """Send them, and keep on the disk how far that was: for `status` and the result, and for the next attempt."""
+    def close(self) -> None:
+        self.tracked = None
+        if self._file is not None:
+            self._file.close()
+
+    def _note_sent(self, points: list[Point]) -> None:
+        """Keep on the disk how far that was: for `status` and the result, and for the next attempt."""
         assert self.tracked is not None
-        if points:
-            self.tracked.log(points)
-        self._sent |= {point.kind: point.step for point in points}
+        self._sent |= {name: point.step for point in points for name in point.values}
         known = {"run": self.facts.run, "tracker": self.facts.tracker, "sent": self._sent,
                  "address": without_secrets(self.tracked.address)}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
             write_json(self.folder / FOLDER / "sent.json", known)
 
-    def _send_result(self) -> None:
-        """The file first: where the last values are there, all is."""
-        assert self.tracked is not None
-        result = read_json(self.folder / "result.json") or {}
-        step = result.get("step", -1)
-        if step <= self._sent.get("final", -1):
-            return
-        self.tracked.upload(self.folder / "result.json")
-        self.tracked.note("digest", result["digest"])
-        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)} | result["metrics"]
-        self._log([Point("final", step, time.time(), {f"final/{name}": float(numbers[name]) for name in numbers})])
-
-    def _new_points(self) -> list[Point]:
-        """Some of those behind what was read before.
+    def _new_points(self) -> Iterator[Point]:
+        """What stands behind that which was read before, and was not sent.
 
         The file stays open. An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed
         one's sender, if it is still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
         """
-        points: list[Point] = []
-        if self._file is None:
-            with contextlib.suppress(FileNotFoundError):
-                self._file = (self.folder / "metrics.jsonl").open("rb")
-        while self._file is not None and sum(len(point.values) for point in points) < MOST_VALUES:
-            begin = self._file.tell()
-            line = self._file.readline()
+        assert self._file is not None
+        while True:
+            begin, line = self._file.tell(), self._file.readline()
             if not line.endswith(b"\n"):  # the end, or a line that is being written
                 self._file.seek(begin)
-                break
+                return
             entry = json.loads(line)
-            # Without the curves of each rank and node, of which there may be thousands
-            values = {name: math.nan if value is None else value for name, value in entry.items()
-                      if name.startswith(tuple(f"{kind}/" for kind in KINDS))}
-            kind = next(iter(values), "").partition("/")[0]
-            if values and entry["step"] > self._sent.get(kind, -1):
-                points.append(Point(kind, entry["step"], entry["time"], values))
-        return points
+            step = entry["step"]
+            values = {
+                name: math.nan if value is None else value for name, value in entry.items()
+                if name.startswith(KINDS) and step > self._sent.get(name, -1)
+            }
+            if values:
+                yield Point(next(iter(values)).partition("/")[0], step, entry["time"], values)
 
 
 def without_secrets(text: str) -> str:
@@ -261,28 +234,27 @@ def without_secrets(text: str) -> str:
 
 def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:
     """Look until rank 0 has ended, and once more then. `rank0`: says how it ended; killed, it closes without a word."""
-    pause_s, failing, seen = 0.0, False, False
-    while True:
+    pause_s, failing, seen, ended = 0.0, False, False, False
+    while not ended:
         ended = bool(select.select([rank0], [], [], pause_s)[0])
         state = rank0.readline().decode().strip() or "failed" if ended else ""
         if ended:
             signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
         try:
             sender.look(state)
-            if not seen and sender.tracked is not None:
-                say("info", sender.tracked.address)
-            elif failing:
-                say("info", "answers again")
-            pause_s, failing, seen = SENDER_LOOK_S, False, True
         except Exception as error:  # what packages raise has nothing in common
             why = "" if failing else f"{_reason(error)}. "
             if ended:
                 say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
             elif why:
                 say("warning", f"{why}Training goes on; what is missing is sent once this works.")
-            pause_s, failing = min(max(SENDER_LOOK_S, 2 * pause_s), SENDER_PAUSE_S), True
-        if ended:
-            return
+            pause_s, failing = SENDER_PAUSE_S, True
+            continue
+        if not seen and sender.tracked is not None:
+            say("info", sender.tracked.address)
+        elif failing:
+            say("info", "answers again")
+        pause_s, failing, seen = SENDER_LOOK_S, False, True
 
 
 def _reason(error: BaseException) -> str:

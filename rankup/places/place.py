@@ -108,29 +108,10 @@ class Place:
         start = len(self.root) + 1
         return {str(key)[start:]: int(info.get("size") or 0) for key, info in found.items()}
 
-    def read(self, name: str, span: tuple[int, int] | None = None) -> bytes | None:
-        """The content under `name`, None where there is none. `span`: the bytes from the first to before the second."""
-        part: dict[str, Any] = {"start": span[0], "end": span[1]} if span else {}
+    def read(self, name: str) -> bytes | None:
+        """The content under `name`, None where there is none."""
         try:
-            return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name), **part)))
-        except FileNotFoundError:
-            return None
-
-    def entries(self, name: str = "") -> dict[str, bool]:
-        """The names directly below `name`, and whether each is a folder; none where there is no such name."""
-        path = self._path(name) if name else self.root
-        try:
-            found = self._try(f"list {name}", lambda: self._call("ls", path, detail=True))
-        except FileNotFoundError:
-            return {}
-        below, start = f"{self.root}/", len(self.root) + 1  # a page of a web server may link to anything
-        kinds = {str(entry["name"]).rstrip("/"): entry["type"] == "directory" for entry in found}
-        return {path[start:]: is_folder for path, is_folder in kinds.items() if path.startswith(below)}
-
-    def info(self, name: str) -> dict[str, Any] | None:
-        """What is known of `name`, such as its size, without its content; None where there is none."""
-        try:
-            return dict(self._try(f"look at {name}", lambda: self._call("info", self._path(name))))
+            return bytes(self._try(f"read {name}", lambda: self._call("cat_file", self._path(name))))
         except FileNotFoundError:
             return None
 

@@ -35,6 +35,7 @@ FILE = re.compile(r"\w[\w.-]*")
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 
 known_damaged: set[Path] = set()  # what this process has read and found damaged
+_uploading: set[Path] = set()  # what this process copies to another place at this moment
 
 
 class Content(Protocol):
@@ -279,8 +280,19 @@ def _sync(directory: Path) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def uploading(path: Path | None) -> Iterator[None]:
+    """No save removes the copy `path` for the length of the block. One of the same step may replace it."""
+    kept = {path} if path is not None else set()
+    _uploading.update(kept)
+    try:
+        yield
+    finally:
+        _uploading.difference_update(kept)
+
+
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Remove all but `newest` and the next ones to `keep` in all that look whole.
+    """Remove all but `newest` and the next ones to `keep` in all that look whole. One that is uploaded stays.
 
     One that a run has found damaged does not count, nor one whose sizes are wrong: it must not push a good one out.
     Other damage is not seen, because nothing is read here.
@@ -288,6 +300,7 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     good = 0
     for path in reversed(list_copies(directory)):
         if good >= keep or (path.suffix and path.with_suffix("").exists()):
-            remove(path)
+            if path not in _uploading:  # else a later save removes it
+                remove(path)
         elif path == newest or looks_whole(path):
             good += 1

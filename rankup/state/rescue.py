@@ -22,10 +22,10 @@ import torch
 from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.copies import Content, list_copies, step_of
+from rankup.timing import RESCUE_OLD_S
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
 ROOM = 2.0  # times its size: the ranks' own buffers live in shared memory too
-OLD_S = 7 * 24 * 3600.0
 
 
 def places() -> list[Path]:
@@ -116,7 +116,7 @@ def remove_old(place: Path) -> None:
     """Remove what runs left behind that nobody went on with: it takes memory from all users of the node."""
     for folder in _folder(place, "any").parent.glob("*"):
         with contextlib.suppress(OSError):
-            if _is_ours(folder) and time.time() - folder.stat().st_mtime > OLD_S:
+            if _is_ours(folder) and time.time() - folder.stat().st_mtime > RESCUE_OLD_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

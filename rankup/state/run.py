@@ -22,7 +22,7 @@ from rankup.state.choice import CHECKPOINT, MIRROR, PEER, SECOND, STORE, Folder,
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.reading import Check, Copy, no_check
 from rankup.state.saver import Saver, SecondCopies
-from rankup.state.second import HELD, SecondPlace
+from rankup.state.second import SecondPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,6 @@ class Run:
                 self.store = sources[STORE] = self._second(stack, options.store, required=True)
                 self.store.adopt(nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
-            shutil.rmtree(self.folder / HELD, ignore_errors=True)
             owned(self.store or self.lease)
             begun = Lineage.read(self.folder)
             if options.fresh and not (begun and options.may_take(begun)):

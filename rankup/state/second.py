@@ -8,7 +8,6 @@ not there. `rankup.state.stored_run` says what lies at either.
 """
 
 import contextlib
-import os
 import shutil
 import threading
 import time
@@ -21,7 +20,7 @@ from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
 from rankup.places.lineage import FILE, OF_RUN, Lineage
 from rankup.places.place import Place
 from rankup.state.choice import Found
-from rankup.state.copies import MANIFEST, list_copies, looks_whole
+from rankup.state.copies import list_copies, looks_whole, uploading
 from rankup.state.stored_run import StoredRun
 from rankup.timing import (
     FIND_S,
@@ -32,7 +31,6 @@ from rankup.timing import (
     UPLOAD_STOP_S,
 )
 
-HELD = ".mirrored"  # in the run directory; who takes that over removes what a kill has left there
 SUPERSEDED = "superseded"
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
@@ -162,12 +160,12 @@ class SecondPlace:
         stored = self._open(timeout_s)
         lease = self._own(stored)
         lease.check()
-        with _kept(path, self.folder / HELD) as kept:
+        with uploading(path):
             stored.upload_files(self.folder)
             run = Lineage.read(self.folder)
-            if kept is not None and run is not None and not stored.holds(kept, run=run.run):
-                stored.upload_copy(kept, run=run.run, keep=self.keep, check=lease.check)
-                self.log.debug(f"{self.called} has {kept.name}")
+            if path is not None and run is not None and not stored.holds(path, run=run.run):
+                stored.upload_copy(path, run=run.run, keep=self.keep, check=lease.check)
+                self.log.debug(f"{self.called} has {path.name}")
 
     def is_ours(self) -> bool:
         """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
@@ -249,7 +247,7 @@ class SecondPlace:
             path = self._wanted
             done = self._upload(path)
             with self._lock:
-                if self._wanted == path:
+                if self._wanted is path:  # not ==: the same step may have been saved again meanwhile
                     self._wanted, self._thread = None if done else path, None
                     return
 
@@ -281,25 +279,3 @@ class SecondPlace:
             if not self._failing:
                 self.log.warning(f"the mirror fails, the training goes on: {text}")
         self._failing = text
-
-
-@contextlib.contextmanager
-def _kept(path: Path | None, folder: Path) -> Iterator[Path | None]:
-    """A second name of each file of the copy `path` for the length of the block, in which it may be removed.
-
-    `path` itself where the file system has no such names. Raises OSError where it is removed already.
-    """
-    if path is None:
-        yield None
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    kept = folder / path.name
-    try:
-        try:
-            shutil.copytree(path, kept, copy_function=os.link)
-        except (OSError, shutil.Error):
-            kept = path
-        (kept / MANIFEST).stat()
-        yield kept
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -24,10 +24,9 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.state.copies import Fingerprint, write_durably
 from rankup.state.tree import DTYPES, TensorFile, decode, encode
+from rankup.timing import HURRY_S, VISIBLE_S
 
 INDEX = "shards.json"
-HURRY_S = 3.0  # for parts that are nearly done, when a rank was lost
-VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 

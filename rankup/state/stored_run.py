@@ -86,12 +86,15 @@ class StoredRun:
                  if file.is_file() and file != path / MANIFEST}
         sizes = {name: file.stat().st_size for name, file in files.items()}
         own.upload({name: file for name, file in files.items() if there.get(name) != sizes[name]})
+        manifest = (path / MANIFEST).read_bytes()
+        if self._stored(path, run) != new:  # that step was saved again, and what was read may be of both
+            return
         there = own.names(new.inside)
         for name, size in sizes.items():  # a store that has lost what it took must not get a manifest
             if there.get(name) != size:
                 raise UserError(f"{own.url} must keep what is written, got {there.get(name)} bytes of {name}.")
         check()
-        own.write(f"{new.inside}/{MANIFEST}", (path / MANIFEST).read_bytes())
+        own.write(f"{new.inside}/{MANIFEST}", manifest)
         check()
         self._remove_old(new, keep)
 

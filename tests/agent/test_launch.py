@@ -401,14 +401,6 @@ def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
 
 
-def test_stop_of_one_node_reaches_the_scripts_of_all(tmp_path: Path) -> None:
-    with ended(nodes(tmp_path, WAITS)) as job:
-        for rank in TWO:
-            pid_of(tmp_path / f"node{rank}", rank)
-        job.processes[1].send_signal(signal.SIGTERM)
-        assert job.wait() == [143, 143], job.output
-
-
 def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
     """Nodes are drained one after the other."""
     with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
@@ -497,7 +489,7 @@ def test_port_of_another_is_named(tmp_path: Path) -> None:
     ("options", "mistake"),
     [
         (["nofile.py"], "SCRIPT must be a file, got nofile.py: there is none."),
-        (["--restart-on=2", "nofile.py"], "--restart-on must name neither 0"),
+        (["--restart-on=2", "nofile.py"], "--restart-on must be exit codes such as 1,75, and neither 0"),
         (["--restart-args='", "nofile.py"], "--restart-args must be words as a shell splits them"),
         (["-m"], "SCRIPT"),
     ],

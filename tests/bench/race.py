@@ -145,7 +145,7 @@ def choose(names: Sequence[str], *, model: str) -> list[Entrant]:
     chosen = []
     for entrant in (known[name] for name in names or known):
         if entrant.package and importlib.util.find_spec(entrant.package) is None:
-            print(f"{entrant.name} stays at home: pip install -e '.[trainers]', or make race", file=sys.stderr)
+            print(f"{entrant.name} stays at home: pip install -e '.[test]', or make race", file=sys.stderr)
         elif model == "cnn" or entrant.variant != "loader":  # torchvision has no set for the large models
             chosen.append(entrant)
     return chosen

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, show, mistakes that leave nothing behind, and what the defaults reach."""
 
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,8 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: pytest.CaptureFixt
     (folder / "shown.yaml").write_text(out)
     shown = load_config({}, file="shown.yaml")
     assert shown == Config(lr=3e-4, epochs=9, tensorboard=False)
+    _, out, _ = ended(["show", "--config", "mine.yaml", "--epochs", "9", "--no-tensorboard", "--json"], capsys)
+    assert Config(**json.loads(out)) == shown
     assert sorted(path.name for path in folder.iterdir()) == ["mine.yaml", "shown.yaml"]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from rankup.errors import USER_MISTAKE, DataError
 from tests.rigs.idx_files import made_up, write_idx
+from train.data.sources import mnist_family
 from train.data.sources.mnist_family import read_idx
 
 
@@ -78,6 +79,13 @@ def test_idx_damaged_gzip_is_named(tmp_path: Path) -> None:
     refused("gzip", path=path)
     path.write_bytes(whole[:-8] + bytes(8))  # the checksum
     refused("corrupt gzip", path=path)
+
+
+def test_idx_that_unpacks_to_more_than_a_set_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mnist_family, "MOST_BYTES", 1000)
+    path = tmp_path / "images.gz"
+    path.write_bytes(gzip.compress(struct.pack(">4I", 0x803, 1, 28, 100) + bytes(2800)))
+    refused("holds more than 1,000 bytes", path=path)
 
 
 def test_idx_missing_file_and_folder_are_named(tmp_path: Path) -> None:

@@ -50,12 +50,6 @@ def test_slurm_step_is_adopted():
     assert "squeue -s" in how_to_start(env)
 
 
-def test_slurm_step_is_adopted_under_its_older_names():
-    older = without(STEP, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST")
-    env = read_rank_env({**older, "SLURM_STEPID": "0"})
-    assert (env.rank, env.world_size, env.num_nodes, env.master_addr) == (3, 4, 2, "rn1")
-
-
 def test_slurm_ranks_of_a_step_agree_on_the_master():
     tasks = [
         read_rank_env({**STEP, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)})
@@ -66,14 +60,17 @@ def test_slurm_ranks_of_a_step_agree_on_the_master():
 
 
 def test_slurm_nodes_may_have_different_numbers_of_tasks():
-    uneven = {**STEP, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-              "SLURM_LOCALID": "0"}
-    assert [read_rank_env({**uneven, "SLURM_NODEID": node}).local_world_size for node in "012"] == [2, 2, 1]
-    assert read_rank_env({**uneven, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}).local_world_size is None  # that is another's
+    env = read_rank_env({**STEP, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"})
+    assert (env.world_size, env.local_world_size) == (5, None)
+
+
+def test_slurm_list_of_hosts_that_is_malformed_is_refused():
+    assert "MASTER_ADDR must be a host name" in refusal({**STEP, "SLURM_STEP_NODELIST": "n[1-"})
 
 
 def test_slurm_step_on_one_node_needs_no_host_name():
-    env = read_rank_env({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"})
+    env = read_rank_env({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "3",
+                         "SLURM_STEP_TASKS_PER_NODE": "4"})
     assert (env.master_addr, env.local_world_size, env.num_nodes) == ("127.0.0.1", 4, 1)
 
 
@@ -172,10 +169,9 @@ def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
     assert read_rank_env({**BATCH, **AGENT, "SLURM_NTASKS": "4", "SLURM_NNODES": "1"}).launcher == "torchrun"
 
 
-def test_torchrun_nodes_simulated_by_tasks_are_only_warned_of():
+def test_torchrun_nodes_simulated_by_tasks_are_taken():
     env = {**STEP, **AGENT, "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
     assert read_rank_env(env).num_nodes == 4
-    assert "--ntasks-per-node=1" in warning(env)
 
 
 def test_slurm_variable_that_is_no_number_is_refused():
@@ -186,7 +182,6 @@ def test_slurm_variable_that_is_no_number_is_refused():
     ("env", "name"),
     [
         ({"SLURM_JOB_ID": "77"}, "slurm-77"),
-        ({"SLURM_JOBID": "77"}, "slurm-77"),
         ({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}, "slurm-77"),
         ({"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "0"}, "slurm-77_0"),
         ({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}, "slurm-77_1"),
@@ -349,16 +344,6 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "RANK is not set" in message
     assert "torchrun -m train.main" in message
     assert "\n" not in message
-
-
-def test_kubeflow_with_one_pod_is_single_and_says_what_torchrun_would_do():
-    env = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}
-    assert not read_rank_env(env).distributed
-    assert "one process a device" in warning(env)
-
-
-def test_kubeflow_count_that_cannot_be_read_is_refused():
-    assert refusal({"PET_NNODES": "two"}).startswith("PET_NNODES must be a count or least:most, got 'two'")
 
 
 def test_indexed_job_without_rank_is_single_with_a_warning():

@@ -187,9 +187,9 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
     assert read_rank_env({**FULL, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store is False
 
 
-def test_left_over_torchelastic_is_warned_of():
-    assert "left over" in warning({"TORCHELASTIC_RUN_ID": "none"})
-    assert "left over" in warning({**FULL, "TORCHELASTIC_RUN_ID": "none"})
+def test_id_that_is_left_of_a_torchrun_makes_none():
+    env = read_rank_env({**FULL, "TORCHELASTIC_RUN_ID": "none"})
+    assert (env.launcher, env.parent_pid) == ("environment", None)
 
 
 def test_torchrun_in_a_real_process_is_read_as_torchrun(tmp_path: Path):

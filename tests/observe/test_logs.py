@@ -76,11 +76,12 @@ def test_equal_lines_far_apart_are_not_folded(write, tmp_path, capfd) -> None:
     ("ranks", "expected"),
     [
         (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
-        (["ab", "aPb", "aPb"], ["0-2:a", "1-2:P", "0-2:b"]),
-        (["ab", "ca"], ["1:c", "0-1:a", "0:b"]),
+        (["ab", "aPb", "aPb"], ["0-2:a", "0:b", "1-2:P", "1-2:b"]),  # rank 0 wrote no P before its b
+        (["ab", "ca"], ["0:a", "1:c", "0:b", "1:a"]),
         (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
         (["aa", "a"], ["0-1:a", "0:a"]),
-        (["axa", "ya"], ["1:y", "0-1:a", "0:x", "0:a"]),
+        (["axa", "ya"], ["0:a", "1:y", "0:x", "0-1:a"]),
+        (["sabc", "tabc"], ["0:s", "1:t", "0-1:a", "0-1:b", "0-1:c"]),
         (["", "a"], ["1:a"]),
     ],
 )

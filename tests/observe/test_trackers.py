@@ -108,10 +108,9 @@ def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(killed: Killed, s
     assert [step for step, _ in expected["train/loss"]] == list(range(1, 25))
     assert [step for step, _ in expected["eval/accuracy"]] == [8, 16, 24]
     shown = {each["key"] for each in run["data"]["metrics"]}
-    assert {name for name in shown if not name.startswith("final/")} == expected.keys()
+    assert shown == expected.keys()
     for name, points in expected.items():
         assert_same(server.curve(run, name), points, name)
-    assert server.curve(run, "final/accuracy") == [(24, result(killed.folder)["metrics"]["accuracy"])]
 
 
 def test_mlflow_has_settings_and_result(killed: Killed, server: Server) -> None:
@@ -166,7 +165,6 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     assert codes == [0], output
     (found,) = server.runs("late")
     assert [step for step, _ in server.curve(found, "train/loss")] == list(range(1, 17))
-    assert [step for step, _ in server.curve(found, "final/loss")] == [8, 16]
     assert facts_of(found["data"]["params"])["epochs"] == "1"
 
 
@@ -241,17 +239,12 @@ class Recorded:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.notes: dict[str, str] = {}
-        self.failing = ""  # before or after it has taken the points
-
-    def sent(self) -> dict[str, int]:
-        return {point.kind: point.step for point in self.points}
+        self.failing = False
 
     def log(self, points: list[Point]) -> None:
-        if self.failing == "before":
+        if self.failing:
             raise TimeoutError
         self.points += points
-        if self.failing == "after":
-            raise TimeoutError
 
     def note(self, name: str, value: str) -> None:
         self.notes[name] = value
@@ -276,39 +269,47 @@ def new_sender(tmp_path: Path) -> Iterator[NewSender]:
     facts = Facts("mlflow", RUN, "run", str(tmp_path), {})
     yield lambda: made.append(Sender(facts)) or made[-1]
     for each in made:
-        if each._file is not None:
-            each._file.close()
+        each.close()
 
 
 def line(step: int) -> str:
     return json.dumps({"step": step, "time": 1.0, "train/loss": 1 / step, "ranks/data_s/0": 1.0}) + "\n"
 
 
-@pytest.mark.parametrize("failing", ["before", "after"])
 def test_points_are_sent_once_by_a_tracker_that_fails(
-    tmp_path: Path, tracked: Recorded, new_sender: NewSender, failing: str
+    tmp_path: Path, tracked: Recorded, new_sender: NewSender
 ) -> None:
-    """A request may have been written although no answer came."""
-    one = new_sender()
-    one.look()  # there are no metrics yet
-    path = tmp_path / "metrics.jsonl"
+    path, one = tmp_path / "metrics.jsonl", new_sender()
+    path.write_text(line(1))
+    one.look()
     path.write_text(line(1) + line(2) + line(3)[:20])
-    tracked.failing = failing
+    tracked.failing = True
     with pytest.raises(TimeoutError):
         one.look()
     path.write_text(line(1) + line(2) + line(3))
-    tracked.failing = ""
+    tracked.failing = False
     one.look()
     assert [(point.step, point.values) for point in tracked.points] == [
         (step, {"train/loss": 1 / step}) for step in (1, 2, 3)
     ]
 
 
+def test_second_log_of_a_step_is_sent_too(tmp_path: Path, tracked: Recorded, new_sender: NewSender) -> None:
+    """job.log may be called for each of several data sets."""
+    path, one = tmp_path / "metrics.jsonl", new_sender()
+    path.write_text('{"step": 5, "time": 1.0, "eval/clean": 0.9}\n')
+    one.look()
+    with path.open("a") as file:
+        file.write('{"step": 5, "time": 2.0, "eval/noisy": 0.7}\n')
+    one.look()
+    assert [point.values for point in tracked.points] == [{"eval/clean": 0.9}, {"eval/noisy": 0.7}]
+
+
 def test_many_points_are_sent_in_pieces(
     tmp_path: Path, tracked: Recorded, new_sender: NewSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 1001)))
-    monkeypatch.setattr(sender, "MOST_VALUES", 7)
+    monkeypatch.setattr(sender, "MOST_POINTS", 7)
     new_sender().look()
     assert [point.step for point in tracked.points] == list(range(1, 1001))
 

@@ -202,10 +202,11 @@ def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
         load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
 
 
+@pytest.mark.parametrize("step", [16, 8])
 def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """`keep` is 1, and the next checkpoint is published while the upload hangs."""
+    """The folder keeps one, and the next checkpoint, or the same step again, is published while the upload hangs."""
     run_dir, put, hangs, go_on = tmp_path / "run", Place.upload, threading.Event(), threading.Event()
     run_dir.mkdir()
     written: list[str] = []
@@ -221,16 +222,17 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
     Lineage("run", "", "", []).write(run_dir)
     log: Any = SimpleNamespace(info=print, debug=print, warning=print)
     with Lease(run_dir, "attempt") as lease, SecondPlace(
-        str(tmp_path / "there"), run_dir, lease, log, required=False, keep=1, setup_s=60, save_s=60,
+        str(tmp_path / "there"), run_dir, lease, log, required=False, keep=2, setup_s=60, save_s=60,
     ) as place:
         place.adopt(nothing_here=False, wanted=lambda found: True)
         place.copy(save(run_dir / "checkpoints", 8, keep=1))
         assert hangs.wait(120)
-        newer = save(run_dir / "checkpoints", 16, keep=1)
+        newer = save(run_dir / "checkpoints", step, keep=1, value=0.5)
         place.copy(newer)
         go_on.set()
         place.finish(stopped=False)
     assert any("step-00000008" in name for name in written)
-    assert [path.parent.name[:13] for path in (tmp_path / "there").glob("run/*/checkpoints/*/*/manifest.json")] == [
-        "step-00000016"
-    ]
+    there = sorted(path.parent for path in (tmp_path / "there").glob("run/*/checkpoints/*/*/manifest.json"))
+    assert [path.name[:13] for path in there] == sorted({"step-00000008", newer.name})
+    for file in newer.iterdir():
+        assert (there[-1] / file.name).read_bytes() == file.read_bytes()

@@ -133,6 +133,8 @@ class _Counting(Lease):
 class InFolder:
     """Attempts with the same run directory."""
 
+    looks = 0  # operations of an attempt that come before it owns the run
+
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
         self.run_dir.mkdir(parents=True)
@@ -170,6 +172,7 @@ class AtSecondPlace:
 
     def __init__(self, folder: Path, url: str, *, required: bool) -> None:
         self.folder, self.url, self.required = folder, url, required
+        self.looks = 2 if required else 0  # who owns the run, and a sign of life of that owner
 
     def attempt(self, name: str, num_saves: int, writer: Writer | None) -> None:
         run_dir = self.folder / name / "run"
@@ -227,7 +230,8 @@ def schedule(runs: InFolder | AtSecondPlace, counts: list[int], rng: random.Rand
         sleepers.append(Writer(work, rng.randint(1, max(counts))))
         sleepers[-1].start()
     last = Writer(lambda writer: runs.attempt("last", 3, writer))
-    at = {sleeper: rng.randint(1, 2 * max(counts)) for sleeper in sleepers}  # or after the end
+    # Or after the end. One that wakes while the last one still looks is alive, and not to be replaced
+    at = {sleeper: rng.randint(runs.looks + 1, 2 * max(counts)) for sleeper in sleepers}
 
     def wake(count: int) -> None:
         for sleeper, moment in at.items():

@@ -95,8 +95,8 @@ def by_torch_distributed_launch(*arguments: str) -> Job:
                  str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
 
 
-def by_spawn(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "train.main", "launch", "--start=spawn", "--nproc=2", MAIN, *arguments)
+def by_fresh(*arguments: str) -> Job:
+    return start(sys.executable, "-m", "train.main", "launch", "--start=fresh", "--nproc=2", MAIN, *arguments)
 
 
 def by_url(url: str, *arguments: str) -> Job:
@@ -143,7 +143,7 @@ def by_launch_in_pods(*arguments: str) -> Job:
 
 @pytest.mark.parametrize(
     "launcher",
-    [by_torchrun, by_launch, by_launch_in_pods, by_spawn, by_hand, by_torch_distributed_launch,
+    [by_torchrun, by_launch, by_launch_in_pods, by_fresh, by_hand, by_torch_distributed_launch,
      by_two_agents, by_file, by_tcp, by_mpirun],
     ids=lambda f: f.__name__,
 )

@@ -40,7 +40,7 @@ def why_not() -> str:
 
 
 class Cluster:
-    """Nodes with names and addresses that no other Slurm of this machine has.
+    """Nodes and jobs with names, addresses and numbers that no other Slurm of this machine has.
 
     They take the first number that no other tests hold now. `up` removes what killed tests left under that number.
     """
@@ -61,7 +61,7 @@ class Cluster:
             {
                 "SLURM_CONF": str(folder / "slurm.conf"), "RANKUP_SLURM_DIR": str(folder), "SWITCH": folder.name,
                 "NET": f"192.168.{79 + number}", "PORT": str(17817 + 10 * number), "NODES": str(num_nodes),
-                "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
+                "FIRST_JOB": str(1 + 1000 * number), "PYTHON": sys.executable, "PYTHONWARNINGS": "default",
             }
         )
         self.numbers = itertools.count()

@@ -105,7 +105,8 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
 
 
 def _show(context: Context, given: options.ShowOptions) -> None:
-    print_whole(to_yaml(context.config, choices=CHOICES))
+    text = f"{context.config.model_dump_json()}\n" if given.as_json else to_yaml(context.config, choices=CHOICES)
+    print_whole(text)
 
 
 COMMANDS: dict[str, Callable[[Context, Any], int | None]] = {

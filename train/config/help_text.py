@@ -28,7 +28,7 @@ EXAMPLES = {
     "evaluate": ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110"),
     "predict": ("predict --name mine --output predictions.csv", "predict --name mine --input photos/"),
     "export": ("export --name mine --output model.pt",),
-    "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml"),
+    "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json"),
     "doctor": ("doctor", "doctor --alone --json"),
 }
 

@@ -28,7 +28,7 @@ class RankOptions(Options):
 class JsonOptions(Options):
     """Of the commands that have a result to read by a program."""
 
-    as_json: bool = setting(False, "The result as JSON too, on one line; all of it for doctor.", alias="json")
+    as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
 
 
 class CheckpointOptions(Options):
@@ -62,7 +62,7 @@ class ExportOptions(CheckpointOptions):
     output: str = setting("model.pt", "Where to write the weights.", min_length=1, metavar="FILE", rule="a file's name")
 
 
-class ShowOptions(Options):
+class ShowOptions(JsonOptions):
     """Print all settings as they would be used, with help, range and unit."""
 
     only_reads: ClassVar[bool] = True

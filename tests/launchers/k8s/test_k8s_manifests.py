@@ -1,30 +1,9 @@
-"""k8s/: what each manifest is for."""
+"""k8s/: what each manifest is for. What holds for all: test_k8s_mixes.py."""
 
 import re
 
-import pytest
-
-from tests.rigs.kube import (
-    CLAIMS,
-    EVERY,
-    FILES,
-    K8S,
-    TRAINING,
-    one,
-    rendered,
-)
+from tests.rigs.kube import CLAIMS, EVERY, FILES, K8S, TRAINING, one, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
-
-
-@pytest.mark.parametrize("what", TRAINING)
-def test_k8s_pods_of_a_job_reach_each_other_alone(what: str) -> None:
-    policy = one(what, "NetworkPolicy")["spec"]
-    wanted = policy["podSelector"]["matchLabels"]
-    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": wanted}}]}]
-    for pod in pods_of(rendered(what)):
-        assert wanted.items() <= pod["labels"].items()
-    for pod in pods_of(rendered("board.yaml")):
-        assert not wanted.items() <= pod["labels"].items()
 
 
 def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
@@ -39,15 +18,6 @@ def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
         assert "delete -f" not in head
 
 
-@pytest.mark.parametrize("what", TRAINING)
-def test_k8s_pods_leave_a_node_that_does_not_answer_within_30_s(what: str) -> None:
-    for pod in pods_of(rendered(what)):
-        found = {each["key"]: each for each in pod["spec"]["tolerations"]}
-        assert set(found) == {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"}
-        for each in found.values():
-            assert (each["operator"], each["effect"], each["tolerationSeconds"]) == ("Exists", "NoExecute", 30)
-
-
 def test_k8s_pods_of_a_jobset_meet_at_the_name_that_its_network_gives_them() -> None:
     jobset = one("jobset.yaml", "JobSet")["spec"]
     assert jobset["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
@@ -58,11 +28,6 @@ def test_k8s_pods_of_a_jobset_meet_at_the_name_that_its_network_gives_them() -> 
         assert values["MASTER_ADDR"] == f"{pods[0]['name']}.{pods[0]['spec']['subdomain']}"
         assert (values["RANK"], values["WORLD_SIZE"]) == (str(index), str(job["completions"]))
     assert job["completions"] == job["parallelism"] == len(pods)
-
-
-def test_k8s_only_the_master_of_a_pytorchjob_mounts_the_volume() -> None:
-    for pod in pods_of(rendered("pytorchjob.yaml"))[1:]:
-        assert all("persistentVolumeClaim" not in volume for volume in pod["spec"]["volumes"])
 
 
 def test_k8s_job_counts_its_pods_once() -> None:
@@ -105,3 +70,6 @@ def test_k8s_board_reads_the_volume_inside_the_cluster_alone() -> None:
     claims = {name: claim["claimName"] for name, claim in volumes.items() if claim}
     assert list(claims.values()) == [one("volume.yaml", "PersistentVolumeClaim")["metadata"]["name"]]
     assert all(mount["readOnly"] for mount in pod["spec"]["containers"][0]["volumeMounts"] if mount["name"] in claims)
+    for what in TRAINING:
+        reached = one(what, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
+        assert not reached.items() <= pod["labels"].items()

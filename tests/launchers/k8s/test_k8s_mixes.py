@@ -78,7 +78,6 @@ def check_pods(pods: list[Object], what: str) -> None:
     assert len(pods) >= 2
     for index, pod in enumerate(pods):
         (container,) = pod["spec"]["containers"]
-        assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "IfNotPresent")
         assert pod["spec"]["terminationGracePeriodSeconds"] > 60  # time to save
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         (shared,) = [each["name"] for each in container["volumeMounts"] if each["mountPath"] == "/dev/shm"]
@@ -88,20 +87,35 @@ def check_pods(pods: list[Object], what: str) -> None:
             assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
         else:  # rank 0 alone writes
             assert all("persistentVolumeClaim" not in volume for volume in volumes.values())
-        gone = {each["key"]: each["tolerationSeconds"] for each in pod["spec"]["tolerations"]}
-        assert gone == {"node.kubernetes.io/unreachable": 30, "node.kubernetes.io/not-ready": 30}
+        gone = {each.pop("key"): each for each in pod["spec"]["tolerations"]}
+        leaves = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+        assert gone == dict.fromkeys(("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), leaves)
         if "gpu" in what:
             assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
             assert list(pod["spec"]["affinity"]) == ["podAntiAffinity"]
 
 
-def check(documents: list[Object], what: str) -> None:
+def check_taken(documents: list[Object]) -> list[Object]:
+    """A cluster takes them; returns their pods."""
     assert [problem for document in documents for problem in problems(document)] == []
     assert mistakes(documents) == []
     pods = pods_of(documents)
-    for pod in pods:  # the operator's own container: k8s/cluster.md
+    assert pods
+    for pod in pods:
+        (container,) = pod["spec"]["containers"]
+        assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "IfNotPresent")
+        # The operator's own container has no security context: k8s/cluster.md says what namespaces then need
         ours = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
         assert unrestricted({**pod, "spec": {**pod["spec"], "initContainers": ours}}) == []
+    return pods
+
+
+def test_k8s_board_gives_pods_that_a_cluster_takes() -> None:
+    check_taken(rendered("board.yaml"))
+
+
+def check(documents: list[Object], what: str) -> None:
+    pods = check_taken(documents)
     check_pods(pods, what)
     check_command(pods, what)
     policy = next(each["spec"] for each in documents if each["kind"] == "NetworkPolicy")

@@ -25,6 +25,7 @@ from .fetch import NotFetched, Remote, Say, fetch
 
 Kind = Literal["images", "labels"]
 MAGIC: dict[Kind, bytes] = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
+MOST_BYTES = 1 << 30  # of a file, unpacked: the largest set in this format has half of it
 DAMAGED = "The file is damaged: remove it and run again, or put a good copy in its place."
 COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
 FILES = {
@@ -205,13 +206,15 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     """
     num_sizes = 3 if expect == "images" else 1
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+        with path.open("rb") as file:
+            packed = file.peek(2)[:2] == b"\x1f\x8b"
+            content = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: corrupt gzip data ({error}). {DAMAGED}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{path}: holds more than {MOST_BYTES:,} bytes, unpacked. {DAMAGED}")
     if content[:4] != MAGIC[expect]:
         if content[:4] in MAGIC.values():
             other = "labels" if expect == "images" else "images"
