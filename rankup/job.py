@@ -36,6 +36,7 @@ def init(
     save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 10,
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
+    memory_every_steps: int | None = None,
 ) -> "Job":
     """Meet the other ranks, and own the run: process group, device, seeds, signals. Once a process, before the model.
 
@@ -46,15 +47,17 @@ def init(
     each 1,000 steps without `job.epochs`; 0 leaves it to `job.save`. `keep`: so many copies stay. `log_every_steps`: so
     often the values of `job.step` are written. `compare_every_steps`: so often ranks compare digests of their weights
     and optimizer states, which shows a machine that computes wrongly; None takes half a percent of the time, 0 is for
-    ranks that differ on purpose, between two exchanges of weights. The deadlines are in seconds; past one the stacks
-    are written, and the process ends.
+    ranks that differ on purpose, between two exchanges of weights. `memory_every_steps`: so often each rank keeps its
+    part of split state (FSDP2) in its node's memory; None for as often as it costs half a percent, 0 for never. The
+    deadlines are in seconds; past one the stacks are written, and the process ends.
 
     Raises LaunchError where the environment describes no rank, JoinError where the ranks do not meet, and UserError
     where the run can't be gone on with.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))
-    settings, ends = Settings(**given), Ends(run)
+    settings = Settings(**{name: value for name, value in given.items() if name != "memory_every_steps"})
+    ends = Ends(run)
     stop = StopRequest().install()
     stop.print_through(log)
     launch = read_rank_env(os.environ)
@@ -71,8 +74,9 @@ def init(
     ))
     ends.take_errors()
     options = Options(
-        sharded=True, fresh=fresh, keep=keep, setup_s=setup_timeout_s, save_s=save_timeout_s, start=launch.start,
-        check=check_record, fits=lambda path, record: _check_seed(path, record, seed),
+        sharded=True, fresh=fresh, keep=keep, memory_every=memory_every_steps, setup_s=setup_timeout_s,
+        save_s=save_timeout_s, start=launch.start, check=check_record,
+        fits=lambda path, record: _check_seed(path, record, seed),
         wanted=lambda other: group.restarted,
     )
     job = ends.stack.enter_context(open_job(group, settings, options, owned=group.status.claim))

@@ -105,7 +105,10 @@ def build(config: Config, job: Job, method: Method) -> Training:
     total_steps = config.max_steps or config.epochs * order.steps_per_epoch
     log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
     if group.world_size > 1 and not method.every_rank_has_all:
-        log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest checkpoint")
+        since = "checkpoint"
+        if not method.replicates_state and config.memory_every_steps != 0:
+            since = "part that each rank keeps in its node's memory"
+        log.info(f"rescue none: no rank has the whole state, so a lost rank costs the steps since the newest {since}")
     if line := run.second_copies(replicated=method.replicates_state):
         log.info(line)
     job.saving.about = {

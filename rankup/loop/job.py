@@ -155,6 +155,7 @@ class Job:
             if isinstance(item, DistributedDataParallel):
                 self.clock.watch(item)
         self.run.saver.sharded = self.tracked.split and not self.settings.gather
+        self.run.parts.wanted = self.tracked.split
         self.saving.can_rescue = self.settings.can_rescue and not self.tracked.split
         if self.run.newest is not None:
             self.saving.restore(self.run.newest, [*items])
@@ -306,6 +307,7 @@ class Job:
             self.metrics.training(line)
         self._seed()
         self.run.look()
+        self.saving.keep_part()
         every = self.settings.save_every_steps
         if every is None:
             every = 0 if live.has_epochs else WITHOUT_EPOCHS

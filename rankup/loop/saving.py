@@ -4,6 +4,7 @@ written when the process has to end."""
 import threading
 from collections.abc import Callable
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
@@ -12,7 +13,8 @@ from rankup.loop.commit import Changing
 from rankup.loop.record import Position, write_record
 from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Metrics
-from rankup.state import tree
+from rankup.state import parts, tree
+from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
@@ -50,7 +52,11 @@ class Saving:
         # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
         self._saved = Position.of(run.saved).key
         if run.newest is not None:
-            self.loader_states = run.newest.tracked.get(LOADERS, {}).get(self._place, [])
+            items = run.newest.tracked
+            if run.newest.sharded:
+                with Shards(self._folder(run.newest), run.newest.files[INDEX]) as shards:
+                    items = shards.read_all(LOADERS)
+            self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
     @property
     def _place(self) -> str:
@@ -60,7 +66,8 @@ class Saving:
 
     def restore(self, newest: Copy, names: list[str]) -> None:
         """Put back the tracked items of these names. All ranks call this. Raises UserError where one does not fit."""
-        if newest.sharded and not (self.tracked.split and self.run.saver.sharded):
+        in_parts = self.run.origin.kind == PARTS
+        if newest.sharded and not in_parts and not (self.tracked.split and self.run.saver.sharded):
             newest = newest.as_plain()
         state = self._read_shards(newest) if newest.sharded else newest.tracked
         if missing := sorted({*names} - state.keys()):
@@ -77,21 +84,29 @@ class Saving:
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
-        # Rank 0 chose the copy under its own path; another node may have mounted the folder elsewhere
-        folder = self.group.run_dir / "checkpoints" / newest.path.name
+        way_out = self._way_out
+        if self.run.origin.kind == PARTS:
+            way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            with Shards(folder, newest.files[INDEX]) as shards:
-                state = shards.read_into(self.tracked.state())
+            with Shards(self._folder(newest), newest.files[INDEX]) as shards:
+                state = shards.read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
             if text:
                 raise UserError(
-                    f"{newest.path} does not fit this model: rank {rank}: {text}. {self._way_out}"
+                    f"{newest.path} does not fit this model: rank {rank}: {text}. {way_out}"
                 )
         return state
+
+    def _folder(self, newest: Copy) -> Path:
+        """Of a sharded copy, as this rank sees it."""
+        if self.run.origin.kind == PARTS:
+            return newest.path
+        # Rank 0 chose the copy under its own path; another node may have mounted the folder elsewhere
+        return self.group.run_dir / "checkpoints" / newest.path.name
 
     # Saving ---------------------------------------------------------------------------------------------------
 
@@ -118,6 +133,17 @@ class Saving:
         self._saved = position.key
         return True
 
+    def keep_part(self) -> None:
+        """Keep this rank's part of the last commit in memory, if all ranks do that now. All ranks call this."""
+        if self.run.parts.due(self.position.step):
+            self.run.parts.take(self.position.step, self._part)
+
+    def _part(self) -> tuple[bytes, dict[str, Any]]:
+        state = self.tracked.state(gather=False)
+        if any(each is not None for each in self.loader_states):
+            state[LOADERS] = {self._place: self.loader_states}
+        return self._record(self.position), state
+
     @property
     def _may_go_on(self) -> bool:
         """Gathered state is written at once: a copy of it would need the memory twice."""
@@ -140,8 +166,10 @@ class Saving:
         return f"{why}: {where}{of}. {self._again} goes on from it."
 
     def distrust(self) -> None:
-        """What this rank holds may be wrong: it rescues nothing."""
+        """What this rank holds may be wrong: it rescues nothing, and its parts in memory go."""
         self.can_rescue = False
+        self.run.parts.wait()
+        parts.remove(self.run.lineage.run)
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 
@@ -158,6 +186,7 @@ class Saving:
             if position is None:
                 self.group.log.warning("no rescue: this rank was in the middle of changing the weights")
         if position is None or not self.run.rescue(position.step, lambda: self._files(copy(position))):
+            self.run.parts.wait()
             self.run.saver.wait()
 
     def keep_for_stop(self) -> str:

@@ -177,9 +177,10 @@ class Tracked:
     def _count_changes(self) -> list[int]:
         return [parameter._version for _, parameter in self._parameters()]
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, gather: bool = True) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live
-        ones; a DTensor is this rank's part, or gathered on rank 0's CPU, for which all ranks call this."""
+        ones; a DTensor is this rank's part, or gathered on rank 0's CPU, for which all ranks call this. `gather`:
+        False where it is to be this rank's part in any case."""
         state = self._state_of(self.items)
         for name, buffers in self._buffers.items():
             state[name].update({key: value for key, value in buffers.items() if key in state[name]})
@@ -187,7 +188,7 @@ class Tracked:
         for name, settings in self._settings.items():
             groups = zip(state[name]["param_groups"], settings, strict=True)
             state[name] = {**state[name], "param_groups": [{**kept, "params": live["params"]} for live, kept in groups]}
-        return gathered(state) if self._gather and self.split else state
+        return gathered(state) if gather and self._gather and self.split else state
 
     def whole(self, name: str) -> Any:
         """The state of one item with whole tensors, on rank 0; the live ones where none is split. All ranks call it."""

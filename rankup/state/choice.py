@@ -1,7 +1,8 @@
 """Where an attempt goes on: the newest whole copy on the run's line of attempts, wherever it lies.
 
-A copy lies in one of five places: rank 0's run directory, an object store that the run lives in, its mirror, the disk
-of another node, or the memory of any node. All have one interface, `Source`. Every rank lists the copies that it can
+A copy lies in one of six places: rank 0's run directory, an object store that the run lives in, its mirror, the disk
+of another node, the memory of any node, or in parts in the memory of all nodes. All but the last have one interface,
+`Source`. Every rank lists the copies that it can
 reach, without a look at their bytes; then the newest is fetched and verified, and where it is damaged the next one.
 
 A copy on another node's disk has the lineage of the attempt that wrote it beside it: a node 0 that comes back with an
@@ -21,10 +22,11 @@ from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, all_damaged, find_problem, known_damaged, list_copies, looks_whole, step_of
+from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, no_check, read, share
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
-CHECKPOINT, STORE, MIRROR, PEER, RESCUE = range(5)  # the first is preferred, of two of the same step
+CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
 Found = tuple[str, int, str, str, dict[str, Any] | None]  # the fields of a candidate from `where` on
 
 
@@ -123,30 +125,37 @@ class Origin:
 
 def find_origin(
     group: Group, folder: Path, opened: Opened, sources: Mapping[int, Source], *, check: Check, fits: Check,
-    wanted: Callable[[Lineage], bool], sharded: bool = False,
+    wanted: Callable[[Lineage], bool], sharded: bool = False, parts: bool = True,
 ) -> Origin:
     """The newest state that any rank can reach. All ranks call this.
 
     `folder`: the run directory. `sources`: rank 0's own, by kind. `check`, `fits`, `wanted` and `sharded`: see
-    `rankup.state.run.Options`. Raises UserError on all ranks where nothing whole is left of a run that has copies,
-    where other nodes hold copies of several runs, or where the newest state can't be gone on with, and PeerLost where a
-    place does not answer that may hold the newest.
+    `rankup.state.run.Options`. `parts`: those in memory may be taken.
+    Raises UserError on all ranks where nothing whole is left of a run that has copies, where other nodes hold copies of
+    several runs, or where the newest state can't be gone on with, and PeerLost where a place does not answer that may
+    hold the newest.
     """
     of_node = {PEER: _peers(group, folder), RESCUE: _rescues(check, fits)}
     own = [[kind, *found] for kind, place in of_node.items() for found in place.found()]
     answers = group.gather([_sees(folder, opened.token), own])
     candidates = [Candidate(0, *values) for values in opened.found]
     candidates += [Candidate(rank, *values) for rank, (_, found) in enumerate(answers) for values in found]
+    memory = PartsInMemory(group, check, fits) if parts else None
+    candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
     known = Lineage(**opened.lineage) if opened.lineage else None
     second = next((rank for rank, (sees, _) in enumerate(answers) if rank and not sees), None)
     origin = Origin(known or Lineage(**opened.new), second)
     places, chosen = {**sources, **of_node}, None
     for line, one in in_order(candidates, known, wanted, group, folder):
-        copy, problem = _load(group, places, one, check, fits, sharded)
+        if memory is not None and one.kind == PARTS:
+            copy, problem = memory.load(one.where)
+        else:
+            copy, problem = _load(group, places, one, check, fits, sharded)
         if problem:
             origin.damaged.append((one, problem))
             continue
-        origin.copy, origin.kind, chosen = share(copy, group, source=one.rank), one.kind, one
+        origin.copy = copy if one.kind == PARTS else share(copy, group, source=one.rank)
+        origin.kind, chosen = one.kind, one
         assert origin.copy is not None
         origin.writer = origin.copy.record["attempt"]
         if line is not None and (known is None or line.number > known.number):  # than what rank 0's disk knows
@@ -154,7 +163,7 @@ def find_origin(
         elif known is None and one.kind == CHECKPOINT:
             origin.lineage.run = origin.copy.record["run"]  # run.json was lost: trackers know the run by the same id
         break
-    lost = [(one, problem) for one, problem in origin.damaged if one.kind != RESCUE]
+    lost = [(one, problem) for one, problem in origin.damaged if one.kind < RESCUE]
     if origin.copy is None and lost:
         raise UserError(_nothing_whole(group, lost, places), printed_elsewhere=not group.is_rank0)
     for one, problem in lost if group.is_rank0 else []:
@@ -270,7 +279,7 @@ def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[s
         return str(origin.copy.path), origin.copy.record
     for path in reversed(list_copies(checkpoints)):
         # A rank that was lost is to be back within a second: its rescue stands for the bytes of what is older
-        if looks_whole(path) and (origin.kind == RESCUE or not find_problem(path)):
+        if looks_whole(path) and (origin.kind >= RESCUE or not find_problem(path)):
             with contextlib.suppress(TypeError, LookupError, ValueError):
                 check(path, record := read_json(path / STATE))
                 return str(path), record
@@ -284,6 +293,8 @@ def _words(chosen: Candidate, origin: Origin, hosts: Sequence[str]) -> str:
         return origin.copy.path.name
     if chosen.kind == RESCUE:
         return f"step {origin.copy.step}, rescued by {origin.copy.record['written_by']}; no finished step was lost"
+    if chosen.kind == PARTS:
+        return f"step {origin.copy.step}, of which each rank's part was in memory"
     has = "only damaged checkpoints" if any(one.kind < PEER for one, _ in origin.damaged) else "no checkpoint"
     has = f"none newer than step {origin.saved[1]['step']}" if origin.saved else has
     where = f"{hosts[chosen.rank]} (rank {chosen.rank})"

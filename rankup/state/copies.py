@@ -151,7 +151,7 @@ def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
     return ", ".join(f"its {where} says step {step}" for where, step in steps.items())
 
 
-def fingerprint(content: bytes) -> Fingerprint:
+def fingerprint(content: bytes | memoryview) -> Fingerprint:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 

@@ -42,9 +42,9 @@ def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) 
     problems = []
     for place in places():
         try:
-            _remove_old(place)
+            remove_old(place)
             # The ranks of a node come here together. Each waits for the one before, which may be killed as it writes
-            with _locked(_make_folder(place, run)) as folder:
+            with _locked(make_folder(place, run)) as folder:
                 if any(step_of(path) >= step for path in list_copies(folder)):
                     return ""
                 files = files or make_files()
@@ -76,6 +76,11 @@ def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> N
 
 def found() -> Iterator[Path]:
     """The rescues of all runs on this node. Their bytes are not looked at yet."""
+    yield from (path for path in found_in_memory() if "." not in path.parent.name)
+
+
+def found_in_memory() -> Iterator[Path]:
+    """The rescues, and the parts that `rankup.state.parts` keeps, whose folders have a dot in their names."""
     for folder in (folder for place in places() for folder in _folder(place, "any").parent.glob("*")):
         yield from list_copies(folder) if _is_ours(folder) else ()
 
@@ -97,7 +102,7 @@ def _folder(place: Path, run: str) -> Path:
     return place / f"rankup-{os.getuid()}" / run
 
 
-def _make_folder(place: Path, run: str) -> Path:
+def make_folder(place: Path, run: str) -> Path:
     """The folder, which only this user can read: a rescue holds the weights. Raises OSError."""
     folder = _folder(place, run)
     for path in (folder.parent, folder):
@@ -107,7 +112,7 @@ def _make_folder(place: Path, run: str) -> Path:
     return folder
 
 
-def _remove_old(place: Path) -> None:
+def remove_old(place: Path) -> None:
     """Remove what runs left behind that nobody went on with: it takes memory from all users of the node."""
     for folder in _folder(place, "any").parent.glob("*"):
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from rankup.group.group import Group, broke_collective, on_rank0
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
-from rankup.state import rescue
+from rankup.state import parts, rescue
 from rankup.state.choice import CHECKPOINT, MIRROR, PEER, SECOND, STORE, Folder, Opened, Source, find_origin
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.reading import Check, Copy, no_check
@@ -33,6 +33,8 @@ class Options:
     and may fail. `fresh`: put aside what is there, unless `wanted` says that it is this launch's own. `how`: sync,
     async, or auto, see `rankup.state.saver`. `sharded`: each rank writes its part of a copy. `keep`: how many copies
     stay. `setup_s`, `save_s`: deadlines. `start`: names the start of a job whose containers are started again.
+    `memory_every`: steps from one part in memory to the next, see `rankup.state.parts`; 0 takes none that are there
+    either.
 
     `check`: looks at the record of a copy; raises UserError where it is of another kind, and ValueError where it is
     damaged. `fits`: the same, where this attempt may not go on from it. `finished`: whether nothing is left to do after
@@ -45,6 +47,7 @@ class Options:
     how: str = "auto"
     sharded: bool = False
     keep: int = 2
+    memory_every: int | None = None
     setup_s: float = 600.0
     save_s: float = 600.0
     start: str = ""
@@ -83,8 +86,9 @@ class Run:
         self.mark = opened.mark
         self.origin = find_origin(
             group, self.folder, opened, sources, check=options.check, fits=options.fits, wanted=options.may_take,
-            sharded=options.sharded,
+            sharded=options.sharded, parts=options.memory_every != 0,
         )
+        self.parts = parts.Parts(group, self.lineage.run, options.memory_every)
         saved_path, self.saved = self.origin.saved if self.origin.saved is not None else ("", None)
         newest = self.origin.copy
         self.saved_step = self.saved["step"] if self.saved else -1
@@ -93,6 +97,7 @@ class Run:
         )
         if self.finished:
             rescue.remove(self.lineage.run)
+            parts.remove(self.lineage.run)
         if self.origin.second == group.rank:
             self.second = SecondCopies(
                 group, self.folder / SECOND / self.lineage.run, how=options.how, timeout_s=options.save_s,
@@ -225,6 +230,7 @@ class Run:
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=step)
         rescue.remove(self.lineage.run, up_to=self.saved_step)
+        parts.remove(self.lineage.run, but=step)
 
     # Saves ----------------------------------------------------------------------------------------------------
 
@@ -248,6 +254,7 @@ class Run:
     def settle(self) -> None:
         """Wait for all saves, because the training ends. All ranks."""
         self.look(wait=True)
+        self.parts.close()
         if self.second is not None:
             self.second.wait()
 

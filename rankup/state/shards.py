@@ -158,20 +158,20 @@ class Shards:
                 raise ValueError(f"{name} has {found} of {math.prod(entry['shape'])} elements")
         decode(self.tree, lambda name: torch.empty(self.table[name]["shape"], device="meta"))
 
-    def read_all(self) -> dict[str, Any]:
-        """The tracked items with whole tensors, on the CPU of one process."""
+    def read_all(self, *items: str) -> dict[str, Any]:
+        """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""
         def take(name: str) -> torch.Tensor:
             entry = self.table[name]
             whole = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
             self._fill(name, whole, [0] * whole.ndim)
             return whole
 
-        return dict(decode(self.tree, take))
+        return dict(decode({item: node for item, node in self.tree.items() if item in (items or self.tree)}, take))
 
     def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
         """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
 
-        `target` has the same structure. Raises ValueError where names or shapes differ.
+        `target` has the same structure, but may lack items. Raises ValueError where names or shapes differ.
         """
         _, tensors = encode(target)
         for name, tensor in tensors.items():
@@ -179,14 +179,14 @@ class Shards:
                 raise ValueError(f"{name} is not in it")
             if list(tensor.shape) != self.table[name]["shape"]:
                 raise ValueError(f"{name} has the shape {self.table[name]['shape']} there, {list(tensor.shape)} here")
-            self._fill(name, *_local(name, tensor))
+            self._fill(name, *local_part(name, tensor))
 
         def take(name: str) -> torch.Tensor:
             if name not in tensors:
                 raise ValueError(f"{name} has no place here")
             return tensors[name]
 
-        return dict(decode(self.tree, take))
+        return dict(decode({item: node for item, node in self.tree.items() if item in target}, take))
 
     def _parts(self, name: str) -> list[tuple[Any, list[int], list[int]]]:
         """File, offset and shape of each part of a tensor."""
@@ -227,11 +227,11 @@ def _own_part(name: str, tensor: Any, rank: int) -> tuple[torch.Tensor, list[int
         return (tensor, [0] * tensor.ndim) if rank == 0 else None
     copies = [place for place, kind in zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
               if kind.is_replicate()]
-    local, offset = _local(name, tensor)
+    local, offset = local_part(name, tensor)
     return (local, offset) if local.numel() and not any(copies) else None
 
 
-def _local(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
+def local_part(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
     """What this rank holds of a tensor, and its offset. Raises UserError for parts that are no slice."""
     if not hasattr(tensor, "to_local"):
         return tensor, [0] * tensor.ndim

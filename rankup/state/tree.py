@@ -55,6 +55,21 @@ class TensorFile:
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def layout(self) -> bytes:
+        """Its beginning, which says where each tensor lies."""
+        return self._header
+
+    def put(self, content: torch.Tensor) -> None:
+        """Make `content`, uint8 [len(self)], the bytes of the file. From a GPU they come in the order of its queue."""
+        content[: len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
+        views, begin = [], len(self._header)
+        for tensor in self._tensors.values():
+            views.append(content[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            begin += tensor.nbytes
+        if views:
+            torch._foreach_copy_(views, [*self._tensors.values()], non_blocking=True)
+
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._header
         for tensor in self._tensors.values():

@@ -1,6 +1,7 @@
 """How long does a lost rank stop the training, and how many finished steps does it cost?
 
     python tests/bench/recovery.py [launch compose slurm pods] [--kills 10]      # as root; make image comes first
+    python tests/bench/recovery.py launch --settings "--parallel fsdp"
 
 Each round stops the whole job and starts it again, and kills (kill -9) rank 0, which is on node 0, rank 1 on node 1,
 and a whole node. The kills are compared with the cold restarts: a machine that is busy for a while slows all four.
@@ -92,12 +93,12 @@ def is_training(line: str) -> bool:
     return '"train/loss"' in line and line.endswith("\n")
 
 
-def measure(name: str, kills: int) -> list[str]:
+def measure(name: str, kills: int, settings: list[str]) -> list[str]:
     """The rows of one launcher, with the machine's load beside them."""
     costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
     loads = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
-        job = LAUNCHERS[name](Path(folder), SETTINGS, stack)
+        job = LAUNCHERS[name](Path(folder), [*SETTINGS, *settings], stack)
         job.start()
         until_s = time.monotonic() + PATIENCE_S
         while not (job.run / "metrics.jsonl").exists() or not (job.run / "metrics.jsonl").stat().st_size:
@@ -141,17 +142,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("launchers", nargs="*", default=list(LAUNCHERS), help=f"some of {', '.join(LAUNCHERS)}")
     parser.add_argument("--kills", type=int, default=10, help="kills of each of the three kinds, and cold restarts")
+    parser.add_argument("--settings", type=str.split, default=[], help="of the program, besides its defaults")
     options = parser.parse_args()
     for name in options.launchers:
         ask = {"compose": containers.why_not, "pods": containers.why_not, "slurm": slurm_cluster.why_not}.get(name, str)
         if reason := ask():
             sys.exit(f"{name}: {reason}")
-    rows = [row for name in options.launchers for row in measure(name, options.kills)]
+    rows = [row for name in options.launchers for row in measure(name, options.kills, options.settings)]
     print("| launcher | lost | median, s | worst, s | of the cold restart | steps done twice | load average |")
     print("|---|---|---|---|---|---|---|")
     print("\n".join(rows))
     print(
-        f"\n{options.kills} of each, taking turns; two ranks of the program's defaults (Fashion-MNIST, small CNN). "
+        f"\n{options.kills} of each, taking turns; two ranks of the program's defaults (Fashion-MNIST, small CNN)"
+        f"{' but for ' * bool(options.settings)}{' '.join(options.settings)}. "
         f"{psutil.cpu_count()} CPUs of {cpu_model()}, Linux {platform.release()}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {datetime.date.today():%B %Y}."
     )

@@ -176,7 +176,7 @@ def small_memory() -> None:
 
 
 def test_methods_whose_ranks_hold_different_states_say_so_once(forks: Forks, tmp_path: Path) -> None:
-    line = train(tmp_path, *OTHER, "--parallel=fsdp")
+    line = train(tmp_path, *OTHER, "--parallel=fsdp", "--memory-every-steps=0")
     codes, output = forks.run(*line, world_size=2, env=KILL)
     assert codes == [171, -9], output
     assert output.count("rescue none: no rank has the whole state") == 1

@@ -94,5 +94,5 @@ def left_in_memory(folder: Path) -> list[str]:
     pids = {str(update["pid"]) for update in places.updates(folder / "faults")}
     shared = Path("/dev/shm")
     left = [path for path in shared.glob("torch_*") if path.name.split("_")[1] in pids]
-    left += [path for path in shared.glob(f"rankup-{os.getuid()}/*") if path.name == run]
+    left += [path for path in shared.glob(f"rankup-{os.getuid()}/*") if path.name.partition(".")[0] == run]
     return [f"left in memory: {path}" for path in left]

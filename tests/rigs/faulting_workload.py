@@ -78,9 +78,10 @@ def probe(where: str) -> None:
 
 
 def let_save_end() -> None:
-    """Wait for the thread that writes a checkpoint or its copy: for tests that say how old the newest one is."""
+    """Wait for the thread that writes a checkpoint, its copy or a part: for tests that say how old the newest one is.
+    """
     for thread in threading.enumerate():
-        if thread.name in ("save", "copy"):
+        if thread.name in ("save", "copy", "part"):
             thread.join()
 
 

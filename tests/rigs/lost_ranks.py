@@ -35,10 +35,10 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
     "bert": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.0005", "--bert-dir={bert}",
              "--max-seq-len=64"),
-    # Ranks hold different states: the run goes on from its checkpoint
+    # Ranks hold different states: the run goes on from its parts in memory
     "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
 }
-FROM_CHECKPOINT = ("fsdp",)
+WITHOUT_RESCUE = ("fsdp",)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Soak:
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
         lost, repeated = claims.done_again(struck, updates)
-        if case.profile not in FROM_CHECKPOINT and repeated:
+        if case.profile not in WITHOUT_RESCUE and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += claims.left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))

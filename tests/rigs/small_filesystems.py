@@ -51,6 +51,17 @@ def small_disk(folder: Path, size: str) -> Iterator[Disk]:
 
 def own_tmpfs(where: str, size: str) -> None:
     """Mount a tmpfs that this process alone sees. The process must have one thread only, as after a fork."""
+    libc = _own_mounts()
+    _check(libc.mount(b"none", where.encode(), b"tmpfs", 0, f"size={size}".encode()), f"mount {where}")
+
+
+def own_folder(where: str, folder: Path) -> None:
+    """Let this process alone see `folder` at the path `where`. Else as `own_tmpfs`."""
+    bind = 1 << 12
+    _check(_own_mounts().mount(str(folder).encode(), where.encode(), None, bind, None), f"mount {where}")
+
+
+def _own_mounts() -> ctypes.CDLL:
     new_mounts, new_user, private = 0x20000, 0x10000000, 1 << 18 | 1 << 14
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
@@ -60,7 +71,7 @@ def own_tmpfs(where: str, size: str) -> None:
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     _check(libc.mount(b"none", b"/", None, private, None), "mount /")
-    _check(libc.mount(b"none", where.encode(), b"tmpfs", 0, f"size={size}".encode()), f"mount {where}")
+    return libc
 
 
 def _check(code: int, what: str) -> None:

@@ -40,15 +40,16 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     is_store, sharded = is_url(config.run_dir), config.checkpoint_format == "sharded"
     options = Options(
         store=config.run_dir if is_store else "", mirror=config.mirror or "", fresh=config.fresh, how=config.save,
-        sharded=sharded, keep=config.keep, setup_s=config.setup_timeout_s, save_s=config.save_timeout_s,
-        start=group.launch.start, check=check,
+        sharded=sharded, keep=config.keep,
+        memory_every=0 if method.replicates_state else config.memory_every_steps,
+        setup_s=config.setup_timeout_s, save_s=config.save_timeout_s, start=group.launch.start, check=check,
         fits=lambda path, record: _check_settings(path, record, config),
         wanted=lambda other: _begun_by_this_launch(other, group),
         finished=lambda newest: _is_finished(newest, config, group),
     )
     settings = Settings(
         seed=config.seed, save_every_steps=0, log_every_steps=config.log_every_steps, tensorboard=config.tensorboard,
-        compare_every_steps=None if config.compare_every_steps < 0 else config.compare_every_steps,
+        compare_every_steps=config.compare_every_steps,
         setup_timeout_s=config.setup_timeout_s, step_timeout_s=config.step_timeout_s,
         save_timeout_s=config.save_timeout_s, begin_anew=BEGIN_ANEW,
         again=f"The same command{' without --fresh' if config.fresh else ''}", gather=not sharded, share_all=True,

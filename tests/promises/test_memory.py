@@ -1,0 +1,204 @@
+"""Split state outlives its rank: the next attempt goes on from the parts that the ranks keep in their nodes' memory."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.promises.test_examples import STRUCK, Once, strike
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, result
+from tests.rigs.small_filesystems import own_folder
+
+# 8 steps an epoch
+SETTINGS = (
+    "--workload=tests.rigs.faulting_workload:build", "--parallel=fsdp", "--batch-size=8", "--max-steps=22",
+    "--save-every-steps=8", "--memory-every-steps=3", "--log-every-steps=1", "--tensorboard=false", "--progress=none",
+    "--optimizer=adamw", "--lr=0.01", "--name=run", "--join-timeout-s=60",
+)
+SHARDED = "--checkpoint-format=sharded"
+FROM_MEMORY = "resumed from step {}, of which each rank's part was in memory"
+
+
+def train(folder: Path, *more: str) -> tuple[str, ...]:
+    return ("train", *SETTINGS, f"--run-dir={folder}", *more)
+
+
+def kill(rank: int, *, step: int) -> dict[str, str]:
+    """In that step, when all that is written beside the training is written."""
+    return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL", "saved": True})}
+
+
+def seen(run: Path) -> dict[str, Any]:
+    return {"digest": result(run)["digest"], "metrics": comparable_metrics(run)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    codes, output = forks.run(*train(folder, "--memory-every-steps=0"), world_size=2)
+    assert codes == [0, 0], output
+    return seen(folder / "run")
+
+
+def in_memory(folder: Path) -> list[Path]:
+    run = json.loads((folder / "run" / "run.json").read_text())["run"]
+    return sorted(Path(f"/dev/shm/rankup-{os.getuid()}").glob(f"{run}.*/*"))
+
+
+# A rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", [(), (SHARDED,)], ids=["plain", "sharded"])
+def test_killed_rank_costs_the_steps_since_its_part(
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], rank: int, how: tuple[str, ...]
+) -> None:
+    """In step 13, when that of step 12 is written. The next attempt ends before its thirteenth."""
+    line = ("launch", "--nproc=2", MAIN, *train(tmp_path, *how))
+    codes, output = forks.run(*line, env=kill(rank, step=13))
+    assert codes == [0], output
+    assert FROM_MEMORY.format(12) in output
+    assert output.count("resumed from") == 1
+    assert seen(tmp_path / "run") == undisturbed
+    assert in_memory(tmp_path) == []
+
+
+def test_parts_are_kept_as_often_as_they_cost_half_a_percent(forks: Forks, tmp_path: Path) -> None:
+    """Of its own accord after the first step: long before there is any checkpoint."""
+    line = ("launch", "--nproc=2", MAIN, *train(tmp_path), "--memory-every-steps=null", "--save-every-steps=0")
+    codes, output = forks.run(*line, env=kill(1, step=5))
+    assert codes == [0], output
+    assert FROM_MEMORY.format(1) in output
+
+
+def test_memory_that_is_off_takes_no_part_that_is_there(
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    codes, output = forks.run(*train(tmp_path), world_size=2, env=kill(1, step=13))
+    assert codes == [171, -9], output
+    assert len(in_memory(tmp_path)) == 4
+    codes, output = forks.run(*train(tmp_path, "--memory-every-steps=0"), world_size=2)
+    assert codes == [0, 0], output
+    assert "resumed from step-00000008" in output
+    assert seen(tmp_path / "run") == undisturbed
+
+
+def test_memory_that_is_too_small_is_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    codes, output = forks.run(*train(tmp_path), world_size=2, preload=f"{__name__}:no_memory")
+    assert codes == [0, 0], output
+    assert output.count("no part of the state is kept in memory from now on: /dev/shm has 0 MiB free, ") == 1
+    assert seen(tmp_path / "run") == undisturbed
+
+
+def no_memory() -> None:
+    """Preloaded: there is no room at all for rank 1."""
+    from rankup.state import parts, rescue
+
+    if os.environ["RANK"] == "1":
+        parts.memory_available = lambda: 0
+        rescue.places = lambda: [Path("/dev/shm")]
+
+
+# A node ---------------------------------------------------------------------------------------------------------
+
+
+class Nodes:
+    """Two machines with memory of their own, and one disk that they share."""
+
+    def __init__(self, forks: Forks, folder: Path, *, ranks: int = 1) -> None:
+        self.forks, self.folder = forks, folder
+        for number in (0, 1):
+            (folder / f"node{number}" / "memory").mkdir(parents=True)
+            (folder / f"node{number}" / "runs").symlink_to(folder)
+        self.cwds = [folder / f"node{number}" for number in (0, 1) for _ in range(ranks)]
+
+    def run(self, *line: str | Path, **env: str) -> tuple[list[int], str]:
+        more: dict[str, Any] = {"world_size": len(self.cwds), "cwds": self.cwds, "env": env}
+        return self.forks.run(*(line or train(self.folder)), **more, preload=f"{__name__}:own_memory")
+
+    def lose(self, *numbers: int) -> None:
+        for number in numbers:
+            shutil.rmtree(self.folder / f"node{number}" / "memory")
+            (self.folder / f"node{number}" / "memory").mkdir()
+
+
+def own_memory() -> None:
+    """Preloaded: /dev/shm is a folder of this rank's node."""
+    own_folder("/dev/shm", Path("memory").absolute())
+    if os.environ.get("STRIKE") or os.environ.get("MESH"):
+        from tests.rigs.struck import by_fork
+
+        by_fork()
+
+
+@pytest.mark.parametrize(
+    ("lost", "resumed"),
+    [((), FROM_MEMORY.format(12)), ((0,), FROM_MEMORY.format(12)), ((1,), FROM_MEMORY.format(12)),
+     ((0, 1), "resumed from step-00000008")],
+    ids=["none", "node 0", "node 1", "both"],
+)
+def test_memory_of_a_node_is_held_by_the_other(
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], resumed: str
+) -> None:
+    nodes = Nodes(forks, tmp_path)
+    codes, output = nodes.run(**kill(1, step=13))
+    assert codes == [171, -9], output
+    nodes.lose(*lost)
+    codes, output = nodes.run()
+    assert codes == [0, 0], output
+    assert resumed in output
+    assert seen(tmp_path / "run") == undisturbed
+    assert list(tmp_path.glob("node*/memory/rankup-*/*")) == []
+
+
+def test_damaged_part_is_replaced_by_the_other_nodes(
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    nodes = Nodes(forks, tmp_path)
+    codes, output = nodes.run(**kill(0, step=13))
+    assert codes == [-9, 171], output
+    (path,) = tmp_path.glob("node1/memory/rankup-*/*.rank-00001/step-00000012/rank-00001.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    codes, output = nodes.run()
+    assert codes == [0, 0], output
+    assert "rank-00001.safetensors does not match its digest" in output
+    assert FROM_MEMORY.format(12) in output
+    assert seen(tmp_path / "run") == undisturbed
+
+
+# Loops of one's own ---------------------------------------------------------------------------------------------
+
+LOOP = (STRUCK, ROOT / "tests" / "rigs" / "split_loop.py")
+
+
+def ends(output: str) -> set[str]:
+    return {line.partition(" ends with ")[2] for line in output.splitlines() if " ends with " in line}
+
+
+@pytest.mark.parametrize(("mesh", "lost"), [("[2]", ()), ("[2]", (1,)), ("[2, 2]", (1,))], ids=["rank", "node", "hsdp"])
+def test_own_loop_goes_on_with_its_loaders_states(
+    once: Once, forks: Forks, tmp_path: Path, mesh: str, lost: tuple[int, ...]
+) -> None:
+    """Hybrid sharding needs no second part: the other node holds the same."""
+    ranks = 2 if mesh == "[2, 2]" else 1
+
+    def compute() -> str:
+        codes, output = Nodes(forks, tmp_path / "undisturbed", ranks=ranks).run(*LOOP, MESH=mesh)
+        assert set(codes) == {0}, output
+        (end,) = ends(output)
+        return end
+
+    nodes = Nodes(forks, tmp_path, ranks=ranks)
+    codes, output = nodes.run(*LOOP, MESH=mesh, **strike(tmp_path, signal="SIGKILL", rank=1, call=24))
+    assert -9 in codes, output
+    held = [path.parts[-2].rpartition(".")[2] for path in tmp_path.glob("node0/memory/rankup-*/*/step-*")]
+    assert {*held} == {"rank-00000", "rank-00001"}
+    nodes.lose(*lost)
+    codes, output = nodes.run(*LOOP, MESH=mesh)
+    assert set(codes) == {0}, output
+    assert "of which each rank's part was in memory" in output
+    assert ends(output) == {once(f"split-{mesh}", compute)}, output

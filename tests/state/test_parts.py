@@ -1,0 +1,227 @@
+"""Parts in memory: which are taken, and that no damaged one ever is."""
+
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rankup.state import parts, rescue
+from rankup.state.copies import to_json
+from rankup.state.parts import Parts, PartsInMemory, peer_of
+from rankup.state.reading import Copy, no_check
+from rankup.state.shards import INDEX, Shards
+from tests.rigs.checkpoints import training_state
+
+TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
+RANKS, STEPS, RUN = 2, (10, 20), "0123456789abcdef"
+
+
+class Ranks:
+    """Two ranks as two threads of this process, on one node."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._barrier = threading.Barrier(RANKS, timeout=60)
+        self._values: list[Any] = [None] * RANKS
+
+    def each(self, work: Callable[[Any], Any]) -> list[Any]:
+        """What `work` returns for the group of each rank."""
+        found: list[Any] = [None] * RANKS
+        problems: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                found[rank] = work(self._group(rank))
+            except BaseException as error:
+                problems.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if problems:
+            raise problems[0]
+        return found
+
+    def _group(self, rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = json.loads(json.dumps(value))
+            self._barrier.wait()
+            values = [*self._values]
+            self._barrier.wait()
+            return values
+
+        return SimpleNamespace(
+            rank=rank, world_size=RANKS, device=torch.device("cpu"), gather=gather, barrier=lambda: gather(0),
+            max=lambda value: max(gather(value)), broadcast=lambda value: gather(value)[0],
+            collective=lambda call: call(), log=SimpleNamespace(warning=self.said.append),
+        )
+
+
+def weight(rank: int, step: int) -> torch.Tensor:
+    """Of another shape on each rank: ranks that hold as much of the same count as replicas."""
+    return torch.arange(64.0 + rank) + 1000 * rank + step
+
+
+def keep(ranks: Ranks, *steps: int, every: int | None = 1) -> None:
+    def work(group: Any) -> None:
+        kept = Parts(group, RUN, every)
+        kept.wanted = True
+        for step in steps:
+            record = to_json(training_state(step, world_size=RANKS, attempt="first"))
+            state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}}
+            kept.take(step, lambda record=record, state=state: (record, state))  # type: ignore[misc]
+        kept.wait()
+        assert kept._writing.failure is None
+
+    ranks.each(work)
+
+
+def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
+    """The newest step that all ranks go on from, and their weights."""
+
+    def work(group: Any) -> Copy | None:
+        memory = PartsInMemory(group, no_check, no_check)
+        for where, *_ in sorted(memory.found(), key=lambda found: -found[1]):
+            copy, _ = memory.load(where)
+            if copy is not None:
+                return copy
+        return None
+
+    copies = ranks.each(work)
+    if None in copies:
+        assert copies == [None, None]
+        return None
+    weights, steps = [], set()
+    for copy in copies:
+        with Shards(copy.path, copy.files[INDEX]) as shards:
+            tracked = shards.read_all()
+        weights.append(tracked["model"]["weight"])
+        steps |= {copy.step, tracked["step"]["n"]}
+    (step,) = steps
+    return step, weights
+
+
+def is_right(found: tuple[int, list[torch.Tensor]]) -> bool:
+    step, weights = found
+    return all(torch.equal(each, weight(rank, step)) for rank, each in enumerate(weights))
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(rescue, "places", lambda: [tmp_path / "memory"])
+    return tmp_path / "memory"
+
+
+def damage(folder: Path, draw: random.Random) -> str:
+    """One thing that may happen to files in memory. Returns what."""
+    rank, step = draw.randrange(RANKS), draw.choice(STEPS)
+    other = STEPS[1 - STEPS.index(step)]
+    path = folder / f"{RUN}.rank-{rank:05d}" / f"step-{step:08d}"
+    twin = folder / f"{RUN}.rank-{1 - rank:05d}" / path.name
+    file = draw.choice(sorted(path.iterdir()))
+    what = draw.choice(("flipped", "cut", "longer", "gone", "of another step", "step renamed", "of another rank",
+                        "ranks swapped", "ranks renamed", "empty"))
+    match what:
+        case "flipped":
+            data = bytearray(file.read_bytes())
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            file.write_bytes(data)
+        case "cut":
+            os.truncate(file, draw.randrange(file.stat().st_size))
+        case "longer":
+            file.write_bytes(file.read_bytes() + draw.randbytes(draw.randrange(1, 9)))
+        case "gone":
+            file.unlink()
+        case "of another step":
+            shutil.copy(path.with_name(f"step-{other:08d}") / file.name, file)
+        case "step renamed":
+            shutil.rmtree(path)
+            path.with_name(f"step-{other:08d}").rename(path)
+        case "of another rank":
+            shutil.copy(twin / file.name.replace(f"{rank:05d}", f"{1 - rank:05d}"), file)
+        case "ranks swapped":
+            for name in ("state.json", "shards.json", "manifest.json"):
+                mine, its = (path / name).read_bytes(), (twin / name).read_bytes()
+                (path / name).write_bytes(its)
+                (twin / name).write_bytes(mine)
+        case "ranks renamed":
+            shutil.move(path, folder / "aside")
+            shutil.move(twin, path)
+            shutil.move(folder / "aside", twin)
+        case "empty":
+            file.write_bytes(b"")
+    return f"{what}: {file.relative_to(folder)}"
+
+
+def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
+    """Of two steps one is damaged: then the other is gone on from, by all ranks."""
+    ranks, draw = Ranks(), random.Random()
+    keep(ranks, *STEPS)
+    assert (found := go_on(ranks)) is not None
+    assert found[0] == 20
+    assert is_right(found)
+    whole = tmp_path / "whole"
+    shutil.copytree(memory, whole)
+    came_to = dict.fromkeys((10, 20), 0)
+    for _ in range(TRIES):
+        shutil.rmtree(memory)
+        shutil.copytree(whole, memory)
+        what = damage(memory / f"rankup-{os.getuid()}", draw)
+        found = go_on(ranks)
+        assert found is not None or what.startswith("step renamed"), what
+        assert found is None or is_right(found), what
+        if found is not None:
+            came_to[found[0]] += 1
+    assert min(came_to.values()) > TRIES // 10, came_to
+
+
+def test_two_are_kept_and_the_older_one_makes_room(memory: Path) -> None:
+    keep(Ranks(), 1, 2, 3, 4)
+    files = sorted(str(path.relative_to(memory).parent) for path in memory.rglob("manifest.json"))
+    own = f"rankup-{os.getuid()}/{RUN}"
+    assert files == [f"{own}.rank-{rank:05d}/step-{step:08d}" for rank in range(RANKS) for step in (3, 4)]
+    assert list(memory.rglob(".writing-*")) == []
+    found = go_on(Ranks())
+    assert found is not None
+    assert found[0] == 4
+    assert is_right(found)
+
+
+def test_step_that_a_rank_lacks_is_no_state(memory: Path) -> None:
+    keep(Ranks(), 1, 2)
+    shutil.rmtree(next(memory.glob("*/*.rank-00001/step-00000002")))
+    found = go_on(Ranks())
+    assert found is not None
+    assert found[0] == 1
+    assert is_right(found)
+
+
+@pytest.mark.parametrize(("cost_s", "beside_s", "steps"), [(0.01, 0.0, 40), (0.01, 0.03, 160), (0.0, 0.0, 1)])
+def test_steps_between_parts_make_them_cost_half_a_percent(cost_s: float, beside_s: float, steps: int) -> None:
+    """A step takes 50 ms."""
+    group: Any = SimpleNamespace(device=torch.device("cpu"))
+    kept = Parts(group, RUN, None)
+    assert kept._gap(1, 100.0) == parts.FIRST
+    kept._taken, kept._taken_s, kept._cost_s, kept._beside_s = 1, 100.0, cost_s, beside_s
+    assert kept._gap(11, 100.5) == steps
+
+
+def test_second_part_is_on_the_next_node_if_no_other_node_holds_the_same() -> None:
+    split = [(f"node{rank // 2}", f"part {rank}", 1) for rank in range(6)]
+    assert [peer_of(rank, split) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
+    assert [peer_of(rank, split[:5]) for rank in range(5)] == [2, 3, 4, 4, 0]
+    assert [peer_of(rank, split[:2]) for rank in range(2)] == [None, None]
+    hybrid = [(f"node{rank // 2}", f"part {rank % 2}", 1) for rank in range(4)]
+    assert [peer_of(rank, hybrid) for rank in range(4)] == [None] * 4
