@@ -157,16 +157,16 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         "auto", "async: train on while a thread writes; sync: wait for it; auto: async where memory allows.")
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
     save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps")
-    memory_every_steps: Natural | None = setting(
+    memory_every_steps: int | None = setting(
         None, "fsdp: each rank keeps its part in its node's memory each so many steps; null: as often as it costs half "
-        "a percent; 0: never.", unit="steps")
+        "a percent; 0: never.", unit="steps", ge=0)
     evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs")
     report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
                                     gt=0, le=WEEK_S)
     log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
-    compare_every_steps: Natural | None = setting(
-        None, "Compare the ranks' states each so many steps; 0: never; unset: in half a percent of the time.",
-        unit="steps")
+    compare_every_steps: int | None = setting(
+        None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.",
+        unit="steps", ge=0)
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     # Its choices are in rankup/observe/tracker.py, given in the same way.
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
