@@ -335,7 +335,7 @@ def die_in_save() -> None:
 
 @pytest.mark.parametrize("where", ["begin 0", "write 0", "write 1", "publish 0"])
 def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_path: Path, where: str) -> None:
-    more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01")
+    more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--memory-every-steps=0")
     line = (*LINE, *more, "--run-dir", tmp_path)
     preload = "tests.state.test_shards:die_in_save"
     codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload=preload)
