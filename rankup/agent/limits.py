@@ -1,4 +1,4 @@
-"""What a container or a batch job grants and uses: the control groups (v2) of this process say it. No torch.
+"""What a container or a batch job grants and uses: the control groups (v1 and v2) of this process say it. No torch.
 
 os.cpu_count() and psutil see the whole machine. `root` replaces the file system's root in each function, for tests.
 """
@@ -6,7 +6,7 @@ os.cpu_count() and psutil see the whole machine. `root` replaces the file system
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 
@@ -14,11 +14,7 @@ ROOT = Path("/")
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
     grants = [float(len(os.sched_getaffinity(0)))] if hasattr(os, "sched_getaffinity") else []
-    for group in _groups(root):
-        quota, period = (read(group / "cpu.max").split() or ["max", "1"])[:2]
-        if quota != "max":
-            grants.append(int(quota) / int(period))
-    return min(grants, default=None)
+    return min([*grants, *_cpu_quotas(root)], default=None)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
@@ -41,8 +37,9 @@ def memory_available() -> int:
 
 def oom_kills(root: Path = ROOT) -> int | None:
     """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
-    for group in _groups(root):
-        if found := re.search(r"^oom_kill (\d+)$", read(group / "memory.events"), re.MULTILINE):
+    for folder, version in _groups("memory", root):
+        counted = read(folder / ("memory.events" if version == 2 else "memory.oom_control"))
+        if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
             return int(found[1])
     return None
 
@@ -71,25 +68,45 @@ def read(path: str | Path) -> str:
         return ""
 
 
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """The quota in CPUs of each group that has one."""
+    for folder, version in _groups("cpu", root):
+        if version == 2:
+            quota, period = (read(folder / "cpu.max").split() or ["max", "1"])[:2]
+        else:
+            quota = read(folder / "cpu.cfs_quota_us").strip() or "-1"
+            period = read(folder / "cpu.cfs_period_us").strip() or "100000"
+        if quota not in ("max", "-1"):  # these mean no limit, in v2 and v1
+            yield int(quota) / int(period)
+
+
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use in bytes of each group that has a limit. A parent may grant less than the group itself.
 
     Files that were read or written count as used too, until the kernel needs the memory. What was not touched of late
     is left out here, as Kubernetes does (its "working set"): a data set that was read once would fill any limit.
     """
-    for group in _groups(root):
-        limit, used = (read(group / name).strip() for name in ("memory.max", "memory.current"))
-        if limit.isdigit():
-            cached = re.search(r"^inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+    for folder, version in _groups("memory", root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (read(folder / name).strip() for name in names)
+        if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
+            entry = "inactive_file" if version == 2 else "total_inactive_file"
+            cached = re.search(rf"^{entry} (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
             yield int(limit), int(used or 0) - (int(cached[1]) if cached else 0)
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Where this process's own group and each of its parents may lie, the own first.
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2.
 
     Some of these folders do not exist: inside a container the path may be the host's, and the mount point is then the
     container's own group.
     """
-    if found := re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE):
-        group = root / "sys/fs/cgroup" / found[1]
-        yield from (each for each in (group, *group.parents) if each.is_relative_to(root / "sys/fs/cgroup"))
+    mount = root / "sys/fs/cgroup"
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        parts = PurePosixPath(path.strip("/")).parts
+        groups = [PurePosixPath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+        if not controllers:
+            yield from ((mount / group, 2) for group in groups)
+        elif controller in controllers.split(","):
+            yield from ((place / group, 1) for place in (mount / controller, mount / controllers) for group in groups)

@@ -25,6 +25,11 @@ def files(root: Path, contents: dict[str, str]) -> Path:
         ({"proc/self/cgroup": "0::/job\n",
           "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "990\n",
           "sys/fs/cgroup/job/memory.stat": "anon 290\nfile 700\ninactive_file 600\n"}, 610),
+        ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": "990\n",
+          "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 600\n"}, 610),
+        ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n"}, None),
     ],
 )
 def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str, str], expected: int | None) -> None:
@@ -39,10 +44,16 @@ def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "800000 100000\n"}, 2, 2.0),
         ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
           "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
-        ({"proc/self/cgroup": "1:cpu:/\n0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "100000 50000\n"}, 8, 2.0),
+        ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
+          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
+        ({"proc/self/cgroup": "1:cpu:/on/the/host\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n"}, 8, 2.0),
+        ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 3, 3.0),
         ({}, 4, 4.0),
     ],
-    ids=["own", "unlimited", "affinity-less", "parent", "container", "no-cgroup"],
+    ids=["v2", "v2-unlimited", "v2-affinity-less", "v2-parent", "v1", "v1-container", "v1-unlimited", "no-cgroup"],
 )
 def test_cpu_quota_is_the_least_granted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
@@ -57,7 +68,8 @@ def test_cpu_quota_is_the_least_granted(
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
           "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
         # In a container: the path is the host's
-        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/memory.events": "oom_kill 2\n"}, 2),
+        ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
+          "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
         ({"proc/self/cgroup": "0::/\n"}, None),
         ({}, None),
     ],
