@@ -79,8 +79,9 @@ PARTING_S = 3.0  # for the last lines of a rank that was asked to leave: a full 
 PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lines are dropped until it reads again
 
 # Copies of the state --------------------------------------------------------------------------------------------------
-HURRY_S = 3.0  # for parts of a sharded copy that are nearly done, when a rank was lost
+HURRY_S = 3.0  # for parts of a copy that are nearly done, when a rank was lost
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
+SHARE = 0.005  # no seconds but a share of the time: for comparisons of states, and for parts in memory
 RESCUE_OLD_S = 7 * 24 * 3600.0  # a rescue that no run went on with for so long is removed
 
 # Places ---------------------------------------------------------------------------------------------------------------

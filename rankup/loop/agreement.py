@@ -2,7 +2,7 @@
 
 A processor or a memory that computes wrongly raises no error. Data parallel ranks make the same steps from the same
 gradients, so their weights and optimizer states are equal to the bit; where they are not, a rank went wrong. All ranks
-then end, and the next attempt goes on from the newest copy. No copy was written without a comparison, so it is sound.
+then end, and the next attempt goes on from the newest copy. The loop saves none without a comparison, so it is sound.
 
 | ranks        | who went wrong                                                                                   |
 |--------------|--------------------------------------------------------------------------------------------------|
@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 
 from rankup.errors import PeerLost
 from rankup.group.group import Group
+from rankup.timing import SHARE
 
-SHARE = 0.005  # of the time of the steps that comparisons may take
 FIRST = 10  # steps before the first comparison, and between two at least
 RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
@@ -96,16 +96,14 @@ def odd_ones(values: list[int]) -> list[int]:
 
 
 class Agreement:
-    """Compares the state of the ranks. All ranks make the same calls at the same steps.
-
-    `every`: steps between two comparisons; 0 for none, None so that they take half a percent of the time.
-    """
+    """Compares the state of the ranks. All ranks make the same calls at the same steps."""
 
     def __init__(
         self, group: Group, items: dict[str, Any], *, run: str, every: int | None,
         wrong: Callable[[], None], deciding: threading.Lock,
     ) -> None:
-        """`items`: the tracked ones. `run`: the id of the run, whose record counts. `wrong`: called where there is a
+        """`items`: the tracked ones. `run`: the id of the run, whose record counts. `every`: steps between two
+        comparisons; 0 for none, None for so many that they take `SHARE` of the time. `wrong`: called where there is a
         difference, while `deciding` is held."""
         self._be_wrong, self._deciding = wrong, deciding
         self.group, self._items, self._run = group, items, run
@@ -129,9 +127,10 @@ class Agreement:
         """The rows of this run and number of ranks."""
         try:
             rows = [json.loads(line) for line in self._path.read_text().splitlines()]
-        except (OSError, ValueError):
+            return [{name: row[name] for name in ("step", "sound", "digests", "odd")} for row in rows
+                    if row["run"] == self._run and len(row["digests"]) == self.group.world_size]
+        except (OSError, ValueError, LookupError, TypeError):  # it only helps to name a rank
             return []
-        return [row for row in rows if row["run"] == self._run and len(row["digests"]) == self.group.world_size]
 
     def look(self, step: int) -> None:
         """Compare where it is time to: `step` is that of the last commit. Raises PeerLost as `compare` does."""

@@ -39,11 +39,10 @@ from rankup.state.reading import Check, Copy
 from rankup.state.shards import INDEX, file_of, index, local_part
 from rankup.state.tree import TensorFile, encode
 from rankup.state.writing import Writing
+from rankup.timing import HURRY_S, SHARE
 
-SHARE = 0.005  # of the time: what the training stands still for, and on CPUs also what the thread computes
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
 ROOM = 1.25  # times what all parts of a node need
-HURRY_S = 3.0  # for a part that is nearly done, when a rank was lost
 
 
 # Keeping --------------------------------------------------------------------------------------------------------
@@ -56,7 +55,8 @@ class Parts:
     """
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
-        """`every`: steps from one to the next; 0 for none at all, None for as many as make them cost `SHARE`."""
+        """`every`: steps from one to the next; 0 for none at all, None for as many as make them cost `SHARE` of the
+        time: what the training stands still for, and on CPUs also what the thread computes."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps

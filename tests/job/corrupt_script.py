@@ -33,7 +33,7 @@ def flip(tensor: torch.Tensor) -> None:
     if job.rank == rank and job.step_number == step and (lasting or not os.path.exists(marker)):
         open(marker, "w").close()
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        tensor.detach().view(torch.int32).flatten()[3] ^= 1 << (os.urandom(1)[0] % 24 if lasting else bit)
+        tensor.detach().view(torch.int32).flatten()[-1] ^= 1 << (os.urandom(1)[0] % 24 if lasting else bit)
 
 
 for number in job.steps(STEPS):
@@ -42,7 +42,7 @@ for number in job.steps(STEPS):
     optimizer.zero_grad()
     loss.backward()
     if kind == "gradient":
-        flip(net[0].weight.grad)
+        flip(net[2].bias.grad)  # never zero: no unit lies between it and the loss
     with job.step(loss=loss):
         optimizer.step()
         if kind == "weight":

@@ -31,12 +31,11 @@ def test_flipped_bit_is_found_named_and_undone(
     once: Once, forks: Forks, tmp_path: Path, kind: str, ranks: int
 ) -> None:
     undisturbed = once(f"corruption-{ranks}", lambda: said(run(forks, tmp_path / "undisturbed", ranks)))
-    rank, step, bit = random.randrange(ranks), random.randrange(2, 38), random.randrange(24)
+    # A lower bit of a gradient may be lost in the rounding of the moment that it goes into
+    lowest = 12 if kind == "gradient" else 0
+    rank, step, bit = random.randrange(ranks), random.randrange(2, 38), random.randrange(lowest, 24)
     output = run(forks, tmp_path / "flipped", ranks, FLIP=f"{kind}:{rank}:{step}:{bit}")
     assert said(output) == undisturbed
-    if "silent corruption" not in output:  # a low bit of a gradient may be lost in the rounding of all it changes
-        assert kind == "gradient", output
-        return
     wrong = [rank] if ranks > 2 else [0, 1]
     (record,) = map(json.loads, (tmp_path / "flipped" / "run" / RECORD).read_text().splitlines())
     assert step < record["step"] <= step + 6
