@@ -110,7 +110,7 @@ class Agreement:
         self._every = 0 if group.world_size == 1 else every
         self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
         self._compared = self._next = -1
-        self._since_s = 0.0
+        self._since_s = self._cost_s = 0.0
 
     @property
     def _path(self) -> Path:
@@ -145,14 +145,17 @@ class Agreement:
             torch.cuda.synchronize(self.group.device)  # what was queued before is not the cost of this
         began_s = time.monotonic()
         own, steps = digests_of(self._items), step - self._compared
-        took_s, each_s = time.monotonic() - began_s, (began_s - self._since_s) / steps
-        pause = self._every or max(FIRST, math.ceil(took_s / (SHARE * max(each_s, 1e-6))))
+        step_s = max((began_s - self._since_s) / steps, 1e-6)
+        # What the last one cost in all: to wait for the others takes longer than a small model's digest
+        cost_s = max(self._cost_s, time.monotonic() - began_s)
+        pause = self._every or max(FIRST, math.ceil(cost_s / SHARE / step_s))
         with self._deciding:
             rows = self._exchange([own.whole, own.part, own.place, pause])
             if odd := self._differing(rows):
                 self._be_wrong()
         values, sound, before = [hash((whole, part)) for whole, part, _, _ in rows], self._compared, None
         self._compared, self._next, self._since_s = step, step + max(row[3] for row in rows), time.monotonic()
+        self._cost_s = self._since_s - began_s
         if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:
             # The states before this step were sound, so that each rank's own is compared with its repetition
             before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
