@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -46,8 +47,7 @@ class Fault:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        # This stays readable where a resumed run puts another file in its place
-        self.before = (run / "metrics.jsonl").open()
+        self.finished = newest_steps(run)[-1]["step"]
         self.log_size = (run / "logs" / "rank-0.log").stat().st_size
         self.moment_s = time.time()
 
@@ -59,13 +59,11 @@ class Fault:
                 sys.exit(f"no step within {PATIENCE_S:g} s:\n{self._said()[-4000:]}")
             time.sleep(0.1)
         next_step, end_s = found
-        with self.before as before, (self.run / "metrics.jsonl").open() as after:
-            finished, kept = ([json.loads(line) for line in file if is_training(line)] for file in (before, after))
-        again = {entry["step"] for entry in finished if entry["step"] >= next_step and entry["time"] < end_s}
-        steps = [entry["step"] for entry in kept]
+        with (self.run / "metrics.jsonl").open() as file:
+            steps = [json.loads(line)["step"] for line in file if is_training(line)]
         if steps != list(range(1, len(steps) + 1)):
             print("metrics.jsonl lacks steps, or has some twice", file=sys.stderr)
-        return end_s - self.moment_s, len(again)
+        return end_s - self.moment_s, max(0, self.finished + 1 - next_step)
 
     def _said(self) -> str:
         with (self.run / "logs" / "rank-0.log").open() as log:
@@ -79,13 +77,18 @@ class Fault:
         if not resumes:
             return None
         next_step = int(resumes[-1]) + 1
-        with (self.run / "metrics.jsonl").open("rb") as metrics:
-            metrics.seek(max(0, metrics.seek(0, os.SEEK_END) - 2**16))
-            lines = metrics.read().decode().splitlines(keepends=True)[1:]
-        for entry in map(json.loads, filter(is_training, lines)):
+        for entry in newest_steps(self.run):
             if entry["time"] > self.moment_s and entry["step"] == next_step:
                 return next_step, entry["time"]
         return None
+
+
+def newest_steps(run: Path) -> list[dict[str, Any]]:
+    """The last lines of the run's metrics that are about steps."""
+    with (run / "metrics.jsonl").open("rb") as metrics:
+        metrics.seek(max(0, metrics.seek(0, os.SEEK_END) - 2**16))
+        lines = metrics.read().decode(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines[len(lines) > 1 :] if is_training(line)]
 
 
 def is_training(line: str) -> bool:
