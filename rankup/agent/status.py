@@ -268,6 +268,7 @@ class RunStatus:
         self._clock, self._began = PhaseClock("start"), time.time()
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
+        self.owned = False
 
     def take(self) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
@@ -277,6 +278,7 @@ class RunStatus:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(Lease(self.run_dir, self.job))
+        self.owned = True
         earlier = read_json(self.run_dir / "status.json") or {"code": FINISHED}
         return earlier.get("code") is None or int(earlier["code"]) >= 128
 
