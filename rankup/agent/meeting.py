@@ -434,7 +434,9 @@ class Leader:
                 size = seat.member.num_ranks
                 seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
             here = [*seats, *(seat for seat in self._seats.values() if seat not in self._late)]
-            known = [[seat.member.token, seat.member.ip, seat.member.serves, seat.member.host] for seat in here]
+            names = [f"node {seat.claim.start // seat.member.num_ranks} on {seat.member.host}" for seat in here]
+            where = [[seat.member.token, seat.member.ip, seat.member.serves] for seat in here]
+            known = [[*place, name] for place, name in zip(where, names, strict=True)]
             more["basis"] = self._next = {
                 **self.basis, "n": self._proposed, "used": [token for token, *_ in known[:len(seats)]],
                 "voters": [token for token, *_ in known], "known": known,
