@@ -177,8 +177,12 @@ class Agent:
     async def _listen(self) -> None:
         """On MASTER_PORT where others look for this node there. Raises JoinError and LaunchError."""
         port = self.node.master_port
-        if self.node.node_rank and not await foreign_address(self.node.master_addr):
-            port = 0  # node 0 is on this machine too
+        if self.node.node_rank:
+            try:  # node 0, or another agent, may be on this machine too
+                port = port if await foreign_address(self.node.master_addr) else 0
+                open_port("", port).close()
+            except OSError:
+                port = 0
         self._listener = await listen(self._greet, ip="127.0.0.1" if self.alone else "", port=port)
         self.port = self._listener.sockets[0].getsockname()[1]
 
