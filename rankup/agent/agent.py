@@ -649,8 +649,8 @@ class Lead:
     async def _report(self, status: RunStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
-            if self.leader.running:
-                status.report()
+            if self.leader.running or self.agent.limits is not None:
+                status.report(nodes=self.leader.nodes())
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""

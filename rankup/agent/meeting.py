@@ -296,7 +296,7 @@ class Leader:
         elif kind == "alive":
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "ask":
-            link.send("ranks", ranks=self.signs())
+            link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass
         elif kind == "late":

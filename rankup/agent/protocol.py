@@ -11,7 +11,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | the leader of a job whose number of nodes may change       |
 |   settings: what must be the same for all          |                                                            |
 | alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
-| ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
+| ask: where is everybody?                           | ranks(ranks, nodes): the newest Sign of each, with host    |
+|                                                    | and seen; nodes as `Leader.nodes` has them                 |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
 | standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -303,8 +303,8 @@ class RunStatus:
         with contextlib.suppress(OSError):
             write_summary(self.run_dir, self.attempt, self.world_size, ends, **more)
 
-    def report(self, *, finished: bool = False) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S."""
+    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
         row = {"phase": self._clock.present()[0], "step": 0, "waiting": False, "for_s": 0.0, "place": "",
                "seen": time.time()}
         report = {
@@ -313,6 +313,7 @@ class RunStatus:
             "seconds": {phase: round(spent, 3) for phase, spent in self._clock.seconds().items()}, "unit": "",
             "per_s": 0.0, "remaining_s": None, "metrics": {}, "open_s": 0.0,
             "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
+            "nodes": list(nodes),
         }
         with contextlib.suppress(OSError):
             path = self.run_dir / "status" / self.attempt / "progress-agent.json"
