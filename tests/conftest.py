@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -25,8 +26,8 @@ IN_CI = os.environ.get("CI") == "true"
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
 # Whoever has one of these names, of a fixture too, may start a process
 STARTERS = {
-    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "start_ranks", "ended",
-    "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
+    "subprocess", "multiprocessing", "mp", "forks", "loaded", "Forks", "jobs", "Job", "start", "run", "start_ranks",
+    "ended", "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
 }
 # pytest-xdist's processes: each runs tests, and the one that started them runs none
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -89,9 +90,9 @@ def _is_pure(item: pytest.Item) -> bool:
 def _group(item: pytest.Item) -> str:
     """Tests of one group run one after the other in one process: they share one of two Slurms, or a file's fixtures."""
     file = item.nodeid.split("::")[0]
-    if {"cluster", "four"} & {*getattr(item, "fixturenames", ())}:
+    if {"cluster", "three"} & {*getattr(item, "fixturenames", ())}:
         return "slurm-ends" if file.endswith("/test_slurm_ends.py") else "slurm"
-    return file
+    return "loaded" if "loaded" in getattr(item, "fixturenames", ()) else file
 
 
 @pytest.hookimpl(wrapper=True)
@@ -151,6 +152,16 @@ def no_rescues_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Starts ranks in a third of a second; see forks.py."""
     server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """The same from a process that has imported the Trainers too, which takes longer than they train. They warn."""
+    packages = {"transformers": "transformers.trainer", "lightning": "lightning", "accelerate": "accelerate"}
+    more = [module for package, module in packages.items() if find_spec(package)]
+    server = Forks(tmp_path_factory.mktemp("loaded"), more=more, env={"PYTHONWARNINGS": "default"})
     yield server
     server.close()
 
