@@ -193,7 +193,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 
 @pytest.fixture(scope="session")
-def image() -> str:
+def image(once: Callable[[str, Callable[[], str]], str]) -> str:
     """The name of the container image of this checkout's files, built if need be. Skips where nobody asked for it."""
     if not ENGINE_WANTED:
         pytest.skip("containers take a quarter of an hour and root: make engine runs these tests")
@@ -202,15 +202,14 @@ def image() -> str:
     name = "rankup:runtime"
     if not IN_CI and not docker("images", "-q", name).strip():
         pytest.skip(f"no image {name} here: make image builds it, a quarter of an hour and 12 GB the first time")
-    done = subprocess.run(
-        [ROOT / "docker" / "image.sh"],
-        env=clean_environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    return name
+
+    def build() -> str:
+        words, output = [ROOT / "docker" / "image.sh"], subprocess.PIPE
+        done = subprocess.run(words, env=clean_environment(), text=True, stdout=output, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, done.stdout
+        return name
+
+    return once("image", build)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The promise: any number of ranks trains as one does, and the weights are the same to the bit whoever starts them."""
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_other_seed_has_another_curve(forks: Forks, tmp_path: Path) -> None:
     assert one[4]["train/loss"] != pytest.approx(other[4]["train/loss"], rel=1e-3)
 
 
-# The weights ----------------------------------------------------------------------------------------------------
+# The weights; of mpirun, and of ranks that meet at a URL: tests/parallel/test_methods_kills.py --------------------
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +88,6 @@ def by_fresh(*arguments: str) -> Job:
     return start(sys.executable, "-m", "train.main", "launch", "--start=fresh", "--nproc=2", MAIN, *arguments)
 
 
-def by_mpirun(*arguments: str) -> Job:
-    """Open MPI's own variables; it binds each process to a CPU of its own, if it is let."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("no mpirun here: apt install openmpi-bin")
-    return start("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable,
-                 "-m", "train.main", *arguments)
-
-
 def by_two_agents_of_old(*arguments: str) -> Job:
     """PyTorch's older launcher puts --local-rank=N before everything else. Two of torchrun's: test_demo.py."""
     job, port = Job(), free_port()
@@ -119,7 +110,7 @@ def by_launch_in_pods(*arguments: str) -> Job:
 
 @pytest.mark.parametrize(
     "launcher",
-    [by_torchrun, by_launch_in_pods, by_fresh, by_hand, by_two_agents_of_old, by_mpirun],
+    [by_torchrun, by_launch_in_pods, by_fresh, by_hand, by_two_agents_of_old],
     ids=lambda f: f.__name__,
 )
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
@@ -132,14 +123,4 @@ def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Calla
 def test_launch_changes_no_bit(forks: Forks, reference: str, tmp_path: Path) -> None:
     codes, output = forks.run("launch", "--nproc=2", MAIN, *LINE, "--run-dir", tmp_path)
     assert codes == [0], output
-    assert result(tmp_path / "run")["digest"] == reference
-
-
-@pytest.mark.parametrize("scheme", ["file", "tcp"])
-def test_ranks_that_meet_at_a_url_change_no_bit(forks: Forks, reference: str, tmp_path: Path, scheme: str) -> None:
-    url = (tmp_path / "meeting").as_uri() if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
-    line = (*LINE, "--run-dir", tmp_path, "--init-method", url, "--world-size", "2", "--rank")
-    with forks.running(*line, "1") as job:
-        codes, output = forks.run(*line, "0")
-        assert codes + job.wait() == [0, 0], output + job.output
     assert result(tmp_path / "run")["digest"] == reference
