@@ -62,7 +62,8 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
 ) -> None:
     line = ("launch", f"--nproc={RANKS}", SCRIPT, tmp_path / "run")
     crash = where == "0:8"
-    env = {"DIE": f"{where}:{int(signal.SIGSEGV if crash else signal.SIGKILL)}", "COMPILE": where[0] if where == "1:13" else ""}
+    how = signal.SIGSEGV if crash else signal.SIGKILL
+    env = {"DIE": f"{where}:{int(how)}", "COMPILE": where[0] if where == "1:13" else ""}
     codes, output = forks.run(*line, cwds=[tmp_path], env=env)
     assert codes == [0], output
     assert "no finished step was lost" in output
