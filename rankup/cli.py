@@ -215,8 +215,8 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     from rankup.loop.record import check_record
-    from rankup.places.urls import is_url
     from rankup.state.export import export, find_copy
+    from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from rankup.errors import UserError
 from rankup.group.stop import SIGNALS
-from rankup.loop.seeds import derive_seed
+from rankup.seeds import derive_seed
 from train.config import Config
 from train.data.samples import random_numbers
 from train.workloads import Workload

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rankup.errors import UserError
-from rankup.places.urls import is_url
+from rankup.urls import is_url
 
 from .settings import Settings
 from .shares import divide, weights

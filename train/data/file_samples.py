@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torchvision.transforms import RandomResizedCrop
 
-from rankup.loop.seeds import derive_seed, seed_host
+from rankup.seeds import derive_seed, seed_host
 
 from ..config.settings import Augment
 from .samples import random_numbers

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 from rankup.errors import UserError
-from rankup.loop.seeds import derive_seed, seed_host
+from rankup.seeds import derive_seed, seed_host
 
 # The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.
 GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError
-from rankup.places.urls import is_url
+from rankup.urls import is_url
 
 from ...config import Config
 from ...config.schema import flag
