@@ -6,7 +6,7 @@ from typing import Any
 from rankup.loop.batches import Source, Split, source_of
 from rankup.loop.record import Position
 from rankup.loop.seeds import derive_seed
-from rankup.observe.stragglers import DATA
+from rankup.observe.step_clock import DATA
 
 
 class Live:
