@@ -12,7 +12,7 @@ from tests.rigs.slurm_cluster import SIMPLE, Cluster
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 60 --name job"
 RUN = f"{JOB} --run-dir runs"
-LONG = RUN.replace("--max-steps 60", "--max-steps 2000 --log-every-steps 5 --evaluate-every-epochs 50")
+LONG = RUN.replace("--max-steps 60", "--max-steps 1000 --log-every-steps 5 --evaluate-every-epochs 50")
 
 
 @pytest.fixture(scope="session")
