@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
+from rankup.agent import secret
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
@@ -228,10 +229,10 @@ class Agent:
         known = {token: (ip, port) for token, ip, port, _ in basis["known"] if token != me.token}
         places = [*known.values(), (self.claimed.master_addr, self.claimed.master_port)]
         places += [self._elsewhere] if self._elsewhere else []
-        said = dict(zip(places, await asyncio.gather(*(greeting(*place) for place in places)), strict=True))
+        said = dict(zip(places, await asyncio.gather(*(who_leads(*place) for place in places)), strict=True))
         told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each.get("at")]
         if new := [place for place in dict.fromkeys(told) if place not in said]:
-            said |= zip(new, await asyncio.gather(*(greeting(*place) for place in new)), strict=True)
+            said |= zip(new, await asyncio.gather(*(who_leads(*place) for place in new)), strict=True)
         for place, each in said.items():
             if each and not each["over"] and each["n"] >= basis["n"] and each["token"] != me.token:
                 return place
@@ -369,7 +370,7 @@ class Agent:
         """
         commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
         # A script that imports rankup may know our settings by the environment, as where its cache lies
-        hidden = ("PET_", PARENT) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", PARENT, secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has
@@ -634,7 +635,7 @@ class Lead:
     async def _call_one(self, ip: str, port: int) -> None:
         leader = self.leader
         words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves}
-        other = await greeting(ip, port, answer=words)
+        other = await who_leads(ip, port, answer=words)
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
             self.agent.yield_to(ip, port)
 
@@ -705,13 +706,13 @@ class Lead:
         self.leader.tell("over", code=verdict.code, text=verdict.text)
 
 
-async def greeting(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
     with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
         link = await Link.connect(ip, port, timeout_s=timing.PROBE_S)
         try:
             async with asyncio.timeout(timing.PROBE_S):
-                said = await link.receive()
+                said = await secret.greeting(link, secret.read_secret(os.environ))
             said = {"token": "", "n": 0, "running": False, "at": [], **said, "over": str(said["over"])}
             if answer is not None:
                 link.send("leads", **answer)
