@@ -263,8 +263,10 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def on_rank0(group: Group, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None) -> Any:
-    """Call `work` on rank 0 and return its result on all ranks. All ranks call this.
+def on_rank0(
+    group: Group, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None, source: int = 0
+) -> Any:
+    """Call `work` on rank 0, or on rank `source`, and return its result on all ranks. All ranks call this.
 
     `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
     `group.broadcast`, for what JSON can hold.
@@ -272,15 +274,15 @@ def on_rank0(group: Group, work: Callable[[], Any], *, share: Callable[[Any], An
     until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
     """
     result, failure = None, ("", "")
-    if group.is_rank0:
+    if group.rank == source:
         try:
             result = work()
         except (UserError, PeerLost) as error:
             failure = (type(error).__name__, str(error))
-    kind, text = group.broadcast(failure)
+    kind, text = group.broadcast(failure, source=source)
     if kind:
         raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not group.is_rank0)
-    return (share or group.broadcast)(result)
+    return share(result) if share else group.broadcast(result, source=source)
 
 
 def broke_collective(error: BaseException) -> bool:

@@ -30,7 +30,7 @@ from rankup.places.lineage import FILE as RUN_FILE
 from rankup.places.lineage import RUN_ID, Lineage
 from rankup.places.place import Place
 from rankup.places.urls import is_url
-from rankup.state.copies import MANIFEST, STAGING, STATE, all_damaged, find_problem
+from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, passed_over
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder
@@ -202,16 +202,15 @@ class StoredRun:
         damaged.
         """
         damaged: dict[str, str] = {}
+        found = None
         for one in self.copies(run):
             path, problem = self.fetch(one.folder, directory)
             if not problem:
-                for name, why in damaged.items():
-                    self.place.warn(f"checkpoint {name} of {self.place.url} was passed over: {why}")
-                return path
-            damaged[one.name] = problem
-        if damaged:
-            raise all_damaged(self.place.url, damaged)
-        return None
+                found = path
+                break
+            damaged[f"checkpoint {one.name}"] = problem
+        passed_over(self.place.url, damaged, found, self.place.warn)
+        return found
 
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""

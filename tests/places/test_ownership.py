@@ -78,10 +78,10 @@ class Writer:
 
     def hold(self, place: SecondPlace, timeout_s: float) -> None:
         """Count the requests of `place` as operations."""
-        stored = place._open(timeout_s)
+        place.patient(timeout_s)
         # Of two that find a mirror at the same time the first to copy owns it
-        is_owner = (lambda: True) if place.required else (lambda: stored.number > 0)
-        stored.place = replace(stored.place, fs=_Held(stored.place.fs, self, is_owner))
+        is_owner = (lambda: True) if place.required else (lambda: place.number > 0)
+        place.place = replace(place.place, fs=_Held(place.place.fs, self, is_owner))
 
 
 class _Held:
