@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
@@ -21,11 +21,9 @@ from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
+from rankup.state.options import Options
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, read, share
-
-if TYPE_CHECKING:
-    from rankup.state.run import Options
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
@@ -73,7 +71,7 @@ class Origin:
 
 def find_origin(
     group: Group, folder: Path, known: Lineage | None, new: Lineage, token: str, found: Iterable[list[Any]],
-    stores: Mapping[int, Store], options: "Options",
+    stores: Mapping[int, Store], options: Options,
 ) -> Origin:
     """The newest state that any rank can reach. All ranks call this.
 
@@ -151,7 +149,7 @@ def in_order(
     yield from on(of_run)
 
 
-def _load(group: Group, stores: Mapping[int, Store], one: Candidate, options: "Options") -> tuple[Copy | None, str]:
+def _load(group: Group, stores: Mapping[int, Store], one: Candidate, options: Options) -> tuple[Copy | None, str]:
     """The copy, or what is wrong with it, on all ranks. Raises UserError and PeerLost on all."""
     loaded: list[Copy] = []
 
@@ -193,7 +191,7 @@ def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
             group.log.warning(f"the copy {path} was passed over: its state.json or run.json is missing or damaged")
 
 
-def _rescues(options: "Options") -> Iterator[list[Any]]:
+def _rescues(options: Options) -> Iterator[list[Any]]:
     """What this rank's node holds in memory of this run with these settings."""
     for path in rescue.found():
         record: Any = read_json(path / STATE)

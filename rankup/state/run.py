@@ -6,9 +6,7 @@ on from it, the caller says.
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +18,10 @@ from rankup.places.lineage import Lineage
 from rankup.state import parts, rescue
 from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
-from rankup.state.reading import Check, Copy, no_check
+from rankup.state.options import Options
+from rankup.state.reading import Copy
 from rankup.state.saver import Saver, SecondCopies
 from rankup.state.second import SecondPlace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a run is kept.
-
-    `store`: an address below which the run must lie too, "" for none. `mirror`: a folder or an address that gets copies
-    and may fail. `fresh`: put aside what is there, unless `wanted` says that it is this launch's own. `how`: sync,
-    async, or auto, see `rankup.state.saver`. `sharded`: each rank writes its part of a copy. `keep`: how many copies
-    stay. `setup_s`, `save_s`: deadlines. `start`: names the start of a job whose containers are started again.
-    `memory_every`: steps from one part in memory to the next, see `rankup.state.parts`; 0 takes none that are there
-    either.
-
-    `check`: looks at the record of a copy; raises UserError where it is of another kind, and ValueError where it is
-    damaged. `fits`: the same, where this attempt may not go on from it. `finished`: whether nothing is left to do after
-    a copy; asked on rank 0.
-    """
-
-    store: str = ""
-    mirror: str = ""
-    fresh: bool = False
-    how: str = "auto"
-    sharded: bool = False
-    keep: int = 2
-    memory_every: int | None = None
-    setup_s: float = 600.0
-    save_s: float = 600.0
-    start: str = ""
-    check: Check = no_check
-    fits: Check = no_check
-    wanted: Callable[[Lineage], bool] = lambda other: False
-    finished: Callable[[Copy], bool] = lambda copy: False
-
-    def may_take(self, other: Lineage) -> bool:
-        """Whether this attempt may go on with the run `other`."""
-        return not self.fresh or self.wanted(other)
 
 
 class Run:
@@ -96,16 +59,18 @@ class Run:
             parts.remove(self.lineage.run)
         if self.origin.second == group.rank:
             self.second = SecondCopies(
-                group, self.folder / SECOND / self.lineage.run, how=options.how, timeout_s=options.save_s,
+                group, self.folder / SECOND / self.lineage.run, options,
                 more=lambda: {lineage.FILE: to_json(self.lineage.values())},
             )
         self.saver = Saver(
-            group, self.folder / "checkpoints", how=options.how, sharded=options.sharded, token=token,
-            keep=options.keep, timeout_s=options.save_s, check_owner=self.check_owner, second=self.second,
+            group, self.folder / "checkpoints", options, token=token, check_owner=self.check_owner, second=self.second,
             upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
         )
+        for place in (self.store, self.mirror):
+            if place is not None:
+                place.run = self.lineage.run
         store, saved = self.store, Path(saved_path)
-        if options.store and self.saved and on_rank0(group, lambda: store and store.lacks(saved, self.lineage.run)):
+        if options.store and self.saved and on_rank0(group, lambda: store and store.lacks(saved)):
             self.saver.upload_beside(saved, step=self.saved_step)
 
     def _take(
@@ -121,17 +86,19 @@ class Run:
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             if options.store:
-                self.store = self._second(stack, options.store, required=True)
+                self.store = stack.enter_context(self._second(options.store, required=True))
                 self.store.adopt(nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
             owned(self.store or self.lease)
             begun = Lineage.read(self.folder)
             if options.fresh and not (begun and options.may_take(begun)):
                 begun = None
-                self._put_aside()
+                # To start anew must not lose anything
+                if lineage.put_aside(self.folder, (*lineage.OF_RUN, SECOND), moved := lineage.before(self.folder)):
+                    self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                self.mirror = self._second(stack, options.mirror, required=False)
+                self.mirror = stack.enter_context(self._second(options.mirror, required=False))
                 self.mirror.adopt(nothing_here=nothing_here, wanted=options.may_take)
                 begun = Lineage.read(self.folder)
                 owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
@@ -143,24 +110,9 @@ class Run:
         new, mark = Lineage.new(self.group.attempt, options.start), lineage.new_mark(self.group.attempt)
         return begun.values() if begun else None, new.values(), self.lease.token, mark
 
-    def _second(self, stack: contextlib.ExitStack, url: str, *, required: bool) -> SecondPlace:
-        options = self.options
+    def _second(self, url: str, *, required: bool) -> SecondPlace:
         assert self.lease is not None
-        return stack.enter_context(SecondPlace(
-            url, self.folder, self.lease, self.group.log, required=required, keep=options.keep, save_s=options.save_s,
-            setup_s=options.setup_s,
-        ))
-
-    def _put_aside(self) -> None:
-        """Start anew without losing anything: what is there moves to `before-<time>/`."""
-        there = [self.folder / name for name in (*lineage.OF_RUN, SECOND) if (self.folder / name).exists()]
-        if not there:
-            return
-        moved = lineage.before(self.folder)
-        moved.mkdir()
-        for path in there:
-            shutil.move(path, moved / path.name)
-        self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
+        return SecondPlace(url, self.folder, self.lease, self.group.log, self.options, required=required)
 
     @property
     def lineage(self) -> Lineage:
@@ -227,30 +179,12 @@ class Run:
 
     # Saves ----------------------------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
-        flush: Callable[[], None] = lambda: None, wait: bool = False,
-    ) -> None:
-        """Save the tracked items, see `Saver.save`. With `wait` it is waited for; else `look` notices its end."""
-        self.saver.save(step, record, tracked, may_go_on=may_go_on, flush=flush, wait=wait)
-        if wait:
-            self.settle()
-
     def settle(self) -> None:
         """Wait for all saves, because the training ends. All ranks."""
-        self.look(wait=True)
+        self.saver.look(wait=True)
         self.parts.close()
         if self.second is not None:
             self.second.wait()
-
-    def look(self, *, wait: bool = False) -> None:
-        """Notice whether the save beside the training has ended, see `Saver.look`."""
-        self.saver.look(wait=wait)
-
-    @property
-    def saving_step(self) -> int | None:
-        """The step of the save that is under way."""
-        return self.saver.step
 
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""

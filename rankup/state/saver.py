@@ -22,6 +22,7 @@ from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, fingerprint_tensors, list_copies, step_of
+from rankup.state.options import Options
 from rankup.state.shards import collect_parts, file_of, index, own_parts, write_part
 from rankup.state.tree import Tensors, encode, files_of, is_dense
 from rankup.state.writing import Writing
@@ -36,22 +37,20 @@ class Saver:
     """
 
     def __init__(
-        self, group: Group, folder: Path, *, how: str, keep: int, timeout_s: float, check_owner: Callable[[], None],
-        saved: Callable[[int], None], sharded: bool = False, token: str = "", second: "SecondCopies | None" = None,
-        upload: Callable[..., None] | None = None,
+        self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
+        saved: Callable[[int], None], second: "SecondCopies | None", upload: Callable[..., None] | None,
     ) -> None:
-        """`how`: sync, async, or auto, which is async where memory allows it. `keep`: how many copies stay.
-        `timeout_s`: of one save. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone calls it. `saved`:
-        called on all ranks with the step of each copy that stands. `sharded`: each rank writes its part; `token` is of
-        this attempt then, equal on all ranks. `second`: of the one rank that keeps second copies. `upload`: rank 0's;
-        it copies a published one to another place, `upload(path, timeout_s=...)`.
+        """`token`: of this attempt, equal on all ranks. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone
+        calls it. `saved`: called on all ranks with the step of each copy that stands. `second`: of the one rank that
+        keeps second copies. `upload`: rank 0's; it copies a published one to another place, `upload(path,
+        timeout_s=...)`.
         """
-        self.group, self.folder, self.keep, self.timeout_s = group, folder, keep, timeout_s
-        self.check_owner, self.sharded, self.token = check_owner, sharded, token
+        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_s
+        self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
         self.saved, self.second, self.upload = saved, second, upload
         self.step: int | None = None
-        self._copies = HostCopies(group.device, how, say=group.log.info)
-        self._writing = Writing("save", timeout_s)
+        self._copies = HostCopies(group.device, options.how, say=group.log.info)
+        self._writing = Writing("save", options.save_s)
         self._count = 0
         self._published = threading.Event()  # what is being written stands in `folder`, or never will
         self._hurry = threading.Event()  # this process ends: do not wait for other ranks
@@ -221,12 +220,12 @@ class SecondCopies:
     """
 
     def __init__(
-        self, group: Group, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]],
+        self, group: Group, folder: Path, options: Options, *, more: Callable[[], Mapping[str, bytes]]
     ) -> None:
-        """`how` and `timeout_s`: see `Saver`. `more`: files to add, as they are when a save begins."""
+        """`more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, how, say=group.log.debug)
-        self._writing = Writing("copy", timeout_s)
+        self._copies = HostCopies(group.device, options.how, say=group.log.debug)
+        self._writing = Writing("copy", options.save_s)
         self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
         self._kept = self._published = 0  # the step of the newest one written here, and of rank 0's newest
         self._said = ""

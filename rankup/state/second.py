@@ -16,9 +16,10 @@ from typing import Any, Protocol, Self
 
 from rankup.errors import PeerLost, UserError
 from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
-from rankup.places.lineage import FILE, OF_RUN, Lineage
+from rankup.places.lineage import FILE, OF_RUN, Lineage, put_aside
 from rankup.places.place import Place
 from rankup.state.copies import list_copies, looks_whole, uploading
+from rankup.state.options import Options
 from rankup.state.stored_run import StoredRun
 from rankup.state.writing import Writing
 from rankup.timing import FIND_S, SEARCH_S, UPLOAD_END_S, UPLOAD_SILENT_S, UPLOAD_STATUS_S, UPLOAD_STOP_S
@@ -37,18 +38,17 @@ class SecondPlace(StoredRun):
     """The second place of the run in `folder`. Rank 0 only, for the length of a `with` block."""
 
     def __init__(
-        self, url: str, folder: Path, lease: Lease, log: Log, *, required: bool, keep: int, setup_s: float,
-        save_s: float,
+        self, url: str, folder: Path, lease: Lease, log: Log, options: Options, *, required: bool
     ) -> None:
-        """`url`: of all runs there. `lease`: of `folder`, which is held already. `keep`: how many copies stay there.
-        `setup_s`, `save_s`: the deadlines. Raises UserError where the package for such an address is missing."""
+        """`url`: of all runs there. `lease`: of `folder`, which is held already. Raises UserError where the package for
+        such an address is missing."""
         place = Place.open(url, warn=log.warning if required else self._fail)
         super().__init__(place.below(folder.name))
-        self.folder, self.required, self.keep, self.log = folder, required, keep, log
-        self.address = self.place.url
+        self.folder, self.required, self.keep, self.log = folder, required, options.keep, log
+        self.address, self.run = self.place.url, ""  # the id of the run that is copied
         self.called = self.address if required else f"the mirror {self.address}"
-        self._folder_lease, self._save_s = lease, save_s
-        self._opening_s = min(setup_s, save_s)
+        self._folder_lease, self._save_s = lease, options.save_s
+        self._opening_s = min(options.setup_s, options.save_s)
         self._lease: StoreLease | None = None
         self._free = 0  # of a mirror: the number that was free at the opening
         self._held = contextlib.ExitStack()
@@ -118,9 +118,9 @@ class SecondPlace(StoredRun):
             self.log.info(f"fetched {path.name} from {self.called}: {self.folder} had {had}")
         return path, problem
 
-    def lacks(self, path: Path, run: str) -> bool:
-        """Whether the place is required and does not hold this copy: an earlier attempt may have had no time."""
-        return self.required and not self.patient(self._opening_s).holds(path, run=run)
+    def lacks(self, path: Path) -> bool:
+        """Whether it does not hold this copy: an earlier attempt may have had no time."""
+        return not self.patient(self._opening_s).holds(path, run=self.run)
 
     def _whole(self) -> list[str]:
         """The names of the copies in the folder, as far as nobody looked at their bytes."""
@@ -139,14 +139,11 @@ class SecondPlace(StoredRun):
 
     def _put_aside(self) -> None:
         """What an earlier attempt on this machine left, and others have gone on without."""
-        there = [self.folder / name for name in (*OF_RUN, "status.json") if (self.folder / name).exists()]
-        if not any(path.name in ("checkpoints", FILE) for path in there):
+        if not any((self.folder / name).exists() for name in ("checkpoints", FILE)):
             return
         aside = self.folder / SUPERSEDED
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        for path in there:
-            shutil.move(path, aside / path.name)
+        put_aside(self.folder, (*OF_RUN, "status.json"), aside)
         self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
 
     # While training -------------------------------------------------------------------------------------------
@@ -161,9 +158,8 @@ class SecondPlace(StoredRun):
         lease.check()
         with uploading(path):
             self.upload_files(self.folder)
-            run = Lineage.read(self.folder)
-            if path is not None and run is not None and not self.holds(path, run=run.run):
-                self.upload_copy(path, run=run.run, keep=self.keep, check=lease.check)
+            if path is not None and not self.holds(path, run=self.run):
+                self.upload_copy(path, run=self.run, keep=self.keep, check=lease.check)
                 self.log.debug(f"{self.called} has {path.name}")
 
     def is_ours(self) -> bool:

@@ -153,8 +153,6 @@ class StoredRun:
                 f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of {len(runs)} "
                 f"runs: {', '.join(runs)}. Put run.json back from a copy, or remove the others, or set another --name."
             )
-        if not runs and any(name.startswith("checkpoints/") for name in names):
-            raise UserError(f"{self.place.url} must hold a run of this version, got another's. Set another --name.")
         return Lineage(runs[0], "", "", []) if runs else None
 
     def copies(self, run: str) -> list[Stored]:

@@ -19,6 +19,7 @@ from rankup.places.lease import Lease, StoreLease
 from rankup.places.lineage import Lineage
 from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
+from rankup.state.options import Options
 from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
@@ -180,7 +181,7 @@ class AtSecondPlace:
         lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
         log = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
-            self.url, run_dir, lease, log, required=self.required, keep=1, setup_s=60.0, save_s=60.0,
+            self.url, run_dir, lease, log, Options(keep=1, save_s=60.0), required=self.required
         ) as place:
             if writer:
                 writer.hold(place, 60.0)
@@ -196,6 +197,7 @@ class AtSecondPlace:
                 return
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(run_dir)
+            place.run = lineage.run
             for number in range(1, num_saves + 1):
                 with (run_dir / "metrics.jsonl").open("a") as file:
                     file.write(f"{name} {step + number}\n")

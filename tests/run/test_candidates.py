@@ -15,7 +15,7 @@ from rankup.places.lineage import Lineage
 from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
 from rankup.state.copies import list_copies
-from rankup.state.run import Options
+from rankup.state.options import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
 from train.run.checkpoints import check

@@ -19,8 +19,8 @@ from rankup.observe import tracker
 from rankup.places.files import read_json, write_atomically
 from rankup.places.lineage import Lineage
 from rankup.places.urls import is_url
+from rankup.state.options import Options
 from rankup.state.reading import Copy
-from rankup.state.run import Options
 
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.method import Method
