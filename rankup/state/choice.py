@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rankup.errors import UserError
 from rankup.group.group import Group, on_rank0
@@ -24,6 +24,7 @@ from rankup.state.copies import STATE, find_problem, known_damaged, list_copies,
 from rankup.state.options import Options
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, read, share
+from rankup.state.second import SecondPlace
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
@@ -41,15 +42,6 @@ class Candidate:
     attempt: str
     run: str
     lineage: dict[str, Any] | None = None
-
-
-class Store(Protocol):
-    """A place whose copies have to be fetched. `called`: its name for the user."""
-
-    called: str
-
-    def fetch(self, where: str) -> tuple[Path, str]:
-        """Copy that copy into rank 0's folder. Returns its path there, and what is wrong with it, or ""."""
 
 
 @dataclass(slots=True)
@@ -71,7 +63,7 @@ class Origin:
 
 def find_origin(
     group: Group, folder: Path, known: Lineage | None, new: Lineage, token: str, found: Iterable[list[Any]],
-    stores: Mapping[int, Store], options: Options,
+    stores: Mapping[int, SecondPlace], options: Options,
 ) -> Origin:
     """The newest state that any rank can reach. All ranks call this.
 
@@ -149,7 +141,7 @@ def in_order(
     yield from on(of_run)
 
 
-def _load(group: Group, stores: Mapping[int, Store], one: Candidate, options: Options) -> tuple[Copy | None, str]:
+def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> tuple[Copy | None, str]:
     """The copy, or what is wrong with it, on all ranks. Raises UserError and PeerLost on all."""
     loaded: list[Copy] = []
 
@@ -222,7 +214,7 @@ def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[s
     return "", None
 
 
-def _name(one: Candidate, group: Group, stores: Mapping[int, Store]) -> str:
+def _name(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> str:
     if one.kind == PEER:
         return f"the second copy {Path(one.where).name} on {group.hosts[one.rank]} (rank {one.rank})"
     of = f" of {stores[one.kind].called}" if one.kind in stores else ""

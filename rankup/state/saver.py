@@ -263,21 +263,19 @@ class SecondCopies:
 
     def _write(self, step: int, files: Mapping[str, Content], tensors: str) -> None:
         def check() -> None:
-            if not staging.exists():  # asked again once the copy stands
-                return
-            if fingerprint_tensors(staging) != tensors:
+            if staging.exists() and fingerprint_tensors(staging) != tensors:  # it is called once more, when all stands
                 host = self.group.hosts[0]
                 raise UserError(
                     f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
                     f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
                 )
-            for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
-                if step_of(path) > step:
-                    shutil.rmtree(path, ignore_errors=True)
 
         try:
             self._copies.wait()
             copies.remove_unfinished(self.folder)
+            for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
+                if step_of(path) > step:
+                    shutil.rmtree(path, ignore_errors=True)
             staging = copies.create_staging(copies.staging_in(self.folder, step))
             copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
             self._kept = step

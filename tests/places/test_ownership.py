@@ -148,7 +148,7 @@ class InFolder:
             step = newest_good_step(checkpoints)
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
-            for number in range(1, num_saves + 1):
+            for number in (*range(1, num_saves + 1), num_saves):  # a step twice: stopped in its evaluation
                 save(checkpoints, step + number, keep=2, attempt=name, check_owner=lease.check)
                 lease._write(number)
             write_json(self.run_dir / "result.json", name, check=lease.check)
