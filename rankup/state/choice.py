@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import UserError
-from rankup.group.group import Group, on_rank0
+from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
@@ -96,7 +96,7 @@ def find_origin(
             origin.lineage.run = origin.copy.record["run"]  # run.json was lost: trackers know the run by the same id
         break
     passed_over(folder, damaged, origin.copy, group.log.warning if group.is_rank0 else None)
-    origin.saved = on_rank0(group, lambda: _saved(origin, folder / "checkpoints", options.check))
+    origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", options.check))
     if chosen is not None:
         origin.words = _words(chosen, origin, group, any(name.startswith("checkpoint") for name in damaged))
     _put_aside_others(folder, origin.lineage.run)
@@ -158,7 +158,7 @@ def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, optio
             shutil.rmtree(path, ignore_errors=True)
         return problem
 
-    problem = on_rank0(group, load, source=one.rank)
+    problem = group.on_rank0(load, source=one.rank)
     return None if problem else share(loaded[0] if loaded else None, group, source=one.rank), problem
 
 

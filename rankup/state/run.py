@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_error, reason
-from rankup.group.group import Group, broke_collective, on_rank0
+from rankup.group.group import Group, broke_collective
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
@@ -43,7 +43,7 @@ class Run:
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options, found = self.group, self.options, list[list[Any]]()
-        known, new, token, self.mark = on_rank0(group, lambda: self._take(stack, owned, found))
+        known, new, token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
         self.origin = find_origin(
             group, self.folder, Lineage(**known) if known else None, Lineage(**new), token, found,
             {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
@@ -51,8 +51,8 @@ class Run:
         self.parts = parts.Parts(group, self.lineage.run, options.memory_every)
         newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
-        self.finished = newest is not None and self.origin.kind < PEER and on_rank0(
-            group, lambda: options.finished(newest)
+        self.finished = newest is not None and self.origin.kind < PEER and group.on_rank0(
+            lambda: options.finished(newest)
         )
         if self.finished:
             rescue.remove(self.lineage.run)
@@ -70,7 +70,7 @@ class Run:
             if place is not None:
                 place.run = self.lineage.run
         store, saved = self.store, Path(saved_path)
-        if options.store and self.saved and on_rank0(group, lambda: store and store.lacks(saved)):
+        if options.store and self.saved and group.on_rank0(lambda: store and store.lacks(saved)):
             self.saver.upload_beside(saved, step=self.saved_step)
 
     def _take(
@@ -171,7 +171,7 @@ class Run:
             if self.mirror is not None:
                 self.mirror.copy(next(reversed(list_copies(self.saver.folder)), None))
 
-        on_rank0(self.group, write)
+        self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=step)
         rescue.remove(self.lineage.run, up_to=self.saved_step)

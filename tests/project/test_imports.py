@@ -19,8 +19,8 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
-        "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
-        "job", "integrations", "cli", "__main__",
+        "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
+        "loop", "job", "integrations", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -100,7 +100,7 @@ def modules_after(code: str) -> set[str]:
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
         "from train import config, main; import rankup.explain; from rankup.group import stop; "
-        "from rankup.observe import goodput, logs, metrics, sender, stacks, status, stragglers, tracker"
+        "from rankup.observe import goodput, logs, metrics, stacks, status, tracker"
     )
     assert {"train", "pydantic"} <= loaded
     assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}

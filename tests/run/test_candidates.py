@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
@@ -34,6 +35,8 @@ B = line(2, ("a", 0), ("b", 4))  # it went on from step 4 of `a`
 
 class Node:
     """One rank, what lies on its disk and in its memory, and what it has said."""
+
+    on_rank0 = Group.on_rank0
 
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
