@@ -134,6 +134,34 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
     assert "gave no sign of life" in job.outputs[0]
 
 
+def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:
+    """Node 0 too, which led."""
+    nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1")
+    with ended(nodes.job) as job:
+        for node in range(3):
+            nodes.add(node)
+        attempt = nodes.attempt(3)
+        for node, left in ((2, 2), (0, 1)):
+            nodes.agents[node].terminate()
+            attempt = nodes.attempt(left, after=attempt)
+            assert job.processes[node].wait(100) == 143
+        nodes.go()
+        assert job.wait() == [143, 0, 143], job.output
+    assert "this node leaves, and the job goes on without it" in job.outputs[0]
+    assert len(nodes.jobs()) == 1
+
+
+def test_job_stops_where_all_nodes_are_asked_to_leave(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2")
+    with ended(nodes.job) as job:
+        for node in range(2):
+            nodes.add(node)
+        nodes.attempt(2)
+        for agent in nodes.agents.values():
+            agent.terminate()
+        assert job.wait() == [143, 143], job.output
+
+
 def test_fewer_nodes_than_the_least_wait_and_say_so(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
     with ended(nodes.job) as job:
