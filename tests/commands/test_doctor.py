@@ -277,7 +277,7 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
               "connectivity", "group", "versions", "collective", "links"]
     places = [first.index(f"ok {stage} ") for stage in stages]
     assert places == sorted(places), first
-    assert "ok links between nodes: slowest ranks 0 on node0 and 1 on node1 " in first
+    assert re.search(r"ok links 1 between nodes: slowest \S+ .B/s, ranks 0 on node0 and 1 on node1; longest lat", first)
     assert "doctor: fit to train: " in first
     report = json.loads((tmp_path / "runs" / "job" / "doctor" / "report.json").read_text())
     assert (report["exit_code"], report["verdict"], report["hosts"]) == (0, "fit to train", ["node0", "node1"])
