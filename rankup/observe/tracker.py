@@ -173,10 +173,7 @@ class MlflowRun:
         if not experiment:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
             there = self.client.get_experiment_by_name(name)
-            # The tag has MLflow's page show a training, and not an evaluation of a language model
-            experiment = there.experiment_id if there is not None else self.client.create_experiment(
-                name, tags={"mlflow.experimentKind": "custom_model_development"}
-            )
+            experiment = there.experiment_id if there is not None else self.client.create_experiment(name)
         found = self.client.search_runs([experiment], f"tags.`{self.TAG}` = '{facts.run}'", max_results=1)
         if found:
             self.client.update_run(found[0].info.run_id, status="RUNNING")
