@@ -123,8 +123,8 @@ def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: i
 
 
 def be_script() -> None:
-    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank. SPAWNED: which of the
-    processes it is that torch.multiprocessing.spawn would start."""
+    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank. SPAWNED: which of
+    the processes it is that torch.multiprocessing.spawn would start."""
     warnings.simplefilter("default")
     sys.argv = [word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
