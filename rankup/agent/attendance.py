@@ -157,7 +157,8 @@ class Attendance:
             basis = message.get("basis", self.basis)
             if (basis["n"], basis["v"]) >= (self.basis["n"], self.basis["v"]):  # else a newer one is proposed already
                 self.basis = basis
-            link.send("has", n=self.basis["n"], v=self.basis["v"])
+            if "basis" in message:
+                link.send("has", n=self.basis["n"], v=self.basis["v"])
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
             self._refused, self._until_s = True, self._clock()
         elif kind == "lost":

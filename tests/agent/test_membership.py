@@ -51,7 +51,7 @@ class Nodes:
     def kill(self, node: int) -> None:
         """The agent and its ranks."""
         for process in [self.agents[node], *self.agents[node].children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
 
     def attempt(self, world_size: int, *, after: int = -1) -> int:
@@ -80,7 +80,7 @@ class Nodes:
         """How many ranks of that node run."""
         count = 0
         for process in self.agents[node].children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
+            with contextlib.suppress(psutil.Error):  # it ends meanwhile
                 count += "job.py" in " ".join(process.cmdline())
         return count
 
