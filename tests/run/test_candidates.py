@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rankup.errors import UserError
+from rankup.loop.record import check_random_scheme
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
 from rankup.state.choice import CHECKPOINT, SECOND, Folder, Opened, Origin, find_origin
@@ -77,6 +78,7 @@ class Node:
         )
 
         def fits(path: Path, record: dict[str, Any]) -> None:
+            check_random_scheme(path, record)
             _check_settings(path, record, Config())
 
         group: Any = self

@@ -19,11 +19,10 @@ import pytest
 from rankup.errors import PeerLost, UserError
 from rankup.state import copies
 from rankup.state.copies import find_problem, list_copies
-from tests.rigs.checkpoints import flip, newest, save, steps, train
+from tests.rigs.checkpoints import flip, load_checkpoint, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.run.checkpoints import load_checkpoint, load_newest
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 

@@ -27,7 +27,6 @@ EXAMPLES = {
     "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
     "evaluate": ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110"),
     "predict": ("predict --name mine --output predictions.csv", "predict --name mine --input photos/"),
-    "export": ("export --name mine --output model.pt",),
     "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json"),
     "doctor": ("doctor", "doctor --alone --json"),
 }
