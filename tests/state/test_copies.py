@@ -307,7 +307,7 @@ def fill_at_step_10() -> None:
     step = train.loop.step
 
     def filling(training: Any) -> Any:
-        if training.progress.step == 10:
+        if training.job.step_number == 10:
             fill(Path(os.environ["DISK"]))
         return step(training)
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from pydantic.fields import FieldInfo
 
 from .options import OPTIONS, Options
-from .schema import NO_CHOICES, Choices, facts, fields_of, flag, kind
+from .schema import NO_CHOICES, PROGRAM, Choices, facts, fields_of, flag, kind
 from .settings import TOPICS, Settings
 from .yaml_text import dump_value
 
-PROGRAM = "python -m train.main"
 # The settings that a first training meets
 COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
           "parallel", "seed", "name", "run_dir", "fresh")
