@@ -236,6 +236,7 @@ class Job:
             self.stop_here()
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
+                self.tracked.check_unchanged(after_epoch=True)
                 with self.changing:
                     self._commit()
             if self.settings.save_every_steps is None:
