@@ -21,10 +21,9 @@ from rankup.loop.saving import LOADERS, Saving
 from rankup.loop.tracked import Tracked, copied
 from rankup.observe.goodput import one_line
 from rankup.observe.metrics import Metrics, entry
-from rankup.observe.rank_reports import RankReports
 from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import StepClock
-from rankup.observe.stragglers import COMPUTE, DATA, WAITING
+from rankup.observe.step_clock import COMPUTE, DATA, WAITING, StepClock
+from rankup.observe.stragglers import RankReports
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_atomically, write_json
 from rankup.seeds import derive_seed, seed_everything

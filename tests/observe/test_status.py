@@ -24,10 +24,11 @@ from rankup.observe.status import screen as _screen
 from rankup.places.files import write_json
 from tests.observe.test_goodput import report
 from tests.rigs.containers import rank_of, wait_for
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, start
 
 LAUNCH = (
-    sys.executable, MAIN, "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
+    "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
     "--batch-size", "9", "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run",
 )
 
@@ -57,11 +58,11 @@ def process_of(rank: int, launcher: int) -> psutil.Process:
     return found
 
 
-def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: Path) -> None:
+def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Forks, tmp_path: Path) -> None:
     """Rank 1 stands still in step 4 of 14 while the others wait for it; then it is killed, and all go on."""
     go, there = tmp_path / "go", tmp_path / "there"
     probe = {"where": "loss", "call": 6, "rank": 1, "tell": str(there), "until": str(go), "sleep_s": 0}
-    with ended(start(*LAUNCH, "--run-dir", tmp_path, env={"PROBE": json.dumps(probe)})) as job:
+    with forks.running(*LAUNCH, "--run-dir", tmp_path, env={"PROBE": json.dumps(probe)}) as job:
         wait_for("rank 1 in its step", there.exists)
         run = tmp_path / "run"
 
@@ -155,18 +156,6 @@ def test_status_gives_ranks_that_stand_alike_one_row(tmp_path: Path) -> None:
         ["8-19", "here", "12", "step", "now"], ["20", "here", "12", "step", "none for 1 min"],
         ["21", "there", "12", "step", "now"], ["22-39", "here", "12", "step", "now"],
     ]
-
-
-def test_status_shows_what_takes_how_long_of_the_steps_of_a_rank(tmp_path: Path) -> None:
-    now = stage(tmp_path / "run")
-    line = {f"ranks/{part}_s/{rank}": 0.001 * rank for rank in (0, 1) for part in ("data", "compute", "waiting")}
-    lines = [{"step": 10, **line}, {"step": 11, "train/loss": 0.5}]
-    text = "".join(f"{json.dumps(each)}\n" for each in lines) + '{"step": 12, "ranks/data_s/0'
-    (tmp_path / "run" / "metrics.jsonl").write_text(text)
-    found = look(tmp_path / "run", now=now)
-    assert found["ranks"][1]["of_a_step_s"] == {"data": 0.001, "compute": 0.001, "waiting": 0.001}
-    found["ranks"] = found["ranks"][:2]
-    assert "step   data 1 ms, compute 1 ms, waiting 1 ms  now\n" in screen(found, now=now)
 
 
 def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
