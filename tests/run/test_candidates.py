@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,9 @@ class Node:
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         return value
+
+    def on_rank0(self, work: Callable[[], Any]) -> Any:
+        return work()
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
         return data
