@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rankup.errors import UserError
+from rankup.job import _checked
 from rankup.loop.record import check_random_scheme
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
@@ -19,7 +20,7 @@ from rankup.state.choice import CHECKPOINT, SECOND, Folder, Opened, Origin, find
 from rankup.state.copies import list_copies
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.checkpoints import check
+from train.run.checkpoints import BEGIN_ANEW, check
 from train.run.run_directory import _check_settings
 
 RUN = "0123456789abcdef"
@@ -87,7 +88,7 @@ class Node:
 
         group: Any = self
         return find_origin(
-            group, self.run_dir, opened, {CHECKPOINT: folder}, check=check, fits=fits,
+            group, self.run_dir, opened, {CHECKPOINT: folder}, check=_checked(check, BEGIN_ANEW), fits=fits,
             wanted=lambda other: not fresh,
         )
 
