@@ -27,8 +27,9 @@ from rankup.places.lineage import Lineage
 from rankup.program import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.export import find_copy
+from rankup.state.options import Options
 from rankup.state.reading import Check, Copy, no_check, share
-from rankup.state.run import Options, open_run
+from rankup.state.run import open_run
 
 log = logging.getLogger("rankup")
 
