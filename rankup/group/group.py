@@ -9,6 +9,8 @@ import dis
 import io
 import json
 import logging
+import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import LOST_PEER
+from rankup.agent.limits import cpu_quota
 from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
@@ -65,6 +68,13 @@ class Group:
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
+
+    @property
+    def cpus(self) -> int:
+        """CPUs that this rank may use: its part of those that this process is allowed."""
+        # By name too: started by hand, or as two nodes on one machine, ranks don't know how many share it
+        ranks = max(self.launch.local_world_size or 1, list(self.hosts).count(self.hosts[self.rank]))
+        return math.floor(cpu_quota() or os.cpu_count() or 1) // ranks
 
     @property
     def attempt(self) -> str:
@@ -242,8 +252,10 @@ class Group:
         self.watch.wait_for_others(False)
         return result
 
-    def on_rank0(self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None) -> Any:
-        """Call `work` on rank 0 and return its result on all ranks. All ranks call this.
+    def on_rank0(
+        self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None, source: int = 0
+    ) -> Any:
+        """Call `work` on rank 0, or on rank `source`, and return its result on all ranks. All ranks call this.
 
         `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
         `broadcast`, for what JSON can hold.
@@ -251,15 +263,15 @@ class Group:
         wait until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
         """
         result, failure = None, ("", "")
-        if self.is_rank0:
+        if self.rank == source:
             try:
                 result = work()
             except (UserError, PeerLost) as error:
                 failure = (type(error).__name__, str(error))
-        kind, text = self.broadcast(failure)
+        kind, text = self.broadcast(failure, source=source)
         if kind:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.is_rank0)
-        return (share or self.broadcast)(result)
+        return share(result) if share else self.broadcast(result, source=source)
 
 
 def pack(value: Any) -> bytes:

@@ -63,9 +63,9 @@ def install() -> None:
 def measure(loop: Any) -> None:
     """Rank 0 adds up for how long saves keep the loop waiting, but for the last, and notes when steps are done."""
     from rankup.loop.job import Job
-    from rankup.state.run import Run
+    from rankup.state.saver import Saver
 
-    step, save, look, write_result = loop.step, Job.save, Run.look, loop.write_result
+    step, save, look, write_result = loop.step, Job.save, Saver.look, loop.write_result
     ends: list[float] = []
     blocked_s, saves = 0.0, 0
 
@@ -91,17 +91,17 @@ def measure(loop: Any) -> None:
     def report(t: Any, *values: Any, **more: Any) -> None:
         if t.group.is_rank0:
             per_s = (len(ends) - WARM) * BATCH / (ends[-1] - ends[WARM - 1])
-            found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.progress.step}
+            found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.job.step_number}
             found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             Path(os.environ["MEASURED"]).write_text(json.dumps(found))
         write_result(t, *values, **more)
 
-    loop.step, Job.save, Run.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
+    loop.step, Job.save, Saver.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
 
 
 def load(checkpoints: Path) -> float:
     """Seconds to read, verify and unpack the newest checkpoint, whose files the system still has in memory."""
-    from train.run.checkpoints import load_newest
+    from tests.rigs.checkpoints import load_newest
 
     began_s = time.perf_counter()
     load_newest(checkpoints, print)

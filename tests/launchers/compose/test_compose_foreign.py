@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import Project, project
-from tests.rigs.foreign_scripts import FOLDER, Once, by_hand, by_pytorch, ddp_tcp, result_of
+from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, Once, by_hand, ddp_tcp, expected, result_of
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
@@ -24,17 +25,19 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
         yield made
 
 
-def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once) -> None:
+def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once, forks: Forks) -> None:
     """Each node has a line of its own."""
     words = "/code/ddp_tcp.py --dist-url tcp://node0:29500 --world-size 2 --rank"
     nodes.override(f"services: {{node0: {{command: {words} 0}}, node1: {{command: {words} 1}}}}")
     nodes.up()
     assert nodes.codes() == [0, 0], nodes.logs()
-    assert result_of(nodes.logs()) == once("ddp_tcp", lambda: by_hand(*ddp_tcp(free_port())))
+    assert result_of(nodes.logs()) == once("ddp_tcp", lambda: by_hand(forks, *ddp_tcp(free_port())))
 
 
-def test_compose_runs_two_ranks_of_a_script_on_each_node(nodes: Project) -> None:
+def test_compose_runs_two_ranks_of_a_script_on_each_node(
+    nodes: Project, once: Once, forks: Forks, tmp_path: Path
+) -> None:
     nodes.up(SCRIPT="/code/ddp_local_rank.py", NPROC="2")
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "local rank 1 is rank 3" in nodes.logs()
-    assert result_of(nodes.logs()) == by_pytorch([FOLDER / "ddp_local_rank.py"], launcher="launch", nproc=4)
+    assert result_of(nodes.logs()) == expected(SCRIPTS["ddp_local_rank"], once, forks, tmp_path, nproc=4)
