@@ -108,45 +108,38 @@ def _launch(given: argparse.Namespace) -> int:
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
-    from rankup.agent.status import tell_platform, what_next
+    from rankup.agent.status import what_next
     from rankup.env.node_env import read_node_env
 
     guard("stdout", "stderr")
-    try:
-        node = read_node_env(
-            os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
-            master_addr=given.master_addr, master_port=given.master_port,
-        )
-        setup_logging(rank=None, world_size=node.num_nodes)
-        script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
-        _make_folder(given.work_dir)
-        options = Options(
-            join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-            restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
-            work_dir=given.work_dir, start=given.start,
-        )
-        for warning in node.warnings:
-            log.warning("%s", warning)
-        run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
-        if given.preflight:
-            from rankup.doctor.machine import preflight
+    node = read_node_env(
+        os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
+        master_addr=given.master_addr, master_port=given.master_port,
+    )
+    setup_logging(rank=None, world_size=node.num_nodes)
+    script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
+    _make_folder(given.work_dir)
+    options = Options(
+        join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
+        restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
+        work_dir=given.work_dir, start=given.start,
+    )
+    for warning in node.warnings:
+        log.warning("%s", warning)
+    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
+    if given.preflight:
+        from rankup.doctor.machine import preflight
 
-            code, why = preflight(run_dir, ranks=node.nproc, log=log)
-            if code:
-                log.error("%s (exit code %d)", why, code)
-                tell_platform(why, code)
-                return code
-        verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
-    except (UserError, JoinError) as error:
-        tell_platform(str(error), error.code)
-        raise
+        code, why = preflight(run_dir, ranks=node.nproc, log=log)
+        if code:
+            log.error("%s (exit code %d)", why, code)
+            return code
+    verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not knows_us:
-        if code not in (FINISHED, STOPPED, USER_MISTAKE):
-            log.info("%s", what_next(run_dir))
-        tell_platform(verdict.text, code)
+    if not knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
+        log.info("%s", what_next(run_dir))
     return code
 
 

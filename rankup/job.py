@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.logs import line_head, open_log, setup_logging
+from rankup.agent.logs import open_log, setup_logging
 from rankup.agent.processes import die_with_parent
 from rankup.agent.status import StatusFile
 from rankup.env.rank_env import read_rank_env
@@ -61,7 +61,6 @@ def init(
     stop = StopRequest().install()
     stop.print_through(log)
     launch = read_rank_env(os.environ)
-    ends.head = line_head(launch.rank, launch.world_size)
     file = open_log(run / "logs" / f"rank-{launch.rank}.log")
     setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
     if launch.parent_pid:

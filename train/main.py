@@ -29,7 +29,7 @@ if __name__ == "__main__":
     _stop = StopRequest().install()
 
 from rankup import cli
-from rankup.agent.logs import guard, line_head, setup_logging
+from rankup.agent.logs import guard, setup_logging
 from rankup.agent.processes import finish
 from rankup.agent.status import tell_end
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
@@ -63,11 +63,9 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         cli.print_whole(help_text(request.command or "", topic=request.topic, choices=CHOICES))
         return FINISHED if request.help else USER_MISTAKE
     setup_logging()
-    head = ""
     try:
         found = _read_environment(request)
         if isinstance(found, RankEnv):
-            head = line_head(found.rank, found.world_size)
             setup_logging(rank=found.rank, world_size=found.world_size)
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
         if request.command is None:
@@ -81,7 +79,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
             _prepare_process(found, stop)
         return COMMANDS[request.command](Context(config, request, found, log, stop), request.options) or FINISHED
     except BaseException as error:
-        return tell_end(error, head, log=log, advice=_advice)
+        return tell_end(error, log=log, advice=_advice)
 
 
 def _read_environment(request: Request) -> RankEnv | UserError:

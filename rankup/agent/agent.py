@@ -45,7 +45,7 @@ from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import (
     STACKS,
-    RunStatus,
+    ScriptStatus,
     announce_stacks,
     attempt_of,
     new_job,
@@ -491,7 +491,7 @@ class Lead:
         self.agent = agent
         self.ends = Ends(agent.node.world_size, agent.options.max_restarts, agent.options.restart_on)
         self.leader = Leader(me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear)
-        self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
+        self.status = None if agent.knows_us else ScriptStatus(agent.run_dir, agent.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
         self.port = 0
         self.again = False  # this job goes on with an earlier one's run
@@ -518,7 +518,7 @@ class Lead:
         if self.status is not None:
             self.status.release()
 
-    async def _report(self, status: RunStatus) -> None:
+    async def _report(self, status: ScriptStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
             if self.leader.running:
