@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, ConfigError, JoinError, Stopped, UserError
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
 
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
@@ -43,7 +43,7 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one command. A mistake is a ConfigError of one line."""
+    """Of one command. A mistake is a UserError of one line."""
 
     def __init__(self, name: str, command: Command) -> None:
         examples = "".join(f"\n  rankup {name} {line}".rstrip() for line in command.examples)
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(*names, **details)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Raises ConfigError, and SystemExit once help has been printed."""
+        """Raises UserError, and SystemExit once help has been printed."""
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
         if unknown and unknown[0].startswith("-"):
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             (r"invalid (\w+) value: (.*)", lambda found: f"must be {TYPES[found[1]]}, got {found[2][1:-1]}"),
         ):
             message = re.sub(theirs, ours, message)
-        raise ConfigError(f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
+        raise UserError(f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -147,7 +147,7 @@ def _make_folder(work_dir: str) -> None:
     try:
         Path(work_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
+        raise UserError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
 
 
 async def _be_agent(*parts: Any, run_dir: Path) -> tuple[Any, bool]:
@@ -208,8 +208,8 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     from rankup.loop.record import check_record
-    from rankup.places.urls import is_url
     from rankup.state.export import export, find_copy
+    from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
@@ -429,15 +429,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Raises ConfigError and what the command raises."""
+    """Raises UserError and what the command raises."""
     if name in OF_PROGRAM and (found := next((str(path) for path in PROGRAMS if path.exists()), "")):
         sys.argv = [found, name, *words]
         try:
             runpy.run_path(found, run_name="__main__")
         except ModuleNotFoundError as error:
-            raise ConfigError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
+            raise UserError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
     if name not in COMMANDS:
-        raise ConfigError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
+        raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show

@@ -30,16 +30,8 @@ class UserError(ValueError):
         self.printed_elsewhere = printed_elsewhere
 
 
-class ConfigError(UserError):
-    """A setting is unknown, out of range, of the wrong type, or contradicts another."""
-
-
 class LaunchError(UserError):
     """The environment describes no launch that could work."""
-
-
-class DataError(UserError):
-    """A data file is missing, corrupt or not what it claims to be. The message names the file."""
 
 
 class JoinError(RuntimeError):

@@ -25,7 +25,7 @@ from rankup.group.stop import StopRequest
 from rankup.loop.ends import Ends
 from rankup.loop.job import Job, Settings
 from rankup.loop.record import check_random_scheme, check_record
-from rankup.loop.seeds import derive_seed, seed_everything
+from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Options, open_run
 
 log = logging.getLogger("rankup")

@@ -33,7 +33,7 @@ from rankup.agent.logs import guard, setup_logging
 from rankup.agent.processes import finish
 from rankup.agent.status import tell_end
 from rankup.env.rank_env import RankEnv, code_folder, read_rank_env, with_options, without_launcher
-from rankup.errors import FINISHED, USER_MISTAKE, ConfigError, UserError
+from rankup.errors import FINISHED, USER_MISTAKE, UserError
 
 from .commands.context import Context
 from .commands.table import COMMANDS
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
             setup_logging(rank=found.rank, world_size=found.world_size)
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
         if request.command is None:
-            raise ConfigError(f"a command is missing: {', '.join(COMMANDS)}.")
+            raise UserError(f"a command is missing: {', '.join(COMMANDS)}.")
         if request.options.only_reads:
             stop = (stop or StopRequest()).uninstall()
         elif not (isinstance(request.options, DoctorOptions) and request.options.as_json):  # its output is its result

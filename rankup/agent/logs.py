@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
@@ -144,12 +144,12 @@ def guard(*names: str) -> None:
 
 
 def open_log(path: Path) -> Output:
-    """The file of a rank's lines, to append to. Raises ConfigError where it can't be written. May wait for the disk."""
+    """The file of a rank's lines, to append to. Raises UserError where it can't be written. May wait for the disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return Output(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
     except OSError as error:
-        raise ConfigError(
+        raise UserError(
             f"run_dir: {path.parent} must be writable, got {error.strerror}. "
             "Set --run-dir to a directory this user owns, or change its owner."
         ) from None

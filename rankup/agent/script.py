@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 # As a script of old declares it, which got its local rank as an argument
 DECLARES_LOCAL_RANK = re.compile(r"""["']--(local[_-]rank)["']""")
@@ -35,11 +35,11 @@ class Script:
 
     @staticmethod
     def find(words: Sequence[str]) -> "Script":
-        """Raises ConfigError for a -m without a module."""
+        """Raises UserError for a -m without a module."""
         if words[0] != "-m":
             return Script(words, Path(words[0]))
         if len(words) < 2:
-            raise ConfigError("-m must be followed by a module, got nothing.")
+            raise UserError("-m must be followed by a module, got nothing.")
         return Script(words, _file_of(words[1]))
 
     @property
@@ -53,16 +53,16 @@ class Script:
         return self.words[1] if self.words[0] == "-m" else Path(self.words[0]).stem
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
-        """Raises ConfigError for a script that no node has, and for one whose ranks would not find each other.
+        """Raises UserError for a script that no node has, and for one whose ranks would not find each other.
 
         Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
         """
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises where it may not look
-            raise ConfigError(f"SCRIPT must be a file, got {self.file}: there is none.")
+            raise UserError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
         imports = _imports_of(_body(self.file))  # under a condition it may be one that never runs
         if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in _packages(imports):
-            raise ConfigError(
+            raise UserError(
                 f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
                 f"each rank would train alone. Start the script itself: horovodrun -np {world_size} --gloo python "
                 f"{self.name}, or mpirun -np {world_size} python {self.name} where Horovod was built with MPI."

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from rankup.explain.diagnosis import Diagnosis, Search, diagnose
 from rankup.explain.logs import find_files
 from rankup.explain.report import format_report
@@ -21,7 +21,7 @@ __all__ = ["FAULTY", "Diagnosis", "advice", "diagnose", "diagnose_files", "expla
 def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()) -> tuple[str, bool]:
     """What the command `explain` prints about logs, and whether they show a fault.
 
-    `run_dir`: where a name that is no path is looked up. Raises ConfigError where there is nothing to read.
+    `run_dir`: where a name that is no path is looked up. Raises UserError where there is nothing to read.
     """
     found = diagnose_files(paths, run_dir=run_dir)
     text = json.dumps([asdict(each) for each in found]) if as_json else format_report(found)
@@ -29,14 +29,14 @@ def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()
 
 
 def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
-    """The faults that these logs show, the root cause first, harmless ones last. Raises ConfigError."""
+    """The faults that these logs show, the root cause first, harmless ones last. Raises UserError."""
     search = Search()
     try:
         for file in find_files(paths, run_dir=run_dir):
             search.read(file.lines(), file=file.name, rank=file.rank, host=file.host, failed=bool(file.ends))
     except OSError as error:
         got = f"{error.filename}: {error.strerror}"
-        raise ConfigError(f"explain needs a file or folder that it can read, got {got}.") from None
+        raise UserError(f"explain needs a file or folder that it can read, got {got}.") from None
     return search.result()
 
 

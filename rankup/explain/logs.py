@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from rankup.places.files import read_json
 
 MAX_FILES = 10_000
@@ -101,7 +101,7 @@ class LogLine:
 def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile]:
     """The logs at these places: files, "-", folders of logs, runs, and names of runs in `run_dir`.
 
-    Raises ConfigError where there is nothing to read.
+    Raises UserError where there is nothing to read.
     """
     found: list[LogFile] = []
     for path in paths:
@@ -113,7 +113,7 @@ def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile
         elif files := [*_of_folder(place)]:
             found += files
         else:
-            raise ConfigError(f"explain needs a folder with logs (*.log, *.out, *.err, *.txt), got {place}.")
+            raise UserError(f"explain needs a folder with logs (*.log, *.out, *.err, *.txt), got {place}.")
     return [replace(file, name="") for file in found] if len(found) == 1 else found
 
 

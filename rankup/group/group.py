@@ -242,6 +242,25 @@ class Group:
         self.watch.wait_for_others(False)
         return result
 
+    def on_rank0(self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None) -> Any:
+        """Call `work` on rank 0 and return its result on all ranks. All ranks call this.
+
+        `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
+        `broadcast`, for what JSON can hold.
+        UserError and PeerLost of `work` are raised on all ranks: one that waited for rank 0's result would otherwise
+        wait until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
+        """
+        result, failure = None, ("", "")
+        if self.is_rank0:
+            try:
+                result = work()
+            except (UserError, PeerLost) as error:
+                failure = (type(error).__name__, str(error))
+        kind, text = self.broadcast(failure)
+        if kind:
+            raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.is_rank0)
+        return (share or self.broadcast)(result)
+
 
 def pack(value: Any) -> bytes:
     """Tensors and plain values as `torch.save` writes them."""
@@ -261,26 +280,6 @@ def unpack(data: bytes) -> Any:
 def _as_tensor(data: bytes) -> torch.Tensor:
     """uint8 [len(data)]. A copy: torch warns of memory that can't be written, as that of bytes."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def on_rank0(group: Group, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None) -> Any:
-    """Call `work` on rank 0 and return its result on all ranks. All ranks call this.
-
-    `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
-    `group.broadcast`, for what JSON can hold.
-    UserError and PeerLost of `work` are raised on all ranks: one that waited for rank 0's result would otherwise wait
-    until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
-    """
-    result, failure = None, ("", "")
-    if group.is_rank0:
-        try:
-            result = work()
-        except (UserError, PeerLost) as error:
-            failure = (type(error).__name__, str(error))
-    kind, text = group.broadcast(failure)
-    if kind:
-        raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not group.is_rank0)
-    return (share or group.broadcast)(result)
 
 
 def broke_collective(error: BaseException) -> bool:

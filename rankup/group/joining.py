@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
@@ -72,6 +73,9 @@ def start(
     leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code,
 ) -> Group:
     """A group of which only this rank is known yet. `leaving`: of `Watchdog`. For the rest see `join`."""
+    if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr with a file behind it
+            faulthandler.enable()
     record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
     watch = Watchdog(status, stop, record=record, log=log, leaving=leaving)
     chosen = pick_device(device, launch.local_rank, distributed=launch.world_size > 1)

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from rankup import Job
 from rankup.loop.layout import fix_bucket_order
-from rankup.loop.seeds import derive_seed, seed_everything
+from rankup.seeds import derive_seed, seed_everything
 
 
 class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
-from rankup.loop.seeds import AHEAD, derive_seed, drawn_apart, host_state, seed_host, set_host_state
+from rankup.seeds import AHEAD, derive_seed, drawn_apart, host_state, seed_host, set_host_state
 
 NO_ORDER = "Set any_order=True where the order of its batches does not matter."
 EVALUATION = -1  # in place of the epoch

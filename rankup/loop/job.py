@@ -17,7 +17,6 @@ from rankup.loop.layout import fix_bucket_order
 from rankup.loop.passes import Batches, Live
 from rankup.loop.record import BEGIN_ANEW, Position
 from rankup.loop.saving import LOADERS, Saving
-from rankup.loop.seeds import derive_seed, seed_everything
 from rankup.loop.tracked import Tracked, copied
 from rankup.observe.metrics import Metrics, entry
 from rankup.observe.rank_reports import RankReports
@@ -25,6 +24,7 @@ from rankup.observe.reporter import Course, Reporter, speed
 from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.observe.tracker import Facts
+from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of

@@ -5,8 +5,8 @@ from typing import Any
 
 from rankup.loop.batches import Source, Split, source_of
 from rankup.loop.record import Position
-from rankup.loop.seeds import derive_seed
 from rankup.observe.stragglers import DATA
+from rankup.seeds import derive_seed
 
 
 class Live:

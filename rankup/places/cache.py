@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rankup.env.rank_env import cache_folder
 from rankup.errors import UserError
-from rankup.places.urls import is_url
+from rankup.urls import is_url
 
 
 def runs_folder(run_dir: str) -> Path:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rankup.errors import PeerLost, UserError, reason
-from rankup.places.urls import extra_of, is_url
 from rankup.timing import FIRST_PAUSE_S, LONGEST_PAUSE_S, REQUEST_S
+from rankup.urls import extra_of, is_url
 
 PARALLEL = 4  # files at a time, and parts of a large one
 # Bytes: a client gives a request up that gets no answer for 60 s, and it may share a slow line with 15 others. S3 takes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankup.errors import PeerLost, UserError
-from rankup.group.group import Group, on_rank0
+from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
@@ -170,7 +170,7 @@ def find_origin(
         of = f" of {places[one.kind].called}" if one.kind in (STORE, MIRROR) else ""
         what = "a second copy" if one.kind == PEER else f"checkpoint {Path(one.where).name}{of}"
         group.log.warning(f"{what} was passed over: {problem}")
-    origin.saved = on_rank0(group, lambda: _saved(origin, folder / "checkpoints", check))
+    origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", check))
     if chosen is not None:
         origin.words = _words(chosen, origin, group.hosts)
     _put_aside_others(folder, origin.lineage.run)

@@ -8,9 +8,9 @@ import torch
 
 from rankup.errors import UserError
 from rankup.places.files import staged
-from rankup.places.urls import is_url
 from rankup.state.reading import Check, Copy, load, load_newest, no_check
 from rankup.state.stored_run import fetched
+from rankup.urls import is_url
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_error, reason
-from rankup.group.group import Group, broke_collective, on_rank0
+from rankup.group.group import Group, broke_collective
 from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
@@ -82,7 +82,7 @@ class Run:
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options, sources = self.group, self.options, dict[int, Source]()
-        opened = Opened(**on_rank0(group, lambda: self._take(stack, owned, sources)))
+        opened = Opened(**group.on_rank0(lambda: self._take(stack, owned, sources)))
         self.mark = opened.mark
         self.origin = find_origin(
             group, self.folder, opened, sources, check=options.check, fits=options.fits, wanted=options.may_take,
@@ -92,8 +92,8 @@ class Run:
         saved_path, self.saved = self.origin.saved if self.origin.saved is not None else ("", None)
         newest = self.origin.copy
         self.saved_step = self.saved["step"] if self.saved else -1
-        self.finished = newest is not None and self.origin.kind < PEER and on_rank0(
-            group, lambda: options.finished(newest)
+        self.finished = newest is not None and self.origin.kind < PEER and group.on_rank0(
+            lambda: options.finished(newest)
         )
         if self.finished:
             rescue.remove(self.lineage.run)
@@ -110,7 +110,7 @@ class Run:
         )
         store, saved = self.store, Path(saved_path)
         # An earlier attempt may have had no time to copy it
-        if options.store and self.saved and not on_rank0(group, lambda: store and store.holds(saved, self.lineage.run)):
+        if options.store and self.saved and not group.on_rank0(lambda: store and store.holds(saved, self.lineage.run)):
             self.saving_step = self.saved_step
             if group.is_rank0:
                 self.saver.upload_beside(saved, step=self.saved_step)
@@ -226,7 +226,7 @@ class Run:
             if self.mirror is not None:
                 self.mirror.copy(next(reversed(list_copies(self.saver.folder)), None))
 
-        on_rank0(self.group, write)
+        self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, above=step)
         rescue.remove(self.lineage.run, up_to=self.saved_step)

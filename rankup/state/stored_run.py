@@ -29,8 +29,8 @@ from rankup.places.lease import folder_of, highest_number, number_of
 from rankup.places.lineage import FILE as RUN_FILE
 from rankup.places.lineage import RUN_ID, Lineage
 from rankup.places.place import Place
-from rankup.places.urls import is_url
 from rankup.state.copies import MANIFEST, STAGING, STATE, all_damaged, find_problem
+from rankup.urls import is_url
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder

@@ -16,7 +16,7 @@ import pytest
 from rankup.agent import logs, output
 from rankup.agent.logs import Output, open_log
 from rankup.agent.output import Pump, last_exception
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -163,7 +163,7 @@ def test_guarded_terminal_is_still_a_terminal_and_a_file_is_none(tmp_path: Path)
 
 def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(ConfigError, match=r"run_dir: \S+/logs must be writable, got File exists\. Set --run-dir"):
+    with pytest.raises(UserError, match=r"run_dir: \S+/logs must be writable, got File exists\. Set --run-dir"):
         open_log(tmp_path / "logs" / "rank-0.log")
 
 

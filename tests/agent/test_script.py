@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent.script import Script
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.jobs import environment
 
 
@@ -23,10 +23,10 @@ def imported(script: Script) -> set[str]:
 
 def test_missing_script_and_module_without_a_name_are_the_users_mistake(tmp_path: Path) -> None:
     script = Script.find([str(tmp_path / "none.py")])
-    with pytest.raises(ConfigError, match=r"SCRIPT must be a file, got \S*none\.py: there is none"):
+    with pytest.raises(UserError, match=r"SCRIPT must be a file, got \S*none\.py: there is none"):
         script.check({}, world_size=1)
     assert not script.imports_rankup()
-    with pytest.raises(ConfigError, match="-m must be followed by a module"):
+    with pytest.raises(UserError, match="-m must be followed by a module"):
         Script.find(["-m"])
 
 
@@ -159,7 +159,7 @@ def test_horovod_script_is_refused_where_each_rank_would_train_alone(
 ) -> None:
     script = Script.find([str(write(tmp_path, text))])
     way_out = r"Start the script itself: horovodrun -np 2 --gloo python job\.py, or mpirun -np 2 python job\.py"
-    with pytest.raises(ConfigError, match=f"job.py: HOROVOD_SIZE must be 2 .*, got {got}: .*{way_out}"):
+    with pytest.raises(UserError, match=f"job.py: HOROVOD_SIZE must be 2 .*, got {got}: .*{way_out}"):
         script.check(environ, world_size=2)
     script.check(environ, world_size=1)
 

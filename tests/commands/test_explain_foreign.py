@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from rankup.explain import diagnose_files, explain_logs
 from rankup.explain.diagnosis import Diagnosis, diagnose
 from rankup.explain.logs import has_time, time_of
@@ -164,7 +164,7 @@ def test_folder_is_searched_for_logs_alone(tmp_path: Path) -> None:
 
 
 def test_folder_without_logs_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"explain needs a folder with logs \(\*.log, "):
+    with pytest.raises(UserError, match=r"explain needs a folder with logs \(\*.log, "):
         diagnose_files([tmp_path])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.refused import mistakes, one
 from train.config import Config, changed_settings, load_config, refuse_foreign, to_yaml
 
@@ -270,7 +270,7 @@ def test_setting_of_another_data_set_is_refused():
     refuse_foreign(Config(dataset="fake", fake_classes=3))
     refuse_foreign(Config(workload="text", dataset="hf:x", max_seq_len=9, label_column="y"))
     refuse_foreign(Config(workload="my.job:build", max_seq_len=9))
-    with pytest.raises(ConfigError, match=r"fake_classes must be left out here, got 3\. It is a setting of fake alone"):
+    with pytest.raises(UserError, match=r"fake_classes must be left out here, got 3\. It is a setting of fake alone"):
         refuse_foreign(Config(fake_classes=3))
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.refused import mistakes, one
 from train.config import Config, check_world_size, load_config
 
@@ -91,7 +91,7 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
     ],
 )
 def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world_size, message):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         check_world_size(Config(**settings), world_size)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value
 
@@ -101,7 +101,7 @@ def test_any_world_size_that_leaves_each_micro_batch_a_sample_is_taken():
         try:
             check_world_size(Config(batch_size=95, accumulate=2), world_size)
             assert world_size <= 47
-        except ConfigError as error:
+        except UserError as error:
             assert world_size > 47
             most, batch = map(int, re.search(r"at most (\d+), or set --batch-size (\d+)\.$", str(error)).groups())
             check_world_size(Config(batch_size=95, accumulate=2), most)

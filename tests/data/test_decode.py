@@ -187,5 +187,5 @@ def test_truncated_file_is_refused_by_whoever_decodes_it(tmp_path: Path, format:
     content = buffer.getvalue()
     path = tmp_path / "a.jpg"
     path.write_bytes(content[: int(len(content) * kept)])
-    with pytest.raises(decoding.DataError, match=rf"{path}: is no image that can be decoded \(.+\)\. Remove or repair"):
+    with pytest.raises(decoding.UserError, match=rf"{path}: is no image that can be decoded \(.+\)\. Remove or repair"):
         decode(str(path))

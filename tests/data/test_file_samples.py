@@ -12,7 +12,7 @@ import torch
 from torchvision.transforms import v2
 
 from rankup.group.stop import StopRequest
-from rankup.loop.seeds import derive_seed, seed_host
+from rankup.seeds import derive_seed, seed_host
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs

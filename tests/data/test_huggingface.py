@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rankup.errors import ConfigError, DataError
+from rankup.errors import UserError
 from tests.rigs import hf_sets
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -226,7 +226,7 @@ def test_rows_without_image_or_label_are_named(tmp_path: Path) -> None:
         ([good, good], [0, -1], "split train: label must hold a label in each row, got none in row 1"),
     ]):
         where = hf_sets.save(table(images, labels), tmp_path / f"{number}")
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(UserError, match=message):
             load_hf(where)
 
 
@@ -238,17 +238,17 @@ def test_label_out_of_range_or_unknown_is_named(tmp_path: Path) -> None:
     # `datasets` refuses to write a 7 itself
     other = rows["train"].data.table.set_column(1, "label", pyarrow.array([0, 7]))
     wrong = DatasetDict({"train": Dataset(other, info=rows["train"].info), "test": rows["test"]})
-    with pytest.raises(DataError, match=r"split train: label must be 0\.\.1, got 7 in row 1"):
+    with pytest.raises(UserError, match=r"split train: label must be 0\.\.1, got 7 in row 1"):
         load_hf(hf_sets.save(wrong, tmp_path / "range"))
     names = hf_sets.save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
     mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})
-    with pytest.raises(DataError, match="got other, which the training rows lack, in row 1"):
+    with pytest.raises(UserError, match="got other, which the training rows lack, in row 1"):
         load_hf(hf_sets.save(mixed, tmp_path / "mixed"))
 
 
 def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
     where = hf_sets.save(table([encoded(), {"bytes": b"no image", "path": None}], [0, 1]), tmp_path / "saved")
-    with pytest.raises(DataError, match=r"saved/train/1: is no image that can be decoded"):
+    with pytest.raises(UserError, match=r"saved/train/1: is no image that can be decoded"):
         pixels(load_hf(where)[0])
 
 
@@ -263,14 +263,14 @@ def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str, message: str) -> None:
-    with pytest.raises(DataError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         load(Config(dataset=f"hf:{name}"))
     assert "\n" not in str(raised.value)
 
 
 def test_without_the_package_the_line_says_how_to_install_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"without the package datasets.*pip install 'rankup\[hf\]'"):
+    with pytest.raises(UserError, match=r"without the package datasets.*pip install 'rankup\[hf\]'"):
         load_hf(saved)
 
 
@@ -281,10 +281,10 @@ def test_moved_rows_are_no_change_of_settings(saved: Path) -> None:
 
 
 def test_folder_without_data_and_damaged_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}: can't be read as a Hugging Face data set"):
+    with pytest.raises(UserError, match=f"{tmp_path}: can't be read as a Hugging Face data set"):
         load_hf(tmp_path)
     where = hf_sets.save(table([encoded()] * 2, [0, 1]), tmp_path / "saved")
     (file,) = where.glob("train/*.arrow")
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(DataError, match="can't be read as a Hugging Face data set"):
+    with pytest.raises(UserError, match="can't be read as a Hugging Face data set"):
         load_hf(where)

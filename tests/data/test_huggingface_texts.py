@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
@@ -77,9 +77,9 @@ def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
     found = load_hf(tmp_path, input_column="body", label_column="stars")
     assert found.train.texts[0] == "text 0 of it"
     assert (found.classes, found.train.labels) == (("1", "2", "3"), (0, 1, 2, 0, 1, 2))
-    with pytest.raises(DataError, match="split train: must have one column of labels, got the columns id, body, stars"):
+    with pytest.raises(UserError, match="split train: must have one column of labels, got the columns id, body, stars"):
         load_hf(tmp_path)
-    with pytest.raises(DataError, match=r"must have one column of texts, got several, id, body\. Name it by --in"):
+    with pytest.raises(UserError, match=r"must have one column of texts, got several, id, body\. Name it by --in"):
         load_hf(tmp_path, label_column="stars")
 
 
@@ -87,7 +87,7 @@ def test_rows_without_text_or_label_are_left_out_counted_and_named(tmp_path: Pat
     rows = {"text": ["a b", None, "c", " ", "e", "f"], "label": ["x", "y", None, "x", "y", "x"]}
     where = save(tmp_path / "texts", train=rows, test={"text": ["a", "b"], "label": ["x", "y"]})
     named = r"3 of 6 rows are bad \(row 1: no text; row 2: no label; row 3: no text\)"
-    with pytest.raises(DataError, match=named):
+    with pytest.raises(UserError, match=named):
         load_hf(where)
     found = load_hf(where, max_bad_lines=0.5)
     assert (found.train.texts, found.train.labels) == (("a b", "e", "f"), (0, 1, 0))
@@ -96,5 +96,5 @@ def test_rows_without_text_or_label_are_left_out_counted_and_named(tmp_path: Pat
 
 def test_single_label_is_refused(tmp_path: Path) -> None:
     rows = {"text": ["a", "b"], "label": ["x", "x"]}
-    with pytest.raises(DataError, match="must have at least two labels to tell apart, got only x"):
+    with pytest.raises(UserError, match="must have at least two labels to tell apart, got only x"):
         load_hf(save(tmp_path / "texts", train=rows, test=rows))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rankup.doctor import machine
-from rankup.errors import DataError
+from rankup.errors import UserError
 from rankup.group.stop import StopRequest
 from rankup.state.copies import find_problem
 from tests.rigs.fork_server import Forks, Job
@@ -37,7 +37,7 @@ class Noisy:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == 99:
-            raise DataError("file 99 is no image")
+            raise UserError("file 99 is no image")
         if index == 98:
             raise ZeroDivisionError("a fault of the data set")
         if index == 97:
@@ -127,7 +127,7 @@ def test_starting_workers_draws_no_random_number() -> None:
 def test_unreadable_sample_is_one_line(num_workers: int) -> None:
     loader = loader_of(indices_of([1], [99]), num_workers)
     assert loader.next() is not None
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         loader.next()
     assert str(caught.value) == "file 99 is no image"
     loader.close()

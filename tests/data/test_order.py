@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rankup.loop.seeds import derive_seed
+from rankup.seeds import derive_seed
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from train.data import MapSamples, TensorSamples

@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rankup.errors import USER_MISTAKE, ConfigError, DataError
+from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data import TensorSamples
@@ -63,20 +63,20 @@ def test_mnist_is_found_in_torchvisions_layout(tmp_path: Path) -> None:
 
 def test_data_dir_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "holiday.txt").write_text("no data")
-    with pytest.raises(DataError, match=r"holds none of the files of Fashion-MNIST.*holiday\.txt"):
+    with pytest.raises(UserError, match=r"holds none of the files of Fashion-MNIST.*holiday\.txt"):
         load(Config(data_dir=str(tmp_path)))
 
 
 def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="must be a folder"):
+    with pytest.raises(UserError, match="must be a folder"):
         load(Config(data_dir=str(tmp_path / "file")))
 
 
 def test_data_dir_with_some_of_the_files_names_the_missing(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte \(or \.gz\) missing"):
+    with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte \(or \.gz\) missing"):
         load(Config(data_dir=str(tmp_path)))
 
 
@@ -85,21 +85,21 @@ def test_label_out_of_range_names_file_and_item(tmp_path: Path) -> None:
     labels = made_up(20)[1]
     labels[7] = 10
     write_idx(tmp_path / "train-labels-idx1-ubyte", labels)
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: label must be 0\.\.9.*got 10 at item 7"):
+    with pytest.raises(UserError, match=r"train-labels-idx1-ubyte: label must be 0\.\.9.*got 10 at item 7"):
         load(Config(data_dir=str(tmp_path)))
 
 
 def test_counts_that_differ_name_both_files(tmp_path: Path) -> None:
     write_set(tmp_path)
     write_idx(tmp_path / "train-labels-idx1-ubyte", made_up(19)[1])
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: holds 19 labels for 20 images in train-images"):
+    with pytest.raises(UserError, match=r"train-labels-idx1-ubyte: holds 19 labels for 20 images in train-images"):
         load(Config(data_dir=str(tmp_path)))
 
 
 def test_swapped_files_are_named(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes((tmp_path / "train-labels-idx1-ubyte").read_bytes())
-    with pytest.raises(DataError, match="train-images-idx3-ubyte: holds labels where images"):
+    with pytest.raises(UserError, match="train-images-idx3-ubyte: holds labels where images"):
         load(Config(data_dir=str(tmp_path)))
 
 
@@ -143,7 +143,7 @@ def test_mutated_file_is_read_or_refused_by_one_line(
                 data[at : at + draw.choice((0, 1, 1, 8))] = draw.randbytes(draw.choice((0, 1, 1, 8)))
             path.write_bytes(data)
             print(number, flush=True)
-            with contextlib.suppress(DataError):
+            with contextlib.suppress(UserError):
                 read()
             path.write_bytes(whole)
 
@@ -214,7 +214,7 @@ ONE_OF = f"must be one of {', '.join(SOURCES)}, got"
 
 
 def test_data_set_that_is_not_in_the_table_is_refused_when_it_is_loaded() -> None:
-    with pytest.raises(ConfigError, match=f"dataset {ONE_OF} \"fashion\""):
+    with pytest.raises(UserError, match=f"dataset {ONE_OF} \"fashion\""):
         load(Config(dataset="fashion"))
 
 
@@ -295,9 +295,9 @@ def test_cifar10_with_another_md5_is_never_unpickled(tmp_path: Path, monkeypatch
 
     (folder / "data_batch_2").write_bytes(pickle.dumps(Trap()))
     config = Config(dataset="cifar10", data_dir=str(tmp_path))
-    with pytest.raises(DataError, match=r"data_batch_2: is damaged.*md5"):
+    with pytest.raises(UserError, match=r"data_batch_2: is damaged.*md5"):
         load(config)
     assert not trap.exists()
     (folder / "data_batch_2").unlink()
-    with pytest.raises(DataError, match="data_batch_2: is missing"):
+    with pytest.raises(UserError, match="data_batch_2: is missing"):
         load(config)

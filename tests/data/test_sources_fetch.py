@@ -103,7 +103,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 WORKER = """
 import json, pathlib, sys
-from rankup.errors import DataError
+from rankup.errors import UserError
 from train.data.sources.fetch import Remote, fetch
 
 def check(folder):
@@ -117,7 +117,7 @@ try:
     fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=240, say=lambda line: print(line, flush=True))
     check(pathlib.Path(sys.argv[1]) / "FashionMNIST")
     print("has", len(seen[-1]))
-except DataError as error:
+except UserError as error:
     print("refused", error)
 assert "torch" not in sys.modules, "four of these on two cores would take longer than all else here"
 """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
@@ -159,7 +159,7 @@ def test_imagefolder_keeps_the_middle_and_224_is_the_default(tmp_path: Path) -> 
 def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, int], message: str) -> None:
     for below, count in images.items():
         write_images(tmp_path / "data" / below, count)
-    with pytest.raises(DataError, match=f"^{tmp_path}/data{message}") as caught:
+    with pytest.raises(UserError, match=f"^{tmp_path}/data{message}") as caught:
         folder_set(tmp_path / "data")
     assert "\n" not in str(caught.value)
 
@@ -167,7 +167,7 @@ def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, i
 def test_file_of_another_kind_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "a", 2)
     (tmp_path / "a" / "notes.txt").write_text("hm")
-    with pytest.raises(DataError, match=r"notes\.txt: is no image"):
+    with pytest.raises(UserError, match=r"notes\.txt: is no image"):
         folder_set(tmp_path)
 
 
@@ -184,7 +184,7 @@ def test_file_that_is_no_image_is_named_when_loaded(tmp_path: Path, kind: str, m
         path.unlink()
     else:
         path.write_bytes({"text": b"hello", "empty": b""}.get(kind, whole[: len(whole) // 2]))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         image_of(found, 0)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")

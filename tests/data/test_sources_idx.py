@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankup.errors import USER_MISTAKE, DataError
+from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx
 from train.data.sources import mnist_family
 from train.data.sources.mnist_family import read_idx
 
 
 def refused(*words: str, path: Path, expect: str = "images") -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         read_idx(path, expect)  # type: ignore[arg-type]
     message = str(caught.value)
     assert message.startswith(f"{path}: "), message

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.errors import DataError, UserError
+from rankup.errors import UserError
 from rankup.places.cache import cache_root
 from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
 from train.config import Config
@@ -143,7 +143,7 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytes
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(DataError, match="another process has not finished downloading Fashion-MNIST") as e:
+        with pytest.raises(UserError, match="another process has not finished downloading Fashion-MNIST") as e:
             locate(small(), data_dir=str(tmp_path), timeout_s=0.2, say=said.append)
         assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
         holder.kill()
@@ -179,7 +179,7 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    with pytest.raises(DataError, match=rf"{tmp_path}: Fashion-MNIST cannot be stored there \(Read-only file system\)"):
+    with pytest.raises(UserError, match=rf"{tmp_path}: Fashion-MNIST cannot be stored there \(Read-only file system\)"):
         locate(small(), data_dir=str(tmp_path), timeout_s=1.0, say=print)
     assert everything(tmp_path) == []
 
@@ -239,7 +239,7 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert cache.cached("FashionMNIST") is None
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         cache.writable_cache()
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
         cache_root()
@@ -251,5 +251,5 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
 def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(DataError, match=rf"{tmp_path / 'file' / 'cache'}: cannot be written"):
+    with pytest.raises(UserError, match=rf"{tmp_path / 'file' / 'cache'}: cannot be written"):
         cache.writable_cache()

@@ -68,7 +68,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
         (2, "ValueError", 1, "ValueError: probe"),
         # In the words of a lost peer, which is no reason to restart a fault
         (1, "RuntimeError", 1, "RuntimeError: NCCL error: probe"),
-        (0, "DataError", 2, "error: probe"),
+        (0, "UserError", 2, "error: probe"),
         (1, "SystemExit", 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
         (1, "HTTPError", 1, "HTTPError: HTTP Error 404: probe"),  # its `code`, 404, is not an exit code
     ],
@@ -238,7 +238,7 @@ def test_hang_that_holds_the_interpreter_lock_ends_as_worth_a_restart(forks: For
 
 def test_disk_that_hangs_after_a_failure_keeps_neither_the_rank_nor_its_code(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    order = probe("loss", 6, 1, **{"raise": "DataError"})
+    order = probe("loss", 6, 1, **{"raise": "UserError"})
     with forks.running(*train(run), world_size=WORLD, env=order, preload=f"{WORKLOAD}:stuck_disk") as job:
         assert job.wait() == [2] * WORLD, job.output
     assert_named(job, run, 1, among=[0, 2])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rankup.errors import PeerLost, UserError
-from rankup.group.group import Group, on_rank0, pack, unpack
+from rankup.group.group import Group, pack, unpack
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 
@@ -52,10 +52,10 @@ def check(group: Group) -> None:
             raise error("rank 0 alone said no")
 
         with pytest.raises(error, match="rank 0 alone said no") as caught:
-            on_rank0(group, fail)
+            group.on_rank0(fail)
         assert caught.value.printed_elsewhere is (rank > 0)
-    assert on_rank0(group, lambda: {"of": group.rank}) == {"of": 0}
-    assert on_rank0(group, lambda: torch.ones(2), share=group.broadcast_tensors).tolist() == [1, 1]
+    assert group.on_rank0(lambda: {"of": group.rank}) == {"of": 0}
+    assert group.on_rank0(lambda: torch.ones(2), share=group.broadcast_tensors).tolist() == [1, 1]
 
 
 def test_values_arrive_as_they_were_sent_on_three_ranks(forks: Forks):

@@ -61,10 +61,13 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     undisturbed: str, forks: Forks, tmp_path: Path, where: str
 ) -> None:
     line = ("launch", f"--nproc={RANKS}", SCRIPT, tmp_path / "run")
-    env = {"DIE": f"{where}:{int(signal.SIGKILL)}", "COMPILE": where[0] if where == "1:13" else ""}
+    crash = where == "0:8"
+    how = signal.SIGSEGV if crash else signal.SIGKILL
+    env = {"DIE": f"{where}:{int(how)}", "COMPILE": where[0] if where == "1:13" else ""}
     codes, output = forks.run(*line, cwds=[tmp_path], env=env)
     assert codes == [0], output
     assert "no finished step was lost" in output
+    assert ("Fatal Python error: Segmentation fault" in output) == crash  # with the line of Python it came from
     assert said(output) == undisturbed  # also where the killed rank had its model compiled
     assert f"steps: {tmp_path}/run/; rankup status {tmp_path}/run" in output
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}

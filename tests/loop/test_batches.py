@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from rankup.errors import UserError
 from rankup.loop.batches import evaluation_batches, part_of, source_of
-from rankup.loop.seeds import AHEAD
+from rankup.seeds import AHEAD
 
 
 class Numbers(Dataset[int]):

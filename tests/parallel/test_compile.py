@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.parallel import model as models
@@ -61,5 +61,5 @@ def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) ->
 def test_compile_without_headers_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(models.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(models.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"compile needs Python's headers \(.*Python\.h\) on this machine"):
+    with pytest.raises(UserError, match=r"compile needs Python's headers \(.*Python\.h\) on this machine"):
         models._check_compiler(torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs import recording_workload
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
@@ -78,7 +78,7 @@ def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) ->
 def test_fsdp_refuses_a_parameter_without_dimensions() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(ConfigError, match="needs parameters with at least one dimension, got scale"):
+    with pytest.raises(UserError, match="needs parameters with at least one dimension, got scale"):
         fsdp.FSDP(Config(), None).split(model)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start
 from train.config import Config, load_config
@@ -225,7 +225,7 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 def test_what_horovod_does_not_do_is_refused(flag: str) -> None:
     name, _, value = flag.removeprefix("--").replace("-", "_").partition("=")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(UserError) as refusal:
         load_config({"parallel": "horovod", name: value or "true"})
     assert str(refusal.value).startswith(REFUSED[flag])
 
@@ -274,5 +274,5 @@ def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path)
 def test_horovod_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "load_horovod", lambda: types.SimpleNamespace(cuda_built=lambda: False))
     group = types.SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"Horovod was built for CPUs here, got device cuda:0\. Set --device cpu"):
+    with pytest.raises(UserError, match=r"Horovod was built for CPUs here, got device cuda:0\. Set --device cpu"):
         horovod.Horovod(Config(parallel="horovod"), group).refuse()  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as recompute
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
@@ -277,7 +277,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.
 
 @pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}])
 def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="must each name another one of the 2 visible GPUs"):
+    with pytest.raises(UserError, match="must each name another one of the 2 visible GPUs"):
         on_gpus(monkeypatch, 2, **settings)
 
 
@@ -304,9 +304,9 @@ def test_methods_are_the_choices_of_the_setting() -> None:
     for name in METHODS:
         assert load_config({"parallel": name}, choices=CHOICES).parallel == name
         assert issubclass(load_method(name), Method)
-    with pytest.raises(ConfigError, match=r'^--parallel must be one of auto, none, ddp, dp, fsdp, horovod, got "dpp"'):
+    with pytest.raises(UserError, match=r'^--parallel must be one of auto, none, ddp, dp, fsdp, horovod, got "dpp"'):
         load_config({"parallel": "dpp"}, choices=CHOICES)
-    with pytest.raises(ConfigError, match=r'^parallel must be one of auto, none, .*, got "dpp"\.$'):
+    with pytest.raises(UserError, match=r'^parallel must be one of auto, none, .*, got "dpp"\.$'):
         load_method("dpp")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.places.place import Place
@@ -198,7 +198,7 @@ def test_address_with_a_key_in_it_is_refused_and_not_repeated(disks: Disks) -> N
 
 
 def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mirror must be another place than run_dir"):
+    with pytest.raises(UserError, match="mirror must be another place than run_dir"):
         load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
 
 

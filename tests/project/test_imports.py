@@ -19,8 +19,8 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 # What may import what: the later the earlier
 ORDER = [
     *(f"rankup.{name}" for name in (
-        "errors", "timing", "env", "places", "agent", "group", "state", "observe", "explain", "doctor", "loop",
-        "job", "integrations", "cli", "__main__",
+        "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
+        "loop", "job", "integrations", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 from rankup.group.stop import SIGNALS
-from rankup.loop.seeds import derive_seed
+from rankup.seeds import derive_seed
 from train.config import Config
 from train.data.samples import random_numbers
 from train.workloads import Workload
@@ -35,7 +35,7 @@ from train.workloads import Workload
 ERRORS: dict[str, BaseException] = {
     "ValueError": ValueError("probe"),
     "RuntimeError": RuntimeError("NCCL error: probe, Connection reset by peer, Broken pipe"),
-    "DataError": DataError("probe"),
+    "UserError": UserError("probe"),
     "SystemExit": SystemExit(0),
     "HTTPError": urllib.error.HTTPError("http://probe", 404, "probe", Message(), None),  # has a `code` of its own
 }

@@ -2,13 +2,13 @@
 
 import pytest
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from train.config import load_config
 
 
 def mistakes(settings=None, *, file=None, earlier=()):
     """The lines of the report that these settings cause."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         load_config(settings or {}, file=file, mistakes=earlier)
     assert caught.value.code == 2
     return str(caught.value).splitlines()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankup.loop.seeds import random_state_kept
+from rankup.seeds import random_state_kept
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records

@@ -196,7 +196,7 @@ def test_failure_ends_all_ranks_at_the_next_step(
 
 def test_mistake_elsewhere_does_not_cost_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
     run, asked = tmp_path / "run", tmp_path / "asked"
-    env = hold(tmp_path / "go") | in_step(10, rank=0, tell=str(asked), **{"raise": "DataError"})
+    env = hold(tmp_path / "go") | in_step(10, rank=0, tell=str(asked), **{"raise": "UserError"})
     with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
         job.wait_until(asked.exists, "the mistake")
         (tmp_path / "go").touch()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, BertTokenizer
 
-from rankup.errors import ConfigError, UserError
+from rankup.errors import UserError
 from tests.rigs.tiny_bert import change_json, change_weights, make_bert, sample_texts
 from train.config import Config
 from train.parallel.fsdp import layers_of
@@ -258,7 +258,7 @@ def test_smaller_vocabulary_is_told(folder: Path) -> None:
 def test_length_beyond_the_positions_is_refused(made: Path) -> None:
     build(made, max_seq_len=64)
     too_long = r"max_seq_len must be <= 64, the positions that .*config.json has .*, got 65"
-    with pytest.raises(ConfigError, match=too_long):
+    with pytest.raises(UserError, match=too_long):
         build(made, max_seq_len=65)
 
 
@@ -290,10 +290,10 @@ def test_missing_package_is_one_line_with_the_command_that_installs_it(
     made: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"null without the package {package}, .*pip install -e '.\[text\]'"):
+    with pytest.raises(UserError, match=rf"null without the package {package}, .*pip install -e '.\[text\]'"):
         build(made)
 
 
 def test_bert_for_images_is_refused(made: Path) -> None:
-    with pytest.raises(ConfigError, match=r"bert_dir must be null with workload images, got .*Set --workload text"):
+    with pytest.raises(UserError, match=r"bert_dir must be null with workload images, got .*Set --workload text"):
         load(Config(dataset="digits", bert_dir=str(made)))

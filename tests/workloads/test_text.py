@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, environment, result
 from train.config import Config
@@ -83,7 +83,7 @@ def test_bad_lines_above_the_bound_are_refused(tmp_path: Path) -> None:
     config = texts_in(tmp_path, train=BAD, dev=GOOD)
     load_texts(config.model_copy(update={"max_bad_lines": 3 / 33}))
     too_many = r"train.txt: 3 of 33 lines are bad \(line 31: no tab; .*max_bad_lines=0.09 allows"
-    with pytest.raises(DataError, match=too_many):
+    with pytest.raises(UserError, match=too_many):
         load_texts(config.model_copy(update={"max_bad_lines": 0.09}))
 
 
@@ -95,13 +95,13 @@ def test_bad_lines_above_the_bound_are_refused(tmp_path: Path) -> None:
      ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt")],
 )
 def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_texts(texts_in(tmp_path, **files))
     assert "\n" not in str(caught.value)
 
 
 def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}/none: cannot be read"):
+    with pytest.raises(UserError, match=f"{tmp_path}/none: cannot be read"):
         load_texts(Config(workload="text", data_dir=str(tmp_path / "none")))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision import models as torchvision_models
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 from train.workloads import vision_models
 from train.workloads.vision_models import build_model
 
@@ -101,7 +101,7 @@ def test_cnn_has_the_size_it_is_said_to_have() -> None:
      ("maxvit_t", 32)],
 )
 def test_images_too_small_for_the_model_are_refused_in_one_line(name: str, size: int) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         build(name, size=size)
     message = str(caught.value)
     assert message.startswith(f"model {name} must get images of a size that it can take, got {size} x {size}: ")
@@ -110,7 +110,7 @@ def test_images_too_small_for_the_model_are_refused_in_one_line(name: str, size:
 
 
 def test_tiny_images_are_refused_by_the_cnn() -> None:
-    with pytest.raises(ConfigError, match="cnn needs images of at least 4 x 4, got 3 x 3"):
+    with pytest.raises(UserError, match="cnn needs images of at least 4 x 4, got 3 x 3"):
         build("cnn", size=3)
 
 
@@ -119,7 +119,7 @@ def test_tiny_images_are_refused_by_the_cnn() -> None:
     [("resnet19", "resnet18"), ("resnet-18", "resnet18"), ("cnnn", "cnn"), ("mobilenet_v3", "mobilenet_v")],
 )
 def test_unknown_model_names_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f'got "{name}". Did you mean "{near}'):
+    with pytest.raises(UserError, match=f'got "{name}". Did you mean "{near}'):
         build(name)
 
 
@@ -128,15 +128,15 @@ def test_unknown_model_names_the_nearest(name: str, near: str) -> None:
 )
 def test_models_for_another_purpose_are_refused(name: str) -> None:
     got = f'or a torchvision classifier, got "{name}", torchvision\'s for another purpose'
-    with pytest.raises(ConfigError, match=got):
+    with pytest.raises(UserError, match=got):
         build(name)
 
 
 def test_dropout_that_a_model_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."):
+    with pytest.raises(UserError, match=r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."):
         build("resnet18", dropout=0.3)
 
 
 def test_model_without_a_convolution_needs_rgb() -> None:
-    with pytest.raises(ConfigError, match="must begin with a convolution to take 1 channels"):
+    with pytest.raises(UserError, match="must begin with a convolution to take 1 channels"):
         vision_models._first_convolution_for(torch.nn.Linear(3, 3), 1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from rankup.errors import ConfigError, DataError
+from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, environment, result, start
 from train import workloads
@@ -259,7 +259,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
      ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator")],
 )
 def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str, message: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         workloads.load(Config(workload=workload))
     assert "\n" not in str(caught.value)
 
@@ -288,7 +288,7 @@ def test_mistake_in_the_import_path_is_code_2_without_traceback(forks: Forks, mo
 
 @pytest.mark.parametrize("value", ["throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build"])
 def test_path_of_another_form_is_refused_with_the_form(value: str) -> None:
-    with pytest.raises(ConfigError, match='--workload must be "images", "text" or module:function, got'):
+    with pytest.raises(UserError, match='--workload must be "images", "text" or module:function, got'):
         load_config({"workload": value})
 
 

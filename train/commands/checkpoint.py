@@ -10,12 +10,12 @@ import torch
 
 from rankup.agent.status import StatusFile
 from rankup.errors import Stopped, UserError
-from rankup.group.group import Group, on_rank0
-from rankup.loop.seeds import derive_seed, seed_everything
-from rankup.places.urls import is_url
+from rankup.group.group import Group
+from rankup.seeds import derive_seed, seed_everything
 from rankup.state.export import export as export_copy
 from rankup.state.export import find_copy
 from rankup.state.reading import Copy, share
+from rankup.urls import is_url
 
 from ..config import Config
 from ..config.options import EvaluateOptions, ExportOptions
@@ -63,9 +63,8 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
     status = StatusFile(context.run_dir / "evaluations", context.launch, shared=False)
     with join_group(config, context.launch, log=log, stop=context.stop, status=status) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
-        checkpoint: Copy = on_rank0(
-            group, lambda: read_checkpoint(path, context),
-            share=lambda found: share(found, group),
+        checkpoint: Copy = group.on_rank0(
+            lambda: read_checkpoint(path, context), share=lambda found: share(found, group)
         )
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from rankup.errors import Stopped, UserError
-from rankup.group.group import on_rank0
 from rankup.places.files import staged
 
 from ..config.options import PredictOptions
@@ -35,7 +34,7 @@ def predict(context: Context, options: PredictOptions) -> None:
         own = _predict_share(opened, samples)
         rows = sorted(row for part in opened.group.gather(own) for row in part)
         lines = [(name_of(index), label, probability) for index, label, probability in rows]
-        on_rank0(opened.group, lambda: _write(output, lines))
+        opened.group.on_rank0(lambda: _write(output, lines))
         context.log.info(f"{len(rows)} predictions in {output}")
 
 

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rankup.errors import ConfigError
-from rankup.places.urls import is_url
+from rankup.errors import UserError
+from rankup.urls import is_url
 
 from .settings import Settings
 from .shares import divide, weights
@@ -110,15 +110,15 @@ def _of_method(c: Settings) -> Iterator[Contradiction]:
 
 
 def check_world_size(config: Settings, world_size: int) -> None:
-    """Raise ConfigError unless so many processes can train together and each micro-batch of each gets a sample."""
+    """Raise UserError unless so many processes can train together and each micro-batch of each gets a sample."""
     if config.parallel in ("none", "dp") and world_size > 1:
-        raise ConfigError(
+        raise UserError(
             f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
             "Each would train a model of its own; for one process start it without a launcher."
         )
     found = weights(config.shares, world_size)
     if len(found) != world_size:
-        raise ConfigError(
+        raise UserError(
             f'shares must be one number for each of {world_size} process{"" if world_size == 1 else "es"}, got '
             f'"{config.shares}". Set --shares for as many, or leave it out: equal shares fit any number.'
         )
@@ -128,12 +128,12 @@ def check_world_size(config: Settings, world_size: int) -> None:
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     least = world_size * config.accumulate
     if config.batch_size < least:
-        raise ConfigError(
+        raise UserError(
             f"batch_size must be at least {least} ({product}), got {config.batch_size}. Start at most "
             f"{config.batch_size // config.accumulate}, or set --batch-size {least}."
         )
     few = parts.index(min(parts))
-    raise ConfigError(
+    raise UserError(
         f'shares must leave each process {config.accumulate} or more of {config.batch_size} samples, got '
         f'"{config.shares}", which leaves rank {few} {parts[few]}. Set nearer numbers, or a larger --batch-size.'
     )

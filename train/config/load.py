@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 from .contradictions import contradictions
 from .schema import (
@@ -42,7 +42,7 @@ def load_config(
 ) -> Config:
     """Defaults, then the YAML file, then flags (name -> text); a flag `options.key` sets one key of options.
 
-    Raises ConfigError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
+    Raises UserError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
     wrong types, values out of range, and settings that contradict each other.
     """
     found = list(mistakes)
@@ -50,7 +50,7 @@ def load_config(
     file_failed = False
     try:
         values = read_yaml(file) if file is not None else {}
-    except ConfigError as error:
+    except UserError as error:
         found.append(str(error))
         file_failed = True
     for name in [name for name in values if name not in Config.model_fields]:
@@ -87,7 +87,7 @@ def load_config(
     if not file_failed:
         found += [c.text(config, label) for c in contradictions(config) if not wrong.keys() & set(c.fields)]
     if found:
-        raise ConfigError("\n".join(found))
+        raise UserError("\n".join(found))
     return config
 
 
@@ -100,11 +100,11 @@ def foreign(config: Config) -> list[str]:
 
 
 def refuse_foreign(config: Config) -> None:
-    """Raises ConfigError for a setting of something else, which would be ignored."""
+    """Raises UserError for a setting of something else, which would be ignored."""
     for name in foreign(config):
         if (value := getattr(config, name)) != Config.model_fields[name].default:
             of = facts(Config.model_fields[name])["of"]
-            raise ConfigError(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+            raise UserError(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
 
 
 def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:

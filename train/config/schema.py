@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rankup.places.urls import must_hold_no_secrets, secrets_in
+from rankup.urls import must_hold_no_secrets, secrets_in
 
 from .settings import INT32_MAX
 from .yaml_text import describe, scalar

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 _CORE = "tag:yaml.org,2002:"
 _NUMBER = r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
@@ -80,31 +80,31 @@ _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Settings from YAML text; `where`, a file's name, opens each message. An empty document holds no settings.
 
-    Raises ConfigError, one line with the number of the line in the file.
+    Raises UserError, one line with the number of the line in the file.
     """
     try:
         found = yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values alone
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(str(error.problem or error.context or "syntax").split())
-        raise ConfigError(f"{where}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
+        raise UserError(f"{where}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from error
+        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{where}: not valid YAML: nested too deeply.") from error
+        raise UserError(f"{where}: not valid YAML: nested too deeply.") from error
     if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{where}: settings must be lines of `name: value`, got {describe(found)}.")
+        raise UserError(f"{where}: settings must be lines of `name: value`, got {describe(found)}.")
     return found or {}
 
 
 def read_yaml(file: str) -> dict[str, Any]:
-    """Settings from a YAML file (UTF-8). Raises ConfigError, one line, when it cannot be read or parsed."""
+    """Settings from a YAML file (UTF-8). Raises UserError, one line, when it cannot be read or parsed."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not a text file in UTF-8 (byte {error.start}).") from error
+        raise UserError(f"{file}: not a text file in UTF-8 (byte {error.start}).") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     return parse_yaml(text, file)
 
 

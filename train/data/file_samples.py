@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torchvision.transforms import RandomResizedCrop
 
-from rankup.loop.seeds import derive_seed, seed_host
+from rankup.seeds import derive_seed, seed_host
 
 from ..config.settings import Augment
 from .samples import random_numbers
@@ -20,7 +20,7 @@ class Contents(Protocol):
     """Image files that lie in something else, by the numbers of their samples."""
 
     def read(self, number: int) -> bytearray:
-        """The bytes of a file. Raises DataError."""
+        """The bytes of a file. Raises UserError."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class FileSamples:
         return self if size is None else replace(self, image_size=size)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images uint8 [B, C, S, S] and labels int64 [B]. Raises DataError for a file that cannot be decoded.
+        """Images uint8 [B, C, S, S] and labels int64 [B]. Raises UserError for a file that cannot be decoded.
 
         The random numbers of an image are those of its own (seed, epoch, number): neither the ranks nor the workers
         change a pixel. Those of imagenet and trivial come from torch's random state, which is seeded for each image.

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rankup.agent.processes import die_with_parent
 from rankup.doctor.machine import ENLARGE_SHM
-from rankup.errors import DataError, PeerLost, UserError
+from rankup.errors import PeerLost, UserError
 from rankup.group.stacks import open_worker
 from rankup.group.stop import STOP_SIGNALS, StopRequest
 
@@ -108,7 +108,7 @@ class Loader:
         """The next batch on the device, or None if a stop was requested while waiting for it. Without `until_stop` wait
         for it whatever comes.
 
-        Raises StopIteration at the end, DataError for an unreadable sample or a full /dev/shm, PeerLost if a worker
+        Raises StopIteration at the end, UserError for an unreadable sample or a full /dev/shm, PeerLost if a worker
         process died, and what the data set itself raised.
         """
         if not self._workers:
@@ -177,7 +177,7 @@ class _Batches(Dataset[Any]):
 
 
 def _shared(batch: Any) -> Any:
-    """Put the tensors of a batch into /dev/shm, where the loop reads them. Raises DataError if it is full.
+    """Put the tensors of a batch into /dev/shm, where the loop reads them. Raises UserError if it is full.
 
     torch would do it too, but in a thread that prints the error and goes on: the loop would wait forever.
     """
@@ -187,7 +187,7 @@ def _shared(batch: Any) -> Any:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if "shared memory" in str(error):
-                    raise DataError(SHM_FULL) from None
+                    raise UserError(SHM_FULL) from None
                 raise
     return batch
 
@@ -234,7 +234,7 @@ def _explained(error: BaseException, codes: Mapping[int | None, int | None], sai
     """The error to raise for one that the DataLoader raised. `codes`: of its workers by process, None: alive."""
     text = str(error)
     if -signal.SIGBUS in codes.values():
-        return DataError(SHM_FULL)
+        return UserError(SHM_FULL)
     # "Caught ..." is what the user's code raised in a worker that lives. Without it, a broken connection means that the
     # worker died while it was handing over a batch.
     cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")

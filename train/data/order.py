@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rankup.loop.seeds import derive_seed
+from rankup.seeds import derive_seed
 
 from ..config.shares import divide, weights
 

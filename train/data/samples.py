@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
-from rankup.errors import DataError
-from rankup.loop.seeds import derive_seed, seed_host
+from rankup.errors import UserError
+from rankup.seeds import derive_seed, seed_host
 
 # The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.
 GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -71,7 +71,7 @@ class TensorSamples:
     def scaled(self, size: int | None) -> "TensorSamples":
         """Images uint8 [N, C, size, size], bilinear with antialiasing; None: as they are.
 
-        Raises DataError if they do not fit in memory.
+        Raises UserError if they do not fit in memory.
         """
         if size is None or self.images.shape[2:] == (size, size):
             return self
@@ -79,7 +79,7 @@ class TensorSamples:
             scaled = torch.empty((*self.images.shape[:2], size, size), dtype=torch.uint8)
         except RuntimeError as error:
             needed = self.images.shape[0] * self.images.shape[1] * size * size / 1e9
-            raise DataError(
+            raise UserError(
                 f"image_size must let {len(self)} images fit in memory, got {size} ({needed:.1f} GB). "
                 "Choose a smaller one, or set limit_train and limit_eval."
             ) from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 from ..config import Config
 
@@ -38,10 +38,10 @@ def method_name(config: Config, world_size: int) -> str:
 
 
 def load_method(name: str) -> type[Method]:
-    """The class of the method `name`. Raises ConfigError if there is none."""
+    """The class of the method `name`. Raises UserError if there is none."""
     if name not in METHODS:
         # The command line has checked this already; a Config made by hand has not.
-        raise ConfigError(f'parallel must be one of auto, {", ".join(METHODS)}, got "{name}".')
+        raise UserError(f'parallel must be one of auto, {", ".join(METHODS)}, got "{name}".')
     module, _, method = METHODS[name].partition(":")
     found: type[Method] = getattr(importlib.import_module(f".{module}", __package__), method)
     return found
@@ -49,7 +49,7 @@ def load_method(name: str) -> type[Method]:
 
 @contextmanager
 def start_method(config: Config, group: Group) -> Iterator[Method]:
-    """The method in effect, up for the length of the block. Raises ConfigError, see `Method.refuse`, and JoinError."""
+    """The method in effect, up for the length of the block. Raises UserError, see `Method.refuse`, and JoinError."""
     method = load_method(method_name(config, group.world_size))(config, group)
     method.refuse()
     with method.running():

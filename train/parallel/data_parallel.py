@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 from .method import Method
 
@@ -22,7 +22,7 @@ class DataParallelMethod(Method):
         on_gpus = self.group.device.type == "cuda"
         out_of_range = on_gpus and any(number >= count for number in ids)
         if out_of_range or len(set(ids)) != len(ids):
-            raise ConfigError(
+            raise UserError(
                 f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
                 "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
             )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 from .method import Method
 
@@ -27,10 +27,10 @@ class FSDP(Method):
     graph_ends_in_parameters: ClassVar[bool] = False  # it ends in the gathered copies
 
     def split(self, plain: nn.Module) -> None:
-        """Split each layer by itself, then what is left. Raises ConfigError for parameters that can't be split."""
+        """Split each layer by itself, then what is left. Raises UserError for parameters that can't be split."""
         scalars = [name for name, parameter in plain.named_parameters() if parameter.ndim == 0]
         if scalars:
-            raise ConfigError(
+            raise UserError(
                 f"parallel fsdp needs parameters with at least one dimension, got {', '.join(scalars[:8])}. Use ddp."
             )
         mesh = init_device_mesh(self.group.device.type, (self.group.world_size,))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rankup.agent.network import address_of
-from rankup.errors import ConfigError, JoinError
+from rankup.errors import JoinError, UserError
 from rankup.group.group import Group
 from rankup.timing import BEHIND_OURS_S
 
@@ -27,15 +27,15 @@ INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, nee
 
 
 def load_horovod() -> Any:
-    """horovod.torch. Raises ConfigError where it is not installed, or was built for another torch."""
+    """horovod.torch. Raises UserError where it is not installed, or was built for another torch."""
     if importlib.util.find_spec("horovod") is None:
-        raise ConfigError(f"parallel horovod needs Horovod, which is not installed here. {INSTALL}")
+        raise UserError(f"parallel horovod needs Horovod, which is not installed here. {INSTALL}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a release of 2023 warns of what Python has removed since
             import horovod.torch as horovod
     except ImportError as error:
-        raise ConfigError(f"Horovod is installed, but not for torch {torch.__version__} ({error}). {INSTALL}") from None
+        raise UserError(f"Horovod is installed, but not for torch {torch.__version__} ({error}). {INSTALL}") from None
     return horovod
 
 
@@ -51,7 +51,7 @@ class Horovod(Method):
         """Horovod that is not installed, or not built for this device."""
         horovod, device = load_horovod(), self.group.device
         if device.type != "cpu" and not horovod.cuda_built():
-            raise ConfigError(f"Horovod was built for CPUs here, got device {device}. Set --device cpu, or use ddp.")
+            raise UserError(f"Horovod was built for CPUs here, got device {device}. Set --device cpu, or use ddp.")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class Method:
         return self.replicates_state
 
     def refuse(self) -> None:
-        """Raise ConfigError for what the method can't do with these settings, this device and so many ranks, which have
+        """Raise UserError for what the method can't do with these settings, this device and so many ranks, which have
         met. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
 
     def running(self) -> AbstractContextManager[None]:
@@ -56,13 +56,13 @@ class Method:
 
     def split(self, plain: nn.Module) -> None:
         """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
-        keeps to the device. Raises ConfigError.
+        keeps to the device. Raises UserError.
 
         The model is the same on all ranks, where it was built. A checkpoint's weights are loaded later.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose forward and backward train with the other ranks. Raises ConfigError.
+        """The module whose forward and backward train with the other ranks. Raises UserError.
 
         `model` may be compiled already. Ranks may still differ here; where state is replicated they are compared next.
         """

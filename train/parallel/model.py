@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rankup.errors import ConfigError, UserError
+from rankup.errors import UserError
 from rankup.group.group import Group
 
 from ..config import Config
@@ -21,7 +21,7 @@ VIEW_FAILED = "view size is not compatible"  # how torch's message begins
 
 
 def prepare(workload: Workload, config: Config, group: Group, *, split: bool = False) -> nn.Module:
-    """The workload's model on its device, in its memory format, with SyncBatchNorm if asked for. Raises ConfigError.
+    """The workload's model on its device, in its memory format, with SyncBatchNorm if asked for. Raises UserError.
 
     `split`: the method splits the model, and moves the parts to the device: whole it may not fit there.
 
@@ -31,7 +31,7 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
     model = workload.model
     if config.sync_bn:
         if group.device.type == "cpu":
-            raise ConfigError("sync_bn must be false on a CPU, got true. torch's SyncBatchNorm needs an accelerator.")
+            raise UserError("sync_bn must be false on a CPU, got true. torch's SyncBatchNorm needs an accelerator.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if not split:
         model = model.to(group.device)
@@ -98,7 +98,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model through torch.compile. Raises ConfigError where the machine lacks what it needs.
+    """The model through torch.compile. Raises UserError where the machine lacks what it needs.
 
     It has to happen inside DDP: around it, dynamo breaks the graph at DDP's own forward and leaves an nn.Sequential
     uncompiled without a word.
@@ -114,7 +114,7 @@ def _check_compiler(device: torch.device) -> None:
     missing = [] if shutil.which("g++") or shutil.which("clang++") or shutil.which("cl") else ["a C++ compiler"]
     missing += [] if header.exists() else [f"Python's headers ({header})"]
     if device.type in ("cpu", "cuda") and missing:
-        raise ConfigError(f"compile needs {' and '.join(missing)} on this machine. Install it, or leave --compile out.")
+        raise UserError(f"compile needs {' and '.join(missing)} on this machine. Install it, or leave --compile out.")
 
 
 def check_same_shapes(group: Group, model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 
 def warm_up(
@@ -21,7 +21,7 @@ def warm_up(
     """Run `loss()`, a scalar, forward and backward once. Then put back the buffers of `plain` and drop its
     gradients.
 
-    Raises ConfigError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
+    Raises UserError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
     says so a step later, by number.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
@@ -55,7 +55,7 @@ def _not_in_graph(plain: nn.Module, loss: torch.Tensor) -> list[str]:
 
 def _refuse_unused(names: list[str]) -> None:
     if names:
-        raise ConfigError(
+        raise UserError(
             f"the loss must depend on every parameter, got none from {', '.join(names[:8])}. Freeze them "
             "(requires_grad=False), or set --find-unused-parameters, which is slower."
         )

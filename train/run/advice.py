@@ -23,7 +23,7 @@ from torch import nn
 from rankup.agent.limits import cpu_quota
 from rankup.errors import reason
 from rankup.group.group import Group
-from rankup.loop.seeds import random_state_kept
+from rankup.seeds import random_state_kept
 
 from ..config import Config
 from ..data.samples import num_bytes

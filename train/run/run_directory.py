@@ -11,16 +11,16 @@ from typing import Any
 
 from rankup.agent.status import job_of
 from rankup.errors import UserError
-from rankup.group.group import Group, on_rank0
+from rankup.group.group import Group
 from rankup.job import open_job
 from rankup.loop.job import Job, Settings
 from rankup.loop.record import check_random_scheme
 from rankup.observe import tracker
 from rankup.places.files import read_json, write_atomically
 from rankup.places.lineage import Lineage
-from rankup.places.urls import is_url
 from rankup.state.reading import Copy
 from rankup.state.run import Options
+from rankup.urls import is_url
 
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.method import Method
@@ -63,7 +63,7 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
 
     with open_job(group, settings, options, owned=owned) as job:
         if not job.run.finished:
-            on_rank0(group, lambda: _go_on(config, group))
+            group.on_rank0(lambda: _go_on(config, group))
         yield job
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rankup.errors import UserError
-from rankup.group.group import Group, on_rank0
+from rankup.group.group import Group
 from rankup.state.copies import FILE, MANIFEST
 from rankup.state.stored_run import fetched
 
@@ -49,7 +49,7 @@ def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
         with fetched(place, warn=group.log.warning, timeout_s=0.9 * config.setup_timeout_s) as path:
             init_from(plain, path, group.log.info, place=place)
 
-    on_rank0(group, load)
+    group.on_rank0(load)
     plain.load_state_dict(group.broadcast_tensors(plain.state_dict()))
 
 

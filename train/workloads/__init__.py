@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, TensorDataset
 
-from rankup.errors import ConfigError, DataError
+from rankup.errors import UserError
 
 from ..config import Config
 from ..data import MapSamples, Samples, TensorSamples
@@ -23,13 +23,13 @@ def load(config: Config, *, pretrained: bool = True) -> Workload:
     """Build the workload that the settings name.
 
     `pretrained` False: a checkpoint's weights will replace those that the model begins with, so these need not exist.
-    Raises ConfigError where the import path leads nowhere, DataError for data that cannot be used.
+    Raises UserError where the import path leads nowhere, and for data that cannot be used.
     """
     if config.workload == "images":
         # Not one of the contradictions in config/: `evaluate --bert-dir` learns the workload from the checkpoint.
         if config.bert_dir is not None:
             got = f"got {config.bert_dir}. Set --workload text."
-            raise ConfigError(f"bert_dir must be null with workload images, {got}")
+            raise UserError(f"bert_dir must be null with workload images, {got}")
         from . import images
 
         return images.build(config)
@@ -47,7 +47,7 @@ def _load_own(config: Config) -> Workload:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # an import inside the user's module failed: the traceback says where
-        raise ConfigError(
+        raise UserError(
             f'workload must be "images", "text" or module:function, got "{config.workload}": no module "{error.name}" '
             f"in {os.getcwd()} or on PYTHONPATH."
         ) from None
@@ -55,18 +55,18 @@ def _load_own(config: Config) -> Workload:
     for name in path.split("."):
         build_own = getattr(build_own, name, None)
     if not callable(build_own):
-        raise ConfigError(f'workload: {module_name} ({module.__file__}) must have a function "{path}", got none.')
+        raise UserError(f'workload: {module_name} ({module.__file__}) must have a function "{path}", got none.')
     workload = build_own(config)
     if not isinstance(workload, Workload):
         got = type(workload).__name__
-        raise ConfigError(f"workload: {config.workload} must return a train.workloads.Workload, got {got}.")
+        raise UserError(f"workload: {config.workload} must return a train.workloads.Workload, got {got}.")
     # Evaluated samples are the same whatever the run's seed, even those that draw random numbers
     train = _samples(config, "train", workload.train, seed=config.seed)
     return replace(workload, train=train, evaluation=_samples(config, "evaluation", workload.evaluation, seed=0))
 
 
 def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
-    """`given` itself, or samples made of a map-style Dataset. Raises ConfigError for anything else, DataError for none.
+    """`given` itself, or samples made of a map-style Dataset. Raises UserError for anything else, and for none.
 
     What takes an index is a Dataset: Hugging Face's has a method `batch` as well, which means something else.
     """
@@ -76,10 +76,10 @@ def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
     elif hasattr(given, "__getitem__") and not isinstance(given, IterableDataset):
         samples = MapSamples(given, seed=seed)
     if not hasattr(samples, "batch") or not hasattr(given, "__len__"):
-        raise ConfigError(
+        raise UserError(
             f"workload: {purpose} of {config.workload} must be a map-style Dataset, with __getitem__ and __len__, or "
             f"samples with batch() and __len__, got {type(given).__name__}."
         )
     if len(samples) == 0:
-        raise DataError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
+        raise UserError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
     return samples  # type: ignore[no-any-return]

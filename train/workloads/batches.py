@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from rankup.doctor import machine
-from rankup.errors import DataError
+from rankup.errors import UserError
 from rankup.group.group import Group
 
 from ..config import Config
@@ -18,14 +18,14 @@ from .workload import Workload
 def build_order(config: Config, group: Group, workload: Workload) -> Order:
     """The order of the training samples for this rank.
 
-    Raises UserError where ranks have different data, and DataError for fewer samples than one global batch.
+    Raises UserError where ranks have different data, and for fewer samples than one global batch.
     """
     group.must_match(
         "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
         remedy="Give all nodes the same files, or set --data-dir.",
     )
     if len(workload.train) < config.batch_size:
-        raise DataError(
+        raise UserError(
             f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
             f"{config.batch_size}. Set a smaller --batch-size."
         )

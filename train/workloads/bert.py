@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankup.errors import ConfigError, DataError
+from rankup.errors import UserError
 
 from ..config import Config
 
@@ -29,21 +29,21 @@ class WordPieceTokenizer:
     """Text -> the numbers of its word pieces between [CLS] and [SEP]."""
 
     def __init__(self, folder: Path, *, max_seq_len: int) -> None:
-        """Raises DataError, one line with the file's name, for a vocabulary that is missing or no BERT's."""
+        """Raises UserError, one line with the file's name, for a vocabulary that is missing or no BERT's."""
         from transformers import BertTokenizer
 
         self.max_seq_len = max_seq_len
         self.path = next((path for name in VOCABULARY[1:3] if (path := folder / name).exists()), None)
         if self.path is None:  # transformers would go on with an empty one
-            raise DataError(f"{folder}: must hold vocab.txt or tokenizer.json, got neither. {LAYOUT}")
+            raise UserError(f"{folder}: must hold vocab.txt or tokenizer.json, got neither. {LAYOUT}")
         try:
             # "[PAD]" in a text is text, not padding
             self.tokenizer = BertTokenizer.from_pretrained(folder, local_files_only=True, split_special_tokens=True)
             vocabulary = self.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
         except Exception as error:  # many types
-            raise DataError(f"{self.path}: must be a vocabulary of word pieces, got: {_one_line(error)}.") from None
+            raise UserError(f"{self.path}: must be a vocabulary of word pieces, got: {_one_line(error)}.") from None
         if missing := sorted(SPECIAL - vocabulary.keys()):
-            raise DataError(f"{self.path}: must hold the tokens {', '.join(sorted(SPECIAL))}, got no {missing[0]}.")
+            raise UserError(f"{self.path}: must hold the tokens {', '.join(sorted(SPECIAL))}, got no {missing[0]}.")
         self.size, self.pad = max(vocabulary.values()) + 1, vocabulary["[PAD]"]
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
@@ -72,11 +72,11 @@ def build_bert(
     """The tokenizer and the model of `bert_dir`, notes for the log, and a digest of the vocabulary and the config.
 
     `pretrained`: with the folder's weights. Without, a checkpoint's will follow, and the folder needs none. The head is
-    random, by the seed alone. Raises ConfigError and DataError, one line that names the file.
+    random, by the seed alone. Raises UserError, one line that names the file.
     """
     assert config.bert_dir is not None
     if missing := [name for name in ("transformers", "safetensors") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
+        raise UserError(
             f"bert_dir must be null without the package {missing[0]}, which is not installed. For a BERT: pip install "
             "'rankup[text]', in a checkout pip install -e '.[text]'"
         )
@@ -88,12 +88,12 @@ def build_bert(
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
-        raise DataError(
+        raise UserError(
             f"{tokenizer.path}: must have at most the {shape.vocab_size} tokens that config.json says (vocab_size), "
             f"got {tokenizer.size}. They are of two models: put those of one into a folder."
         )
     if config.max_seq_len > shape.max_position_embeddings:
-        raise ConfigError(
+        raise UserError(
             f"max_seq_len must be <= {shape.max_position_embeddings}, the positions that {folder}/config.json has "
             f"(max_position_embeddings), got {config.max_seq_len}. Longer texts are cut; set --max-seq-len."
         )
@@ -116,16 +116,16 @@ def build_bert(
 def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
     """The folder `name`; with `download`, also that of a model of this name at the Hugging Face hub.
 
-    A download leaves out the weights unless `pretrained`. Raises DataError if there is no such folder or model.
+    A download leaves out the weights unless `pretrained`. Raises UserError if there is no such folder or model.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or not HUB_NAME.fullmatch(name):
         problem = "a file" if folder.exists() else "which is not there"
-        raise DataError(f"bert_dir must be a folder, got {folder}, {problem}. {LAYOUT}")
+        raise UserError(f"bert_dir must be a folder, got {folder}, {problem}. {LAYOUT}")
     if not download:
-        raise DataError(
+        raise UserError(
             f"bert_dir must be a folder, got {name}, which is not one here. Nothing is downloaded unasked: if this is "
             "a name at the Hugging Face hub, set --bert-download, or fetch it yourself and name its folder."
         )
@@ -139,17 +139,17 @@ def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
                 break
     except Exception as error:  # many types: no network, no such name, no access
         why = _one_line(error)
-        raise DataError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
+        raise UserError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
     return folder
 
 
 def _shape(folder: Path, dropout: float) -> Any:
-    """config.json as transformers' BertConfig, with our dropout in place of its own. Raises DataError."""
+    """config.json as transformers' BertConfig, with our dropout in place of its own. Raises UserError."""
     from transformers import BertConfig
 
     path = folder / "config.json"
     if not path.exists():
-        raise DataError(f"{path}: is missing. {LAYOUT}")
+        raise UserError(f"{path}: is missing. {LAYOUT}")
     try:
         given, _ = BertConfig.get_config_dict(folder, local_files_only=True)
         kind = given.get("model_type", "bert")  # the first BERTs' files do not have it
@@ -158,16 +158,16 @@ def _shape(folder: Path, dropout: float) -> Any:
             heads = shape.num_attention_heads
             raise ValueError(f"hidden_size {shape.hidden_size} is no multiple of num_attention_heads {heads}")
     except Exception as error:  # many types
-        raise DataError(f"{path}: must be a BERT's, got: {_one_line(error)}.") from None
+        raise UserError(f"{path}: must be a BERT's, got: {_one_line(error)}.") from None
     if kind != "bert":
-        raise DataError(f'{path}: model_type must be bert, got "{kind}". Other models need a workload of your own.')
+        raise UserError(f'{path}: model_type must be bert, got "{kind}". Other models need a workload of your own.')
     return shape
 
 
 def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
     """The encoder with the folder's weights, and notes on what was left out or starts at random.
 
-    Raises DataError where a weight is missing, unknown or of another shape: transformers itself would go on with
+    Raises UserError where a weight is missing, unknown or of another shape: transformers itself would go on with
     random numbers there. Only the pooler may be missing: encoders are published without it.
     """
     from transformers import BertModel
@@ -180,15 +180,15 @@ def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
     except Exception as error:  # a damaged file raises one of half a dozen unrelated types
         small = [path.name for name in WEIGHTS for path in folder.glob(name) if path.stat().st_size < 1024]
         hint = f" {small[0]} may be Git LFS's pointer: run git lfs pull in that folder." if small else ""
-        raise DataError(f"{folder}: must hold weights that load, got: {_one_line(error)}.{hint} {LAYOUT}") from None
+        raise UserError(f"{folder}: must hold weights that load, got: {_one_line(error)}.{hint} {LAYOUT}") from None
     for key, got, expected in info["mismatched_keys"]:
-        raise DataError(f"{folder}: {key} must have shape {tuple(expected)} by config.json, got {tuple(got)}.")
+        raise UserError(f"{folder}: {key} must have shape {tuple(expected)} by config.json, got {tuple(got)}.")
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     heads = [key for key in extra if key.split(".")[0] in ("cls", "classifier", "qa_outputs")]
     if lacking := [key for key in missing if not key.startswith("pooler.")]:
-        raise DataError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
+        raise UserError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
     if unknown := [key for key in extra if key not in heads]:
-        raise DataError(f"{folder}: must hold the encoder that config.json describes, got also {_some(unknown)}.")
+        raise UserError(f"{folder}: must hold the encoder that config.json describes, got also {_some(unknown)}.")
     notes = [f"{folder}: left out what belongs to other heads ({_some(heads)})"] if heads else []
     if missing:
         notes.append(f"{folder}: no {_some(missing)}, which start at random as the head does")

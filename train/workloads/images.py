@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 from ..config import Config
 from ..config.settings import Augment
@@ -44,10 +44,10 @@ class Normalize:
 
 
 def build(config: Config) -> Workload:
-    """The workload of `config.dataset` and `config.model`. Raises DataError, ConfigError."""
+    """The workload of `config.dataset` and `config.model`. Raises UserError."""
     train, test = load(config)
     if len(train.classes) != len(test.classes):
-        raise DataError(f"{train.origin}: train and test must have the same classes, got {train.classes} and others.")
+        raise UserError(f"{train.origin}: train and test must have the same classes, got {train.classes} and others.")
     channels, size = _shape(train)
     num_classes = len(train.classes)
     samples = _samples(train, config, augment=config.augment)
@@ -78,12 +78,12 @@ def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: A
 
 
 def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:
-    """Channels and size (height = width) of the images. Raises DataError if they are not square."""
+    """Channels and size (height = width) of the images. Raises UserError if they are not square."""
     if not isinstance(found, TensorSamples):
         return 3, found.image_size
     channels, height, width = found.images.shape[1:]
     if height != width:
-        raise DataError(f"{found.origin}: images must be square, got {height} x {width}. Set --image-size.")
+        raise UserError(f"{found.origin}: images must be square, got {height} x {width}. Set --image-size.")
     return channels, height
 
 
@@ -101,7 +101,7 @@ def _open_input(
     found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]
     files = sorted(map(str, found))
     if not files or not root.exists():
-        raise DataError(f"--input must be an image or a folder of images, got {path}, where there is none.")
+        raise UserError(f"--input must be an image or a folder of images, got {path}, where there is none.")
     unknown = torch.zeros(len(files), dtype=torch.int64)
     margin = isinstance(train, FileSamples) and train.margin
     samples = FileSamples(

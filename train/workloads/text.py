@@ -98,7 +98,7 @@ class TextSamples:
 def build(config: Config, *, pretrained: bool = True) -> Workload:
     """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`.
 
-    Raises DataError, ConfigError.
+    Raises UserError.
     """
     found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
     num_classes = len(found.classes)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 from ..config.schema import nearest
 
@@ -12,7 +12,7 @@ from ..config.schema import nearest
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
     """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights.
 
-    `name`: cnn, mlp, or one of torchvision's classifiers. Raises ConfigError for an unknown name, for images of a size
+    `name`: cnn, mlp, or one of torchvision's classifiers. Raises UserError for an unknown name, for images of a size
     that the model cannot take, and for dropout where it has none.
     """
     if name == "cnn":
@@ -27,11 +27,11 @@ def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Mod
     """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts.
 
     0.41 million parameters for 28 x 28 pixels. It has no batch norm, whose statistics are those of one rank's samples:
-    N ranks would not train like one. Raises ConfigError for images smaller than 4 x 4.
+    N ranks would not train like one. Raises UserError for images smaller than 4 x 4.
     """
     side = size // 4
     if side == 0:
-        raise ConfigError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
+        raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -47,7 +47,7 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
     known = models.list_models(module=models)
     if name not in known:
         close = nearest(name, ["cnn", "mlp", *known])
-        raise ConfigError(
+        raise UserError(
             f'model must be cnn, mlp or a torchvision classifier, got "{name}"'
             + (", torchvision's for another purpose." if name in models.list_models() else ".")
             + (f' Did you mean "{close}"?' if close else "")
@@ -70,10 +70,10 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
     except TypeError:
         if "dropout" not in options:
             raise
-        raise ConfigError(f"dropout can't be set for model {name}, got {dropout:g}. Leave --dropout out.") from None
+        raise UserError(f"dropout can't be set for model {name}, got {dropout:g}. Leave --dropout out.") from None
     except (ValueError, AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0].rstrip(".!")
-        raise ConfigError(
+        raise UserError(
             f"model {name} must get images of a size that it can take, got {size} x {size}: {reason}. "
             "Set --image-size (224 suits every model), or choose another --model."
         ) from None
@@ -95,7 +95,7 @@ def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
 def _first_convolution_for(model: nn.Module, channels: int) -> None:
     """Make the first convolution one of `channels` input channels, with torch's own initial weights.
 
-    Raises ConfigError if there is none.
+    Raises UserError if there is none.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -103,4 +103,4 @@ def _first_convolution_for(model: nn.Module, channels: int) -> None:
             module.weight = nn.Parameter(torch.empty(module.out_channels, channels, *module.kernel_size))
             module.reset_parameters()
             return
-    raise ConfigError(f"the model must begin with a convolution to take {channels} channels. Use RGB images.")
+    raise UserError(f"the model must begin with a convolution to take {channels} channels. Use RGB images.")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankup
-from rankup.loop.seeds import derive_seed
+from rankup.seeds import derive_seed
 from tests.bench.racers import shared
 from train.parallel.allocator import keep_freed_memory
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from rankup.loop.seeds import derive_seed
+from rankup.seeds import derive_seed
 from train.config import Config
 from train.data import TensorSamples
 from train.workloads.classification import Classification

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rankup.errors import ConfigError
+from rankup.errors import UserError
 
 from ...config import Config
 from ...config.schema import is_choice
@@ -40,13 +40,13 @@ def load(
     takes time. Fashion-MNIST, the default, gives way to the digits that ship with the program if it is neither found
     nor downloaded and no data_dir is given: `.name` says which set it is, and all ranks of a job must compare it.
     With image_size, images in memory are scaled to that height and width.
-    Raises DataError, one line with the file's path, for data that are missing, damaged or not what they claim to be;
-    ConfigError for a data set that is not in SOURCES.
+    Raises UserError, one line with the file's path, for data that are missing, damaged or not what they claim to be;
+    UserError for a data set that is not in SOURCES.
     """
     source_name = next((SOURCES[name] for name in SOURCES if is_choice(config.dataset, name)), None)
     if source_name is None:
         # The command line has checked this already; a Config made by hand has not.
-        raise ConfigError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
+        raise UserError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
     source = importlib.import_module(f".{source_name}", __package__)
     try:
         train, test = source.load(config, say)

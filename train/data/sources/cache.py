@@ -5,21 +5,21 @@ import tempfile
 from pathlib import Path
 
 from rankup.env.rank_env import cache_folder
-from rankup.errors import DataError
+from rankup.errors import UserError
 from rankup.places.cache import is_own
 
 
 def visible(root: Path) -> list[str]:
     """The names in a folder, sorted, without hidden ones (locks and unfinished downloads are hidden).
 
-    [] if there is no such folder. Raises DataError if it is not a folder or cannot be listed.
+    [] if there is no such folder. Raises UserError if it is not a folder or cannot be listed.
     """
     try:
         return sorted(name for name in os.listdir(root) if not name.startswith("."))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise DataError(f"{root}: data_dir must be a folder that can be read ({error.strerror}).") from error
+        raise UserError(f"{root}: data_dir must be a folder that can be read ({error.strerror}).") from error
 
 
 def cache_roots() -> list[Path]:
@@ -38,7 +38,7 @@ def cached(name: str) -> Path | None:
 
 
 def writable_cache() -> Path:
-    """The first cache folder that can be written, created if it is missing. Raises DataError if there is none."""
+    """The first cache folder that can be written, created if it is missing. Raises UserError if there is none."""
     roots = cache_roots()
     for root in roots:
         try:
@@ -48,7 +48,7 @@ def writable_cache() -> Path:
             continue
         if is_own(root) and os.access(root, os.W_OK | os.X_OK):
             return root
-    raise DataError(
+    raise UserError(
         f"{' and '.join(map(str, roots))}: cannot be written, so no data can be kept there. "
         "Set RANKUP_CACHE or data_dir to a folder that can."
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
@@ -20,7 +20,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on; from data_dir, the cache, or downloaded.
 
-    Raises DataError for data that are missing or whose md5 differs from torchvision's, NotFetched if they cannot be
+    Raises UserError for data that are missing or whose md5 differs from torchvision's, NotFetched if they cannot be
     downloaded.
     """
     if config.data_dir is not None:
@@ -29,7 +29,7 @@ def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
             root = root.parent
         others = visible(root)
         if not (root / FOLDER).is_dir() and others:
-            raise DataError(
+            raise UserError(
                 f"{root}: holds no folder {FOLDER}, but {others[0]}. "
                 "Set data_dir to the folder that holds it, or to an empty one to download to."
             )
@@ -62,7 +62,7 @@ def _read(root: Path, *, train: bool) -> TensorSamples:
         published = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
         bad = next((folder / name for name, md5 in published if not check_integrity(folder / name, md5)), folder)
         state = "is damaged or not the published one (its md5 differs)" if bad.exists() else "is missing"
-        raise DataError(f"{bad}: {state}. Remove {folder} and run again to download it.") from error
+        raise UserError(f"{bad}: {state}. Remove {folder} and run again to download it.") from error
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
     return TensorSamples(
         images, torch.tensor(found.targets, dtype=torch.int64), CLASSES, mean=(0.4914, 0.4822, 0.4465),

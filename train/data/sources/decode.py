@@ -12,7 +12,7 @@ import torch
 import torchvision  # noqa: F401 (it registers torch.ops.image)
 from PIL import ExifTags, Image
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 # PIL's name of a format -> torchvision's operator, which is faster: JPEG 1.2 to 2 times, WebP 1.6 times; PNG would not
 # be. MPO is what many phones write: a JPEG with more pictures behind it. The functions in torchvision.io warn, for each
@@ -31,13 +31,13 @@ _TURNS: dict[Any, tuple[bool, tuple[int, ...]]] = {
 
 
 def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
-    """One image file, see `decode_bytes`. Raises DataError, naming the file, if it is missing or can't be decoded."""
+    """One image file, see `decode_bytes`. Raises UserError, naming the file, if it is missing or can't be decoded."""
     try:
         data = bytearray(Path(path).read_bytes())
     except FileNotFoundError as error:
-        raise DataError(f"{path}: is gone since the folder was listed.") from error
+        raise UserError(f"{path}: is gone since the folder was listed.") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
     return decode_bytes(data, path, at_least=at_least)
 
 
@@ -47,7 +47,7 @@ def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> 
 
     With `at_least`, a JPEG that is to be made smaller may be decoded at 1/2, 1/4 or 1/8, neither side below so many
     pixels: of large photographs that takes a third of the time.
-    Raises DataError if it is truncated, no image, or too large to be decoded.
+    Raises UserError if it is truncated, no image, or too large to be decoded.
     """
     try:
         # PIL reads the head alone here, 25 µs. It says what the file is, and refuses one that would fill the memory.
@@ -66,11 +66,11 @@ def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> 
             # After the decoding: PIL turns a TIFF by itself, and forgets its orientation then
             return _upright(image, _orientation(file))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
+        raise UserError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
     # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{name}: is no image that can be decoded ({reason}). Remove or repair it.") from error
+        raise UserError(f"{name}: is no image that can be decoded ({reason}). Remove or repair it.") from error
 
 
 def _decode_fast(data: bytearray, format: str) -> torch.Tensor | None:

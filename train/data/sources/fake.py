@@ -2,7 +2,7 @@
 
 import torch
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
@@ -14,7 +14,7 @@ GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32.
 
-    Raises DataError if they do not fit in memory.
+    Raises UserError if they do not fit in memory.
     """
     return _half(config, train=True), _half(config, train=False)
 
@@ -37,7 +37,7 @@ def _half(config: Config, *, train: bool) -> TensorSamples:
         images = torch.randint(0, 192, (count, 3, image_size, image_size), generator=own, dtype=torch.uint8)
     except RuntimeError as error:
         needed = count * 3 * image_size * image_size / 1e9
-        raise DataError(
+        raise UserError(
             f"fake_samples must be so few that they fit in memory, got {samples} ({needed:.1f} GB). Choose fewer."
         ) from error
     for start in range(0, count, 1024):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 Say = Callable[[str], None]
 
@@ -29,7 +29,7 @@ SILENCE_S = 10.0  # give up when a server has sent nothing for this long
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
-class NotFetched(DataError):
+class NotFetched(UserError):
     """No source gave the data set: there is no network, or each of them refused."""
 
 
@@ -44,7 +44,7 @@ class Remote:
     folder: str  # what appears below the root in the end
     files: Callable[[], Sequence[tuple[Sequence[str], str]]]  # the addresses of each file, and its md5; unpacked ...
     inside: str  # ... into this folder
-    check: Callable[[Path], object]  # raises DataError unless `folder` is complete
+    check: Callable[[Path], object]  # raises UserError unless `folder` is complete
     package: str | None = None  # the Debian package
     place: str = ""  # the folder to take from the package in place of `inside`
 
@@ -86,12 +86,12 @@ def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iter
     """`locked` for a download, which holds a lock file of its own beside `path`.
 
     A block that raises NotFetched leaves the reason there: the processes that waited raise it too, instead of trying
-    the same in vain one after the other. Raises DataError if another process takes much longer than `timeout_s`.
+    the same in vain one after the other. Raises UserError if another process takes much longer than `timeout_s`.
     """
 
     def waiting(waited_s: float) -> None:
         if waited_s > timeout_s + GRACE_S:
-            raise DataError(
+            raise UserError(
                 f"{path.parent}: another process has not finished downloading {title} after {waited_s:.0f} s. "
                 f"Is it alive? (download_timeout_s is {timeout_s:g})"
             )
@@ -113,7 +113,7 @@ def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iter
 def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     """Return root/remote.folder, fetched and checked by this process or by another on this node.
 
-    `say` gets a line now and then. Raises NotFetched if no source gives it, DataError if `root` cannot be written or
+    `say` gets a line now and then. Raises NotFetched if no source gives it, UserError if `root` cannot be written or
     the process that downloads does not finish within `timeout_s`.
     """
     target = root.absolute() / remote.folder
@@ -129,7 +129,7 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
                 say(f"downloading {remote.title} to {root} (once, at most {timeout_s:g} s)")
                 _download(remote, target, timeout_s=timeout_s, say=say)
     except OSError as error:
-        raise DataError(
+        raise UserError(
             f"{error.filename or root}: {remote.title} cannot be stored there ({error.strerror}). "
             "Name a folder with room that can be written in data_dir or RANKUP_CACHE."
         ) from error

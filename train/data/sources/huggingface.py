@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from rankup.errors import ConfigError, DataError
-from rankup.places.urls import is_url
+from rankup.errors import UserError
+from rankup.urls import is_url
 
 from ...config import Config
 from ...config.schema import flag
@@ -40,7 +40,7 @@ COMPARED = 100  # images whose bytes are part of the digest; of all others only 
 def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     """The images of the splits that the settings name, in the order of their rows.
 
-    Raises ConfigError without `datasets`; DataError, naming split, column and row, for what is not there and for rows
+    Raises UserError without `datasets`; naming split, column and row, for what is not there and for rows
     without a label.
     """
     halves = open_rows(config, _is_image, what="images", say=say)
@@ -52,7 +52,7 @@ def load_texts(config: Config) -> Texts:
     """The texts of the splits that the settings name. The classes are those that the column of labels
     declares, else its values, sorted.
 
-    Raises ConfigError without `datasets`; DataError, naming split and column, for what is not there, and for more rows
+    Raises UserError without `datasets`; naming split and column, for what is not there, and for more rows
     without a text or a label than `max_bad_lines` allows.
     """
     halves = open_rows(config, _is_text, what="texts", usual="text", say=print_to_stderr)
@@ -82,11 +82,11 @@ def _line(error: BaseException) -> str:
 def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
     """Split -> `datasets.Dataset`, from the place that `config.dataset` names behind hf:.
 
-    Nothing is downloaded unless hf_download is set, and then once per node. Raises ConfigError without the package
-    `datasets`, DataError for what is neither a folder nor cached, or can't be read, NotFetched if the hub refuses.
+    Nothing is downloaded unless hf_download is set, and then once per node. Raises UserError without the package
+    `datasets`, UserError for what is neither a folder nor cached, or can't be read, NotFetched if the hub refuses.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise ConfigError(
+        raise UserError(
             f"dataset must be another than {config.dataset} without the package datasets, which is not installed: "
             "pip install 'rankup[hf]', in a checkout pip install -e '.[hf]'"
         )
@@ -102,13 +102,13 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
                 saved = any((folder / file).is_file() for file in SAVED)
                 found = datasets.load_from_disk(where) if saved else datasets.load_dataset(where, config.hf_config)
         except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room
-            raise DataError(f"{folder}: can't be read as a Hugging Face data set ({_line(error)}).") from error
+            raise UserError(f"{folder}: can't be read as a Hugging Face data set ({_line(error)}).") from error
         return found if isinstance(found, Mapping) else {"train": found}
     # "csv" and the like are no names to `datasets`: they mean all such files below the working directory
     if not HUB_NAME.fullmatch(name) or folder.exists() or name in _PACKAGED_DATASETS_MODULES:
         problem = "which is a file" if folder.exists() else "which is not there"
         got = "an address" if is_url(name) else f"{config.dataset}, {problem}"  # an address may have a password in it
-        raise DataError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
+        raise UserError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
     cached = _cached(name, config)
     if cached is None and config.hf_download:
         title, lock = f"{name} from the Hugging Face hub", writable_cache() / f"hf-{name.replace('/', '--')}"
@@ -119,7 +119,7 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
                 cached = _cached(name, config)
     if cached is None:
         asked = f" with configuration {config.hf_config}" if config.hf_config else ""
-        raise DataError(
+        raise UserError(
             f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and not "
             f"cached here{asked}. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set "
             "--hf-download."
@@ -128,7 +128,7 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
 
 
 def _cached(name: str, config: Config) -> Mapping[str, Any] | None:
-    """What `load_dataset` has kept of a name, None if nothing. Raises DataError for several configurations, unnamed.
+    """What `load_dataset` has kept of a name, None if nothing. Raises UserError for several configurations, unnamed.
 
     Not the files that the hub's own cache may have: nothing says whether they are all, or those before a broken end.
     """
@@ -141,7 +141,7 @@ def _cached(name: str, config: Config) -> Mapping[str, Any] | None:
     except ValueError as error:
         if config.hf_download:
             return None
-        raise DataError(f"{config.dataset}: what is cached can't be used ({_line(error)}).") from error
+        raise UserError(f"{config.dataset}: what is cached can't be used ({_line(error)}).") from error
     except Exception:  # of many types: to `datasets` it is the hub that can't be reached
         return None
 
@@ -202,27 +202,27 @@ class Rows:
         return self.stop - self.start
 
     def column(self, name: str) -> Any:
-        """The values of a column, a pyarrow.ChunkedArray. Raises DataError if they are damaged."""
+        """The values of a column, a pyarrow.ChunkedArray. Raises UserError if they are damaged."""
         import pyarrow
 
         found = self.table.data.column(name).slice(self.start, len(self))
         try:
             found.validate(full=True)  # pyarrow would follow a damaged offset out of the file, and crash
         except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{self.where}: column {name} is damaged ({_line(error)}).") from None
+            raise UserError(f"{self.where}: column {name} is damaged ({_line(error)}).") from None
         return found
 
     def chosen(self, setting: str, wanted: str | None, candidates: Sequence[str], *, what: str) -> str:
-        """The column that the setting names, or the only one of `candidates`. Raises DataError, naming those there
+        """The column that the setting names, or the only one of `candidates`. Raises UserError, naming those there
         are."""
         names = ", ".join(self.table.features)
         if wanted is None:
             if len(candidates) != 1:
                 got = f"several, {', '.join(candidates)}" if candidates else f"the columns {names}"
-                raise DataError(f"{self.where}: must have one column of {what}, got {got}. Name it by {flag(setting)}.")
+                raise UserError(f"{self.where}: must have one column of {what}, got {got}. Name it by {flag(setting)}.")
             return candidates[0]
         if wanted not in self.table.features:
-            raise DataError(f"{self.where}: {flag(setting)} must be one of its columns, {names}, got {wanted}.")
+            raise UserError(f"{self.where}: {flag(setting)} must be one of its columns, {names}, got {wanted}.")
         return wanted
 
 
@@ -230,7 +230,7 @@ def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say
     """The rows to train and to evaluate on, with their labels. `fits`: whether a column's feature holds `what`;
     `usual`: the column that is taken if no other is named.
 
-    Raises ConfigError without the package `datasets`; DataError, naming the columns there are, for a data set, split,
+    Raises UserError without the package `datasets`; naming the columns there are, for a data set, split,
     part or column that is not there, for labels that are none, and for fewer than two classes.
     """
     splits = open_splits(config, say=say)
@@ -239,7 +239,7 @@ def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say
         wanted = [*EVALUATED[config.eval_split], *(name for names in EVALUATED.values() for name in names)]
         evaluated = next((name for name in wanted if name in splits), None)
     if evaluated is None:
-        raise DataError(
+        raise UserError(
             f"{config.dataset}: must have a split to evaluate on, got only {', '.join(splits)}. Name one by "
             "--hf-eval-split, or take parts of one: --hf-train-split train[:90%] --hf-eval-split train[90%:]"
         )
@@ -255,12 +255,12 @@ def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say
     train.input = train.chosen("input_column", config.input_column, [usual] if usual in others else others, what=what)
     if train.input not in fitting:
         got = f"{train.input}, of {features[train.input]}"
-        raise DataError(f"{train.where}: --input-column must be a column of {what}, got {got}.")
+        raise UserError(f"{train.where}: --input-column must be a column of {what}, got {got}.")
     test.input = test.chosen("input_column", train.input, (), what=what)
     test.label = test.chosen("label_column", train.label, (), what="labels")
     _read_labels(train)
     if len(train.classes) < 2:
-        raise DataError(
+        raise UserError(
             f"{train.where}: must have at least two labels to tell apart, got only {(*train.classes, 'none')[0]}."
         )
     _read_labels(test)
@@ -268,29 +268,29 @@ def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say
 
 
 def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Rows:
-    """The rows of a split, or of a part of one such as train[:90%]. Raises DataError."""
+    """The rows of a split, or of a part of one such as train[:90%]. Raises UserError."""
     from datasets import ReadInstruction
 
     sizes = {split: len(table) for split, table in splits.items()}
     split = wanted.partition("[")[0]
     if split not in splits:
-        raise DataError(f"{name}: {flag(setting)} must be one of its splits, {', '.join(splits)}, got {wanted}.")
+        raise UserError(f"{name}: {flag(setting)} must be one of its splits, {', '.join(splits)}, got {wanted}.")
     try:
         found = ReadInstruction.from_spec(wanted).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
-        raise DataError(
+        raise UserError(
             f"{name}: {flag(setting)} must be a split or a part of one, such as {split}[:90%], got {wanted} "
             f"({_line(error)})."
         ) from None
     start, stop = found[0].from_ or 0, sizes[split] if found[0].to is None else found[0].to
     if len(found) > 1 or not start < stop:
         problem = "which is several" if len(found) > 1 else f"without rows ({split} has {sizes[split]})"
-        raise DataError(f"{name}: {flag(setting)} must be one part with rows, got {wanted}, {problem}.")
+        raise UserError(f"{name}: {flag(setting)} must be one part with rows, got {wanted}, {problem}.")
     return Rows(splits[split], split, start, stop, f"{name}, split {split}")
 
 
 def _read_labels(rows: Rows) -> None:
-    """Raises DataError for a column of anything but texts, integers and class labels."""
+    """Raises UserError for a column of anything but texts, integers and class labels."""
     from datasets import ClassLabel, Value
 
     name, feature = rows.label, rows.table.features[rows.label]
@@ -299,12 +299,12 @@ def _read_labels(rows: Rows) -> None:
         names = tuple(feature.names)
         for row, value in enumerate(values, rows.start):
             if value is not None and not -1 <= value < len(names):
-                raise DataError(f"{rows.where}: {name} must be 0..{len(names) - 1}, got {value} in row {row}.")
+                raise UserError(f"{rows.where}: {name} must be 0..{len(names) - 1}, got {value} in row {row}.")
         # -1 stands for a label that was not published
         rows.labels, rows.classes = [None if value in (None, -1) else names[value] for value in values], names
         return
     if not isinstance(feature, Value) or feature.dtype.startswith(("float", "double", "binary", "date", "time")):
-        raise DataError(f"{rows.where}: {name} must be a column of texts, integers or class labels, got {feature}.")
+        raise UserError(f"{rows.where}: {name} must be a column of texts, integers or class labels, got {feature}.")
     rows.labels = [None if value is None else str(value) for value in values]
     rows.classes = tuple(map(str, sorted({value for value in values if value is not None})))
 
@@ -329,7 +329,7 @@ class ImageColumn:
     rows: Rows
 
     def read(self, number: int) -> bytearray:
-        """The bytes of one. Raises DataError for an image that is a file of its own and can't be read."""
+        """The bytes of one. Raises UserError for an image that is a file of its own and can't be read."""
         cell = self.rows.table.data.column(self.rows.input)[self.rows.start + number].as_py()
         found = cell["bytes"] if isinstance(cell, dict) else cell
         if found is not None:
@@ -337,11 +337,11 @@ class ImageColumn:
         try:
             return bytearray(Path(cell["path"]).read_bytes())
         except OSError as error:
-            raise DataError(f"{cell['path']}: can't be read ({error.strerror}).") from error
+            raise UserError(f"{cell['path']}: can't be read ({error.strerror}).") from error
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
-    """Raises DataError, naming the first row that has no image or no label."""
+    """Raises UserError, naming the first row that has no image or no label."""
     import pyarrow
     import pyarrow.compute
 
@@ -349,7 +349,7 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     for row, label in enumerate(rows.labels, rows.start):
         if label not in place:
             got = "none" if label is None else f"{label}, which the training rows lack,"
-            raise DataError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
+            raise UserError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
     labels = torch.tensor([place[label] for label in rows.labels if label is not None], dtype=torch.int64)
     encoded, images = rows.column(rows.input), ImageColumn(replace(rows, labels=()))
     files: list[str | None] = [None] * len(rows)
@@ -359,7 +359,7 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     title, paths = _title(config), []
     for row, (has_bytes, file) in enumerate(zip(encoded.is_valid().to_pylist(), files, strict=True), rows.start):
         if not has_bytes and not file:
-            raise DataError(f"{rows.where}: {rows.input} must hold an image in each row, got none in row {row}.")
+            raise UserError(f"{rows.where}: {rows.input} must hold an image in each row, got none in row {row}.")
         paths.append(f"{title}/{rows.split}/{row}" if has_bytes or not file else file)
     lengths = pyarrow.compute.binary_length(encoded).to_pylist()  # from the offsets: no image is read
     # The same on every node, unlike the fingerprint of `datasets`, in which the folder's name and its files' times are

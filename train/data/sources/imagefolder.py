@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 from ...config import Config
 from ..file_samples import FileSamples
@@ -23,7 +23,7 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     """The images of data_dir/train and of data_dir/val (else test). Without these folders, nine in ten images of each
     class are to train on and the others to test on, chosen by a digest of their names: always the same.
 
-    Files are listed in the order of their names, hidden ones left out; none is opened. Raises DataError, naming the
+    Files are listed in the order of their names, hidden ones left out; none is opened. Raises UserError, naming the
     path, for no images, an empty class, a file with another extension, or classes that differ between the halves.
     """
     assert config.data_dir is not None, "Config refuses imagefolder without data_dir"
@@ -37,11 +37,11 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
         return _file_sets((trained, root), (tested, root), config=config)
     for half, other in ((train, test), (test, train)):
         if not half.is_dir():
-            raise DataError(f"{half}: is missing beside {other.name}/. {LAYOUT}")
+            raise UserError(f"{half}: is missing beside {other.name}/. {LAYOUT}")
     train_files, test_files = _list_classes(train), _list_classes(test)
     for name in sorted(set(train_files) ^ set(test_files)):
         here, there = (train, test) if name in train_files else (test, train)
-        raise DataError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
+        raise UserError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
     return _file_sets((train_files, train), (test_files, test), config=config)
 
 
@@ -69,13 +69,13 @@ def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def _list_classes(root: Path) -> dict[str, list[str]]:
     folders = _folders(root)
     if not folders:
-        raise DataError(f"{root}: holds no class folders, so there is no image to learn from. {LAYOUT}")
+        raise UserError(f"{root}: holds no class folders, so there is no image to learn from. {LAYOUT}")
     return {folder.name: _list_images(folder) for folder in folders}
 
 
@@ -84,7 +84,7 @@ def _folders(root: Path) -> list[Path]:
         with os.scandir(root) as entries:
             found = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
-        raise DataError(f"{root}: cannot be read ({error.strerror}). {LAYOUT}") from error
+        raise UserError(f"{root}: cannot be read ({error.strerror}). {LAYOUT}") from error
     return [root / name for name in sorted(found)]
 
 
@@ -93,7 +93,7 @@ def _list_images(folder: Path) -> list[str]:
     images = []
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}).") from error
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}).") from error
 
     for where, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -102,17 +102,17 @@ def _list_images(folder: Path) -> list[str]:
                 continue
             path = os.path.join(where, name)
             if not name.lower().endswith(EXTENSIONS):
-                raise DataError(f"{path}: is no image (known are {' '.join(EXTENSIONS)}). Remove or rename it.")
+                raise UserError(f"{path}: is no image (known are {' '.join(EXTENSIONS)}). Remove or rename it.")
             images.append(path)
     if not images:
-        raise DataError(f"{folder}: holds no images. Remove the empty class folder or fill it.")
+        raise UserError(f"{folder}: holds no images. Remove the empty class folder or fill it.")
     return sorted(images)
 
 
 def _split(folder: Path, paths: list[str]) -> tuple[list[str], list[str]]:
     """The images of one class to train on, and to test on: one in ten, at least one."""
     if len(paths) < 2:
-        raise DataError(f"{folder}: holds one image, and a class needs two: one to train on, one to test on.")
+        raise UserError(f"{folder}: holds one image, and a class needs two: one to train on, one to test on.")
     # By digest, not by order: pictures of one series have neighbouring names.
     by_digest = sorted(paths, key=lambda p: hashlib.sha256(os.fsencode(os.path.relpath(p, folder))).digest())
     tested = set(by_digest[: max(1, len(paths) // 10)])

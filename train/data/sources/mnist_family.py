@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
@@ -76,7 +76,7 @@ def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     """The training half and the test half, uint8 [N, 1, H, W]: 28 x 28 pixels, the digits that ship 8 x 8.
 
     The digits take the place of Fashion-MNIST where it cannot be fetched and the user named no data_dir: a first try
-    without a network shall train something. `say` gets a line then. Raises DataError, see `locate`.
+    without a network shall train something. `say` gets a line then. Raises UserError, see `locate`.
     """
     family = FAMILIES[config.dataset]
     data_dir = None if config.dataset == "digits" else config.data_dir
@@ -95,7 +95,7 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
 
     In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise on this
     machine, where Debian's package has it, then in the cache, then downloaded to the cache.
-    Raises NotFetched if no source gives the set, DataError for a folder that holds something else, or half of it.
+    Raises NotFetched if no source gives the set, UserError for a folder that holds something else, or half of it.
     """
 
     def published() -> Sequence[tuple[Sequence[str], str]]:
@@ -108,7 +108,7 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
         for train, count in zip((True, False), family.counts, strict=True):
             found = len(read_half(folder / "raw", family, train=train))
             if found != count:
-                raise DataError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
+                raise UserError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
 
     if data_dir is not None:
         root = Path(data_dir).expanduser()
@@ -118,7 +118,7 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
         folder = find_files(root, family)
         if folder is None and others:
             names = ", ".join(name for pair in FILES.values() for name in pair)
-            raise DataError(
+            raise UserError(
                 f"{root}: holds none of the files of {family.title} ({names}; plain or .gz), but {others[0]}. "
                 "Set data_dir to the folder that holds them, or to an empty one to download to."
             )
@@ -138,7 +138,7 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
 def find_files(root: Path, family: Family) -> Path | None:
     """The folder below `root` that holds the four files, plain or .gz: root itself or torchvision's layout.
 
-    None if neither holds any of them. Raises DataError if some are there and others are missing.
+    None if neither holds any of them. Raises UserError if some are there and others are missing.
     """
     for folder in (root, root / family.folder / "raw"):
         found = {name: _file(folder, name) for pair in FILES.values() for name in pair}
@@ -146,12 +146,12 @@ def find_files(root: Path, family: Family) -> Path | None:
             return folder
         if any(found.values()):
             missing = ", ".join(name for name, path in found.items() if path is None)
-            raise DataError(f"{folder}: {missing} (or .gz) missing beside the other files of {family.title}. Add it.")
+            raise UserError(f"{folder}: {missing} (or .gz) missing beside the other files of {family.title}. Add it.")
     return None
 
 
 def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamples]:
-    """The training half and the test half from the folder that `locate` gave. Raises DataError, see `read_half`.
+    """The training half and the test half from the folder that `locate` gave. Raises UserError, see `read_half`.
 
     Other images than the published ones get a name of their own: a run on the one does not go on with the other.
     """
@@ -169,19 +169,19 @@ def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamp
 def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
     """Read one half of a set from a folder: images uint8 [N, 1, H, W], labels int64 [N].
 
-    Raises DataError, naming the file, if one is missing or damaged, the counts differ or a label is out of range.
+    Raises UserError, naming the file, if one is missing or damaged, the counts differ or a label is out of range.
     """
     image_path, label_path = (_file(folder, name) or folder / name for name in FILES[train])
     images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
     if len(images) != len(labels):
-        raise DataError(
+        raise UserError(
             f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}. "
             "The two files belong to different sets."
         )
     highest = int(labels.max())
     if highest >= len(family.classes):
         where = int((labels >= len(family.classes)).nonzero()[0])
-        raise DataError(
+        raise UserError(
             f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.title}, got {int(labels[where])} "
             f"at item {where}. Is it another set's file?"
         )
@@ -202,7 +202,7 @@ def _file(folder: Path, name: str) -> Path | None:
 def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     """Read one IDX file: uint8 [N, H, W] for images, uint8 [N] for labels.
 
-    Raises DataError, naming the file, if it cannot be read, is not of that kind, is empty, truncated or too long.
+    Raises UserError, naming the file, if it cannot be read, is not of that kind, is empty, truncated or too long.
     """
     num_sizes = 3 if expect == "images" else 1
     try:
@@ -210,20 +210,20 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
             packed = file.peek(2)[:2] == b"\x1f\x8b"
             content = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: corrupt gzip data ({error}). {DAMAGED}") from error
+        raise UserError(f"{path}: corrupt gzip data ({error}). {DAMAGED}") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}).") from error
     if len(content) > MOST_BYTES:
-        raise DataError(f"{path}: holds more than {MOST_BYTES:,} bytes, unpacked. {DAMAGED}")
+        raise UserError(f"{path}: holds more than {MOST_BYTES:,} bytes, unpacked. {DAMAGED}")
     if content[:4] != MAGIC[expect]:
         if content[:4] in MAGIC.values():
             other = "labels" if expect == "images" else "images"
-            raise DataError(f"{path}: holds {other} where {expect} are expected. Are two files swapped or misnamed?")
-        raise DataError(f"{path}: is no IDX file of {expect} (it starts with {content[:4]!r}). {DAMAGED}")
+            raise UserError(f"{path}: holds {other} where {expect} are expected. Are two files swapped or misnamed?")
+        raise UserError(f"{path}: is no IDX file of {expect} (it starts with {content[:4]!r}). {DAMAGED}")
     values_at = 4 + 4 * num_sizes
     shape = struct.unpack(f">{num_sizes}I", content[4:values_at].ljust(4 * num_sizes, b"\0"))
     claimed, there = math.prod(shape), len(content) - values_at
     if claimed == 0 or claimed != there:
         written = "x".join(map(str, shape))
-        raise DataError(f"{path}: holds {max(0, there)} values, and its header says {written}. {DAMAGED}")
+        raise UserError(f"{path}: holds {max(0, there)} values, and its header says {written}. {DAMAGED}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=values_at).reshape(shape)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankup.errors import DataError
+from rankup.errors import UserError
 
 from ...config import Config
 
@@ -49,22 +49,22 @@ def load_texts(config: Config) -> Texts:
     """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names.
 
     Both are cut, to limit_train and limit_eval. If there is no such part to evaluate on, the other of dev and test is
-    taken. The classes are those of the training part, sorted. Raises DataError, naming file and lines, for missing or
+    taken. The classes are those of the training part, sorted. Raises UserError, naming file and lines, for missing or
     empty files and for more bad lines than `max_bad_lines` allows.
     """
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
     if train_path is None:
-        raise DataError(f"{folder}: must hold texts to train on, got no file train.txt or .tsv. {LAYOUT}")
+        raise UserError(f"{folder}: must hold texts to train on, got no file train.txt or .tsv. {LAYOUT}")
     other = "test" if config.eval_split == "dev" else "dev"
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
     if evaluation_path is None:
         problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
-        raise DataError(f"{folder}: {problem}. {LAYOUT}")
+        raise UserError(f"{folder}: {problem}. {LAYOUT}")
     train, found = keep_good(_rows(train_path), train_path, (), config.max_bad_lines)
     classes = tuple(sorted(set(found)))
     if len(classes) < 2:
-        raise DataError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
+        raise UserError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
     evaluation, labels = keep_good(_rows(evaluation_path), evaluation_path, classes, config.max_bad_lines)
     name = "texts" if config.data_dir is None else folder.resolve().name
     return labelled_texts((train, found), (evaluation, labels), classes, name, config)
@@ -87,12 +87,12 @@ def labelled_texts(
 def read_lines(path: str) -> tuple[str, ...]:
     """The texts of a file without labels, one a line, to be predicted; empty lines are skipped.
 
-    Raises DataError if the file cannot be read or has no text.
+    Raises UserError if the file cannot be read or has no text.
     """
     text = _bytes(Path(path)).decode("utf-8-sig", errors="replace")
     lines = tuple(line.strip() for line in text.split("\n"))
     if not any(lines):
-        raise DataError(
+        raise UserError(
             f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
         )
     return tuple(line for line in lines if line)
@@ -107,17 +107,17 @@ def _labelled(found: TextSet, labels: list[str], classes: tuple[str, ...], limit
 def _file(folder: Path, part: str) -> Path | None:
     """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none.
 
-    Raises DataError for two, and for a folder that cannot be listed.
+    Raises UserError for two, and for a folder that cannot be listed.
     """
     try:
         files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in ENDINGS and path.name[0] != "."]
     except OSError as error:
-        raise DataError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
+        raise UserError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
     for name in NAMES[part]:
         found = [path for path in files if path.stem.lower().split(".")[-1] == name]
         if len(found) > 1:
             two = f"{found[0].name} and {found[1].name}"
-            raise DataError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
+            raise UserError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
         if found:
             return found[0]
     return None
@@ -127,7 +127,7 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 Row = tuple[int, str, str, str]  # number of the line, label, text, what is wrong with it or ""
@@ -136,7 +136,7 @@ Row = tuple[int, str, str, str]  # number of the line, label, text, what is wron
 def keep_good(
     rows: Iterable[Row], path: Path, classes: tuple[str, ...], max_bad: float, *, unit: str = "line"
 ) -> tuple[TextSet, list[str]]:
-    """The good rows of `path`, and their labels. Raises DataError where the share of bad ones is above `max_bad`."""
+    """The good rows of `path`, and their labels. Raises UserError where the share of bad ones is above `max_bad`."""
     good: list[tuple[str, str]] = []
     bad: list[str] = []
     known = frozenset(classes)
@@ -151,9 +151,9 @@ def keep_good(
     listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
     total = len(good) + len(bad)
     if total == 0:
-        raise DataError(f"{path}: holds no {unit}s. {LAYOUT}")
+        raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
     if len(bad) > max_bad * total:
-        raise DataError(
+        raise UserError(
             f"{path}: {len(bad)} of {total} {unit}s are bad ({listed}), more than max_bad_lines={max_bad:g} allows. "
             "Correct them, or set --max-bad-lines."
         )
