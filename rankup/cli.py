@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
@@ -48,8 +49,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, command: Command) -> None:
         examples = "".join(f"\n  rankup {name} {line}".rstrip() for line in command.examples)
         super().__init__(
-            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", description=command.about,
-            epilog=f"examples:{examples}", formatter_class=_Formatter, allow_abbrev=False,
+            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", description=fill(command.about, 78),
+            epilog=f"examples:{examples}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )
         for names, details in command.options:
             self.add_argument(*names, **details)
@@ -75,16 +76,6 @@ class Parser(argparse.ArgumentParser):
         ):
             message = re.sub(theirs, ours, message)
         raise UserError(f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Wraps the texts, and leaves the examples as they are."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> str:

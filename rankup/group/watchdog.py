@@ -290,7 +290,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(STACKS_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
+        file = within(STACKS_S, lambda: stacks.dump(why))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from rankup.agent.processes import die_with_parent
 from rankup.doctor.machine import ENLARGE_SHM
 from rankup.errors import PeerLost, UserError
-from rankup.group.stacks import open_worker
 from rankup.group.stop import STOP_SIGNALS, StopRequest
 
 from .order import BatchIndex
@@ -204,12 +203,11 @@ def _hanging(workers: Collection[multiprocessing.process.BaseProcess], said: Any
 
 def _start_worker(parent: int, said: Any, worker: int) -> None:
     """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, signal.SIGUSR2):
         # A batch system signals the whole process group. If workers died of it, the loop could not save.
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(parent)
-    open_worker(worker)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
     said[3 * worker + PID] = os.getpid()
 
