@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
+from rankup.agent import secret
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
@@ -265,7 +266,7 @@ class Agent:
         """
         commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
         # A script that imports rankup may know our settings by the environment, as where its cache lies
-        hidden = ("PET_", PARENT) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", PARENT, secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has

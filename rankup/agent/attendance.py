@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import math
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from rankup.agent.protocol import KILLED, VERSION, Link, Member, interface_of
 from rankup.agent.record import RecordWriter
+from rankup.agent.secret import greeting, read_secret
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
 from rankup.timing import (
@@ -208,11 +210,11 @@ class Attendance:
 
     async def _introduce(self, host: str, port: int) -> Link:
         """Raises OSError where nothing is reached, and _NoLeaderError where that is no leader who takes members."""
+        secret = read_secret(os.environ)
         link = await Link.connect(host, port)
         try:
             async with asyncio.timeout(min(HELLO_S, max(1.0, self._until_s - self._clock()))):
-                greeting = await link.receive()
-            over = str(greeting["over"])
+                over = str((await greeting(link, secret))["over"])
         except asyncio.CancelledError:
             link.close()
             raise

@@ -6,22 +6,23 @@ import os
 import socket
 import time
 from collections.abc import Mapping, MutableMapping
-from typing import Any
 
 import psutil
 
 from rankup.agent.protocol import LONGEST, addresses_of, interface_of
+from rankup.agent.secret import Attend, guard, read_secret
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError, LaunchError
 from rankup.timing import PAUSE_S, PORT_S
 
 
-async def listen(attend: Any, *, ip: str, port: int) -> asyncio.Server:
-    """Accept connections for `attend` on that port; 0: one that the system picks. `ip`: "" for all addresses.
+async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
+    """Accept connections for `attend` on that port, of those alone who know the job's secret, if it has one. 0: a port
+    that the system picks. `ip`: "" for all addresses.
 
     Raises JoinError, naming who holds the port, and LaunchError where nobody may have it.
     """
-    until_s = time.monotonic() + PORT_S
+    until_s, attend = time.monotonic() + PORT_S, guard(attend, read_secret(os.environ))
     while True:
         try:
             return await asyncio.start_server(attend, sock=open_port(ip, port), limit=LONGEST)

@@ -1,0 +1,267 @@
+"""Who knows a job's secret is let in. A stranger costs nothing and ends nothing, whatever it says and how often."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rankup.agent import secret
+from rankup.agent.network import listen
+from rankup.agent.protocol import VERSION, Link, Member, encode
+from rankup.agent.secret import NONCE, greeting, prove, read_secret
+from rankup.errors import LaunchError
+from tests.agent.test_launch import WAITS, add_node, until
+from tests.rigs.jobs import Job, ended, free_port
+
+SECRET = b"0123456789abcdef"
+BOUND_S = 120.0
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(0o600)
+    return path
+
+
+class Leader:
+    """What takes members on a port of its own, and counts those that it has let in."""
+
+    def __init__(self) -> None:
+        self.port, self.num_let_in = 0, 0
+
+    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_let_in += 1
+        writer.write(encode("leader", version=VERSION, over=""))
+        try:
+            await reader.read()
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def is_asked(self, known: bytes) -> str:
+        """Why a member that knows this secret is not let in."""
+        link = await Link.connect("127.0.0.1", self.port)
+        try:
+            return str((await greeting(link, known))["over"])
+        finally:
+            link.close()
+
+
+def led(test: Callable[[Leader], Awaitable[None]]) -> Callable[..., None]:
+    """With a leader that has the secret."""
+
+    @functools.wraps(test)
+    def run(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def bounded() -> None:
+            leader = Leader()
+            server = await listen(leader.attend, ip="127.0.0.1", port=0)
+            leader.port = server.sockets[0].getsockname()[1]
+            async with asyncio.timeout(BOUND_S):
+                await test(leader)
+            server.close()
+
+        monkeypatch.setenv(secret.VARIABLE, str(secret_file))
+        monkeypatch.setattr(secret, "HELLO_S", BOUND_S)
+        asyncio.run(bounded())
+
+    del run.__wrapped__  # pytest would take its argument for a fixture
+    return run
+
+
+@led
+async def test_member_is_let_in_with_the_same_secret_alone(leader: Leader):
+    assert await leader.is_asked(SECRET) == ""
+    way_out = "Set RANKUP_SECRET_FILE to the same content on all nodes, or on none"
+    assert await leader.is_asked(SECRET[::-1]) == f"rank 0 has another secret than this process. {way_out}"
+    assert await leader.is_asked(b"") == f"rank 0 has one where this process has no secret. {way_out}"
+    assert leader.num_let_in == 1
+
+
+def test_member_with_a_secret_says_nothing_to_a_leader_without_one():
+    async def meet() -> None:
+        leader = Leader()
+        server = await listen(leader.attend, ip="127.0.0.1", port=0)
+        leader.port = server.sockets[0].getsockname()[1]
+        assert await leader.is_asked(b"") == ""
+        assert (await leader.is_asked(SECRET)).startswith("rank 0 has none where this process has a secret.")
+        server.close()
+
+    asyncio.run(meet())
+
+
+@led
+async def test_recorded_answer_opens_nothing(leader: Leader):
+    async def talk(answer: Callable[[bytes], bytes]) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+        writer.write(said := answer(bytes.fromhex(json.loads(await reader.readline())["nonce"])))
+        try:
+            return said, await reader.readline()
+        except ConnectionResetError:
+            return said, b""
+        finally:
+            writer.close()
+
+    recorded, heard = await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "member", nonce, bytes(NONCE)))
+    assert json.loads(heard)["is"] == "proof"
+    assert (await talk(lambda nonce: recorded))[1] == b""
+    # Nor does what a leader says, which a stranger gets who pretends to be one
+    assert (await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "leader", nonce, bytes(NONCE))))[1] == b""
+    assert leader.num_let_in == 1
+
+
+@led
+async def test_half_open_connections_keep_nobody_out(leader: Leader):
+    strangers = [await asyncio.open_connection("127.0.0.1", leader.port) for _ in range(secret.MOST_HALF_OPEN + 20)]
+    assert await leader.is_asked(SECRET) == ""
+    for reader, writer in strangers[:20]:  # the oldest made room
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+    for _, writer in strangers[20:]:
+        writer.close()
+    assert leader.num_let_in == 1
+
+
+def test_member_tells_no_stranger_that_plays_the_leader():
+    """Whatever it answers: what the member has just said, too."""
+
+    async def meet() -> None:
+        async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(encode("challenge", nonce=bytes(NONCE).hex()))
+            answer = await reader.readexactly(2 * NONCE)
+            writer.write(encode("proof", proof=answer[NONCE:].hex()) + encode("leader", over=""))
+            heard.set_result(await reader.read())
+            writer.close()
+
+        heard = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(attend, "127.0.0.1", 0)
+        link = await Link.connect("127.0.0.1", server.sockets[0].getsockname()[1])
+        assert str((await greeting(link, SECRET))["over"]).startswith("rank 0 has another secret")
+        link.close()
+        assert await heard == b""
+        server.close()
+
+    asyncio.run(meet())
+
+
+@pytest.mark.parametrize(("mode", "content", "why"), [
+    (0o644, SECRET, "of mode 600, got 644"), (0o640, SECRET, "of mode 600, got 640"),
+    (0o600, b"short\n", "of 16 to 4096 bytes"), (0o600, b"x" * 5000, "of 16 to 4096 bytes"), (0, None, "can be read"),
+])
+def test_secret_that_others_may_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, content: bytes | None, why: str
+):
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(mode)
+    if os.geteuid() == 0:  # a Secret of Kubernetes is root's, and may have 640
+        monkeypatch.setattr(os, "fstat", lambda fd, real=os.fstat: os.stat_result([*real(fd)[:4], 1000, *real(fd)[5:]]))
+    with pytest.raises(LaunchError, match=why) as error:
+        read_secret({secret.VARIABLE: str(path)})
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(LaunchError, match="must name a file"):
+            read_secret({secret.VARIABLE: str(path)})
+
+
+# A job, and a stranger in its network ---------------------------------------------------------------------------------
+
+
+class Stranger:
+    """Talks to a job's port in a thread, over and over: knocks, holds, resets, sends garbage, false hellos and an
+    answer that it has recorded. `rounds`: how often it has said all that."""
+
+    def __init__(self, port: int, recorded: bytes) -> None:
+        hello = asdict(Member("stranger", 1, 1, 9, "nowhere", 1, "d", 9.0))
+        hello = {**hello, "version": VERSION, "n": 10**6, "settings": {}}
+        false = [encode("hello", **{**hello, "world_size": size}) for size in (2, 9)]
+        orders = encode("over", code=0, text="") + encode("stop", signal="SIGTERM") + encode("lost", n=1, ranks=[0])
+        self._said = [b"", b"\0", recorded, recorded + false[0], *false, orders, os.urandom(5000), b"[" * 100_000]
+        self._said += [b"x" * (1 << 20), b"GET / HTTP/1.1\r\n\r\n", bytes(2 * NONCE)]
+        self._port, self.rounds = port, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+
+    def _talk(self) -> None:
+        held: list[socket.socket] = []
+        while not self._over.is_set():
+            for each in self._said:
+                for how in ("close", "reset", "hold"):
+                    with contextlib.suppress(OSError):
+                        held.append(connection := socket.create_connection(("127.0.0.1", self._port), timeout=1.0))
+                        connection.sendall(each)
+                        if how == "reset":
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        if how != "hold":
+                            held.pop().close()
+            for connection in held[:-400]:
+                connection.close()
+            del held[:-400]
+            self.rounds += 1
+        for connection in held:
+            connection.close()
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            self._thread.join()
+
+
+def record(port: int) -> bytes:
+    """The answer of somebody who knows the secret, to whom a stranger has listened."""
+    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as lines:
+        nonce = bytes.fromhex(json.loads(lines.readline())["nonce"])
+        connection.sendall(said := bytes(NONCE) + prove(SECRET, "member", nonce, bytes(NONCE)))
+        assert json.loads(lines.readline())["is"] == "proof"
+        return said
+
+
+def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secret_file: Path):
+    port, job = free_port(), Job()
+    env = {secret.VARIABLE: str(secret_file)}
+    text = f"{WAITS}(folder / f'environment-{{rank}}').write_text(repr(os.environ))\n"
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    with ended(job):
+        for folder in folders:
+            folder.mkdir()
+        add_node(job, folders[0], text, node=0, num_nodes=2, port=port, env=env)
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                recorded = record(port)
+                break
+        stranger = Stranger(port, recorded)
+        with stranger.talking():
+            until(lambda: stranger.rounds >= 5, "a stranger that has said all")
+            add_node(job, folders[1], text, node=1, num_nodes=2, port=port, env=env)
+            until(lambda: (folders[1] / "here-1-0").exists(), "a membership")
+            said = stranger.rounds
+            until(lambda: stranger.rounds >= said + 20, "a stranger that has said all again")
+            for folder in folders:
+                (folder / "go").touch()
+            assert job.wait() == [0, 0], job.output
+    assert [path.name for folder in folders for path in folder.glob("here-*")] == ["here-0-0", "here-1-0"], job.output
+    for rank, folder in enumerate(folders):
+        environment = (folder / f"environment-{rank}").read_text()
+        assert SECRET.decode() not in environment
+        assert str(secret_file) not in environment
