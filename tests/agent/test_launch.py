@@ -25,7 +25,8 @@ from rankup.agent.limits import cpu_quota
 from rankup.agent.protocol import in_thread
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
-from tests.rigs.jobs import Job, ended, free_port, lives, start
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import Job, ended, environment, free_port, lives, start
 
 HEAD = """
 import json, os, pathlib, signal, sys, time
@@ -155,6 +156,41 @@ def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> Non
         (tmp_path / "go").touch()
         assert job.processes[0].wait(240) == 0
     assert status(tmp_path)["attempt"].endswith("-1")
+
+
+def test_last_lines_of_a_rank_are_in_its_file_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
+    """The rank ends while its reader waits for the terminal."""
+    text = "print(('x' * 99 + '\\n') * 1100, end='')\nraise ValueError('the last line')"
+    with ended(Job()) as job:
+        job.processes.append(subprocess.Popen(  # nobody reads its pipe
+            [sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", write(tmp_path, text)],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        ))
+        assert job.processes[0].wait(240) == 1
+    assert "ValueError: the last line" in (tmp_path / "runs/job/logs/rank-0.log").read_text()
+    assert status(tmp_path)["ranks"]["0"]["why"] == "ValueError: the last line"
+
+
+def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "wait_for('hangs')")
+    codes, output = forks.run(
+        "launch", "--run-dir", tmp_path / "runs", script, env={"HANGS": f"{tmp_path}/hangs"},
+        preload="tests.agent.test_launch:hang_from_the_first_report_on",
+    )
+    assert codes == [0], output
+
+
+def hang_from_the_first_report_on() -> None:
+    from rankup.agent import status
+
+    write, hangs = status.write_json, Path(os.environ["HANGS"])
+
+    def hang(*_: Any) -> None:
+        hangs.touch()
+        threading.Event().wait()
+
+    status.write_atomically = hang
+    status.write_json = lambda *value: hang() if hangs.exists() else write(*value)
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------
