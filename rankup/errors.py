@@ -39,10 +39,9 @@ class JoinError(RuntimeError):
 
     code = JOIN_FAILED
 
-    def __init__(self, text: str, *, printed_elsewhere: bool = False, stage: str = "") -> None:
-        """`stage`: "port" or "store" where it failed at that and not at the other ranks."""
+    def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
         super().__init__(text)
-        self.printed_elsewhere, self.stage = printed_elsewhere, stage
+        self.printed_elsewhere = printed_elsewhere
 
 
 class PeerLost(RuntimeError):

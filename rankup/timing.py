@@ -100,7 +100,6 @@ RUN_SILENT_S = 5 * REPORT_S  # a network file system shows another machine's wri
 NOW_S = 5.0  # younger signs of life are "now"
 LONG_S = 10.0  # in one step, or in a phase without steps: worth a word
 FOLLOW_S = 1.0  # between two looks at logs that are followed: equal lines of several ranks have come by then, mostly
-RECENT_S = 60  # --follow begins so long before the newest line: all of a long run would be in the way
 # Equal lines so many seconds apart are still one: clocks differ, and one rank writes at the end of a second what
 # another writes at the beginning of the next
 SAME_S = 2

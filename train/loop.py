@@ -16,7 +16,7 @@ from rankup.doctor import machine
 from rankup.env.rank_env import RankEnv
 from rankup.group.stop import StopRequest
 from rankup.loop.job import Job
-from rankup.observe.stragglers import DATA, WAITING
+from rankup.observe.step_clock import DATA, WAITING
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.shards import check_shared
 

@@ -53,7 +53,6 @@ class Attendance:
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
-        self._stage = ""  # of JoinError, while that is the problem
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
         self._refused = False
         self._heard_s = self._noticed_s = clock()
@@ -178,7 +177,7 @@ class Attendance:
     def _failure(self) -> JoinError:
         who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
         text = f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {self._hint}"
-        return JoinError(text, stage=self._stage)
+        return JoinError(text)
 
     # The connection -----------------------------------------------------------------------------------------------
 
@@ -190,11 +189,10 @@ class Attendance:
             except OSError as error:
                 self.problem = str(error)
             else:
-                self._stage = ""
                 try:
                     return await self._introduce(host, port)
                 except _NoLeaderError as error:
-                    self.problem, self._stage = str(error), "store"
+                    self.problem = str(error)
                 except OSError as error:
                     now = explain(error, host, port)
                     # When rank 0 gives up, its container goes, and with it the name: the refusal was the cause

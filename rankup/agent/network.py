@@ -36,8 +36,7 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
             raise JoinError(
                 f"MASTER_PORT={port} is in use on {socket.gethostname()}{f' by {holder}' if holder else ''}: another "
                 "job, one that has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on "
-                "all nodes.",
-                stage="port",
+                "all nodes."
             )
         await asyncio.sleep(PAUSE_S)
 

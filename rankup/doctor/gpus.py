@@ -76,15 +76,13 @@ def _places(nvml: Any, local_rank: int | None, environ: Mapping[str, str]) -> li
     else:
         # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
         places = [place.strip() for place in named.split(",") if place.strip() not in ("", "-1", "NoDevFiles")]
+        places = [place for place in places if not place.startswith("MIG-")]  # a part of a GPU: the node's admin looks
     return [places[local_rank]] if local_rank is not None and local_rank < len(places) else places
 
 
 def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
     """nvidia-smi's number of a GPU, its name, and what is wrong with it. Raises NVMLError where it does not answer."""
     handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
-    is_part = place.startswith("MIG-")  # who computes on other parts of it is not this process's matter
-    if is_part:
-        handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
 
     def ask(name: str, *more: Any) -> Any:
         """NVML's answer, None where this GPU, driver or package does not know it."""
@@ -97,10 +95,10 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
                 raise
             return None
 
-    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask, is_part))
+    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask))
 
 
-def _problems(nvml: Any, ask: Callable[..., Any], is_part: bool) -> Iterator[Problem]:
+def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[Problem]:
     _, _, pending, failed = ask("RemappedRows") or (0, 0, 0, 0)
     if failed:
         row = "a bad row of its memory could not be replaced by a spare one"
@@ -120,7 +118,7 @@ def _problems(nvml: Any, ask: Callable[..., Any], is_part: bool) -> Iterator[Pro
         look = "Look at the power supplies of this machine (nvidia-smi -q -d POWER,PERFORMANCE)."
         yield WARNING, "its clock is lowered because the power supply asks for it", SLOWEST, look
     # A container sees the programs of others without a name, or not at all
-    others = [] if is_part else [each for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]
+    others = [each for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]
     if others:
         told = ", ".join(f"{each.pid} ({_name(each.pid)}{_gib(each.usedGpuMemory)})" for each in others)
         remedy = "End what is left of an earlier job, or name other GPUs in CUDA_VISIBLE_DEVICES."

@@ -2,9 +2,8 @@
 
 Each function that takes a group is collective: every rank calls it. Most findings are rank 0's.
 
-Links between nodes are measured between the nodes' first ranks, and each node takes part in one measurement at a time:
-the pairs follow the circle method of a tournament. So no two measurements share a node's cable. Links inside a node are
-measured between its ranks in the same manner.
+Links are measured in a ring: each node's first rank with that of the next node, and inside a node each rank with the
+next one, as gradients go. No rank takes part in two measurements at a time.
 """
 
 import os
@@ -12,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
 FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
 LONG_S = 0.1  # while the next larger one is not expected to take longer than this
 TRANSFERS = 3  # of each size
-MAX_ROUNDS = 16  # of a tournament: with more nodes each is measured with this many others only
+REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 
 class LinkSpeed(NamedTuple):
@@ -56,6 +55,31 @@ def devices(launch: RankEnv) -> Iterator[Finding]:
             "devices", UNFIT, f"{local} processes on this node, but {count} CUDA devices are visible",
             "two processes on one device fail under nccl.", f"Start {count}, or look at CUDA_VISIBLE_DEVICES.",
         )
+
+
+def repetition(device: torch.device) -> Iterator[Finding]:
+    """Whether this rank's device gives the same bits each time that it computes the same thing. Needs no group."""
+    first, times, until_s = work(device), 1, time.monotonic() + REPEAT_S
+    while times < 2 or time.monotonic() < until_s:
+        times += 1
+        if work(device) != first:
+            yield Finding(
+                "repetition", UNFIT, f"the same computation gave two results on {device}, at repetition {times}",
+                "weights would be wrong, and no error would say so.",
+                f"Take {host_name()} out of the job, and have its {device.type.upper()} and memory tested.",
+            )
+            return
+    yield Finding("repetition", OK, f"the same computation gave the same bits {times} times on {device}")
+
+
+def work(device: torch.device) -> int:
+    """A digest of some matrix products, from the same numbers each time: all cores, vector units and some memory."""
+    size = 512 if device.type == "cpu" else 4096
+    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device) / size**0.5
+    state = weight
+    for _ in range(8):
+        state = torch.sin(4 * state @ weight)
+    return int(torch.hash_tensor(state).item())
 
 
 def versions(group: Group) -> Iterator[Finding]:
@@ -133,7 +157,7 @@ def wrong_collectives(group: Group) -> list[str]:
 # Links --------------------------------------------------------------------------------------------------------------
 
 
-def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) -> Iterator[Finding]:
+def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
     """Latency and bandwidth of the links. Writes all of them to `facts` on rank 0."""
     own = []
     for pairs, between in plan(group.hosts):
@@ -142,7 +166,6 @@ def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) 
                 own.append(LinkSpeed((low, high), *_measure_link(high, group.device, first=True), between))
             elif group.rank == high:
                 _measure_link(low, group.device, first=False)
-        after_round()
     found = [LinkSpeed(*link) for part in group.gather(own) for link in part]
     if group.rank != 0:
         return
@@ -163,29 +186,28 @@ def links(group: Group, facts: dict[str, Any], after_round: Callable[[], None]) 
         )
 
 
-def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """A tournament by the circle method: each member meets one other a round, and each other once in the end.
-
-    >>> list(rounds([0, 1, 2]))
-    [[(1, 2)], [(0, 2)], [(0, 1)]]
-    """
-    circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    half = len(circle) // 2
-    for _ in range(len(circle) - 1):
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        yield [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-
-
 def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
-    """Rounds of pairs of ranks, and whether these are between nodes. The same on every rank. `hosts`: of each rank."""
+    """Rounds of pairs of ranks, and whether these are between nodes. The same on every rank. `hosts`: of each rank.
+
+    >>> plan(["a", "b", "c"])
+    [([(0, 1)], True), ([(1, 2)], True), ([(0, 2)], True)]
+    """
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
-    between = [(pairs, True) for pairs in islice(rounds([ranks[0] for ranks in nodes.values()]), MAX_ROUNDS)]
-    of_each_node = [islice(rounds(ranks), MAX_ROUNDS) for ranks in nodes.values()]
-    inside = [(list(chain(*parts)), False) for parts in zip_longest(*of_each_node, fillvalue=[])]
-    return [(pairs, is_between) for pairs, is_between in between + inside if pairs]
+    found = []
+    for between, rings in (True, [[ranks[0] for ranks in nodes.values()]]), (False, list(nodes.values())):
+        for number in range(3):
+            pairs = [pair for ring in rings for pair in _round(ring, number)]
+            found += [(pairs, between)] if pairs else []
+    return found
+
+
+def _round(ring: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Of the first three rounds, in which each meets its two neighbours: the last one closes the ring."""
+    if number == 2:
+        return [(ring[0], ring[-1])] if len(ring) > 2 else []
+    return list(pairwise(ring))[number::2]
 
 
 def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:

@@ -4,29 +4,22 @@ Runs alone on a node, or under any launcher over all ranks. Rank 0 collects what
 join, each rank prints its own findings.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
-import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from rankup.agent.attendance import NO_ROUTE, explain
-from rankup.agent.meeting import HINT
-from rankup.agent.network import foreign_address
-from rankup.agent.protocol import Link, interface_of
 from rankup.agent.status import StatusFile
 from rankup.doctor import group as together
 from rankup.doctor.machine import check_machine
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
-from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
-from rankup.errors import JoinError, LaunchError, PeerLost, Stopped, UserError, reason
+from rankup.env.rank_env import RankEnv, describe, ranges
+from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
 from rankup.group.line import Suspect
@@ -96,15 +89,16 @@ class _Doctor:
             local_rank=launch.local_rank if launch.world_size > 1 else None, devices=lambda: together.devices(launch),
         )
         try:
-            self._check_master()
-            self.stage = "joined"
             with start(
                 launch, settings=plan.settings, device=plan.device, backend=plan.backend,
                 status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log, leaving=self._leave,
             ) as group:
+                self._check(group, "repetition", together.repetition(group.device))
                 if group.world_size > 1:
                     self._join(group)
-                    self._check_group(group)
+                    self._check(group, "versions", together.versions(group))
+                    self._check(group, "collective", together.collective(group))
+                    self._check(group, "links", together.links(group, self.report.facts))
                 else:
                     seen = "a single process: nothing was checked that needs several ranks"
                     self.report.add(Finding("joined", NOTE, seen))
@@ -117,44 +111,17 @@ class _Doctor:
             self.report.add(self._explain(error))
             return self.report.end_alone(printed_elsewhere=getattr(error, "printed_elsewhere", False))
 
-    def _check_master(self) -> None:
-        """The master: its name, the route to it, its port. Raises JoinError after `join_timeout_s`."""
-        launch = self.launch
-        host, port = launch.master_addr, launch.master_port
-        if launch.world_size == 1 or launch.file:
-            return
-        if launch.rank == 0 and not launch.agent_store:
-            # Rank 0 is the master itself: nothing listens there yet
-            if seen := asyncio.run(foreign_address(host)):
-                remedy = "Set MASTER_ADDR to a name or address of rank 0's machine on all ranks."
-                self.report.add(Finding("route", WARNING, seen, "the others may look for rank 0 elsewhere.", remedy))
-            return
-        deadline_s = time.monotonic() + self.plan.join_timeout_s
-        while isinstance(tried := _connect(host, port), OSError):
-            if time.monotonic() > deadline_s:
-                unreached = tried.errno in NO_ROUTE
-                self.stage = "names" if isinstance(tried, socket.gaierror) else "route" if unreached else "port"
-                raise JoinError(explain(tried, host, port))
-            time.sleep(0.2)
-        local_ip, master_ip = tried
-        self.report.add(
-            Finding("names", OK, f"MASTER_ADDR {host} leads to {master_ip}"),
-            Finding("route", OK, f"{interface_of(local_ip) or '?'} ({local_ip}) leads there"),
-            Finding("port", OK, f"{host}:{port} accepts connections"),
-        )
-
     # All ranks together ----------------------------------------------------------------------------------------
 
     def _join(self, group: Group) -> None:
         """The three steps of joining, each followed by what it has shown."""
-        add = self.report.add
+        add, self.stage = self.report.add, "joined"
         meet(group, timeout_s=self.plan.join_timeout_s)
         ranks_by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(group.hosts):
             ranks_by_host.setdefault(host, []).append(rank)
         self.report.facts["hosts"] = list(group.hosts)
         places = "; ".join(f"{ranges(found)} on {host}" for host, found in ranks_by_host.items())
-        add(Finding("store", OK, "the rendezvous answers as ours"))
         add(Finding("joined", OK, f"all {group.world_size} ranks: {places}"))
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
@@ -167,18 +134,10 @@ class _Doctor:
         self.stage = "devices"
         check_devices(group)
 
-    def _check_group(self, group: Group) -> None:
-        facts = self.report.facts
-        # The deadline of the links begins anew after each round of them
-        checks: dict[str, Iterator[Finding]] = {
-            "versions": together.versions(group),
-            "collective": together.collective(group),
-            "links": together.links(group, facts, after_round=lambda: group.watch.enter("links", self._stage_s)),
-        }
-        for stage, findings in checks.items():
-            self.stage = stage
-            group.watch.enter(stage, self._stage_s)
-            self.report.add(*findings)  # a generator: the check runs here
+    def _check(self, group: Group, stage: str, findings: Iterator[Finding]) -> None:
+        self.stage = stage
+        group.watch.enter(stage, self._stage_s)
+        self.report.add(*findings)  # a generator: the check runs here
 
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
         """A training would end here with `code`: a deadline has passed, or a peer is lost."""
@@ -188,37 +147,12 @@ class _Doctor:
 
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
-        text, stage = str(error), getattr(error, "stage", "") or self.stage
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
-            return (_hang if error.nobody_died else _death)(stage, text)
-        if not isinstance(error, UserError | JoinError):
-            return Finding(stage, INCOMPLETE, reason(error), "the check itself failed.",
-                           "Start the training to see the error where it happens.")
-        if stage == "joined" and isinstance(error, UserError):
-            # Two mistakes of the user show while ranks meet: a port that can't be used, and ranks that differ
-            stage = "port" if isinstance(error, LaunchError) else "versions"
-        if stage == "joined" and HINT in text:
-            stage = "connectivity"
-        why = "without it the ranks wait for each other until their time to join is over."
-        remedy = how_to_start(self.launch) if stage in ("joined", "names", "port", "store") else ""
-        if stage == "versions":
-            why = "different code or settings give wrong numbers, not errors."
-        elif stage == "connectivity":
-            why, remedy = "gloo and nccl connect the ranks to each other, not only to the master.", HINT
-        return Finding(stage, UNFIT, text, why, remedy)
-
-
-def _connect(host: str, port: int) -> tuple[str, str] | OSError:
-    """Connect once and close. Returns both addresses, or why that failed."""
-    async def connect() -> tuple[str, str]:
-        link = await Link.connect(host, port)
-        link.close()
-        return link.local_ip, link.remote_ip
-
-    try:
-        return asyncio.run(connect())
-    except OSError as error:
-        return error
+            return (_hang if error.nobody_died else _death)(self.stage, str(error))
+        if isinstance(error, UserError | JoinError):  # it says what to do itself
+            return Finding(self.stage, UNFIT, str(error), "a training ends here too.")
+        return Finding(self.stage, INCOMPLETE, reason(error), "the check itself failed.",
+                       "Start the training to see the error where it happens.")
 
 
 def _death(stage: str, why: str) -> Finding:

@@ -1,8 +1,7 @@
 """Which faults the lines of logs show, and which of them is the root cause.
 
 Only a job that failed has a root cause. Any of these proves a failure: an exception after which its process made no
-progress; a line of a scheduler, kernel or launcher about the end of a process; a fault in the last line of a process;
-counters that all stop below their totals. What a process survived is no cause.
+progress; a XX
 """
 
 import re
@@ -45,14 +44,6 @@ UNKNOWN = Fault(
     "this is the last line of its traceback, or the last line that looks like an error.",
     "It is not in the table of known faults. The last lines of its traceback say where it happened.",
 )
-UNFINISHED = Fault(
-    "unfinished", "the logs stop in the middle",
-    "no rank wrote an error, and the last lines are among the steps: the ranks were killed, left by os._exit, hang, or "
-    "still run.",
-    "Look at the exit code and at what the launcher, the scheduler or the kernel (dmesg) said about the end.",
-    proof=True,
-)
-
 # Some loggers write words before it, and rich draws a box around it
 BEGIN = re.compile(r"(?:.*\W)?Traceback \(most recent call last\)(?::\s*$| ─)|Fatal Python error: ")
 CODE = ("  ", "│")  # what source code in a traceback begins with
@@ -102,9 +93,7 @@ class _Source:
     clock: str = ""  # the last line that has a time
     summary: dict[str, str] = field(default_factory=dict)  # the paragraph of torchrun's summary that this is in
     summary_root: bool = False  # the next paragraph is that of the rank that failed first
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # last number and step of each kind of counter
-    stopped: "_Finding | None" = None  # the last ordinary line, if more was to come
-    short: bool = False  # it is below its total
+    bars: dict[str, str] = field(default_factory=dict)  # by their totals: where each bar of tqdm stood
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -264,20 +253,12 @@ class Search:
 
     def _go_on(self, line: LogLine, source: _Source) -> None:
         """An ordinary line."""
-        progress, more = PROGRESS.search(line.text) is not None, True
-        if found := COUNTER.search(line.text):
-            now, total = int(found[2]), int(found[3])
-            kind = re.sub(r"\d+", "#", line.text[: found.end()])
-            before, step = source.counts.get(kind, (None, now))
-            step = now - before if before is not None and now > before else step
-            if kind in source.counts or len(source.counts) < MAX_UNKNOWN:
-                source.counts[kind] = (now, step)
-            more = source.short = bool(step) and now + step < total
-            # tqdm draws its bar once more after an exception
-            progress = not found["bar"] or before not in (None, now)
-        source.stopped = None
-        if more and (found or progress):
-            source.stopped = self._finding(UNFINISHED, replace(line, rank=None, host=""), source)
+        found = COUNTER.search(line.text)
+        progress = found is not None or PROGRESS.search(line.text) is not None
+        if found and found["bar"]:  # tqdm draws its bar once more after an exception
+            progress = source.bars.get(found[3], found[2]) != found[2]
+            if found[3] in source.bars or len(source.bars) < MAX_UNKNOWN:
+                source.bars[found[3]] = found[2]
         source.ordinary += 1
         if progress:
             source.progress += 1
@@ -328,7 +309,9 @@ class Search:
             found = [each for each in found if each.harmless or each.fault.doubtful]
             for each in found:
                 each.harmless, each.order = True, HARMLESS
-            found = [*self._ends(), *found]
+            # A last line that looks bad, where the logs show no fault
+            bad = [source.bad for source in self._sources.values() if source.bad is not None and source.bad.proves]
+            found = [*bad[-1:], *found]
         elif any(each.code == "1" for each in found) and all(each.survived for each in raised):
             # Python's code for an exception: its rank can't be told from those that went on
             found = [each for each in self._findings if each in found or each in raised[-1:]]
@@ -341,19 +324,6 @@ class Search:
                 first.take(each)
         names = [column.name for column in fields(Diagnosis)]
         return [Diagnosis(**{name: getattr(each, name) for name in names}) for each in self._by_cause(kept)]
-
-    def _ends(self) -> list[_Finding]:
-        """How the logs end, where they show no fault: with a line that looks bad, or in the middle."""
-        bad = [source.bad for source in self._sources.values() if source.bad is not None and source.bad.proves]
-        spoke = [source for source in self._sources.values() if source.ordinary]
-        stopped = [source.stopped for source in spoke if source.stopped is not None]
-        # Without totals one log may be whole; several that all end with such a line are not
-        kinds = {re.sub(r"[\d.]+", "#", each.seen) for each in stopped}
-        doubt = len({each.file for each in stopped}) < 2 or len(kinds) > 1
-        if bad or (doubt and not any(source.short for source in spoke)) or len(stopped) < len(spoke):
-            return bad[-1:]
-        stopped[0].times = len(stopped)
-        return stopped[:1]
 
     def _by_cause(self, found: list[_Finding]) -> list[_Finding]:
         """The root cause first; among those of one kind the earliest, where all have a time."""

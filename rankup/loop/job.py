@@ -19,10 +19,9 @@ from rankup.loop.record import BEGIN_ANEW, Position
 from rankup.loop.saving import LOADERS, Saving
 from rankup.loop.tracked import Tracked, copied
 from rankup.observe.metrics import Metrics, entry
-from rankup.observe.rank_reports import RankReports
 from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import StepClock
-from rankup.observe.stragglers import COMPUTE, WAITING
+from rankup.observe.step_clock import COMPUTE, WAITING, StepClock
+from rankup.observe.stragglers import RankReports
 from rankup.observe.tracker import Facts
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run

@@ -5,7 +5,7 @@ from typing import Any
 
 from rankup.loop.batches import Source, Split, source_of
 from rankup.loop.record import Position
-from rankup.observe.stragglers import DATA
+from rankup.observe.step_clock import DATA
 from rankup.seeds import derive_seed
 
 

@@ -18,14 +18,13 @@ from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.timing import FOLLOW_S, RECENT_S, SAME_S
+from rankup.timing import FOLLOW_S, SAME_S
 
 MOST = 1 << 20  # bytes of lines that are compared at once
-CHUNK = 1 << 17  # bytes: --since looks for its first line in steps of so many, doubled each time
+TAIL = 1 << 12  # bytes of each file that --follow begins with
 LONGEST = 1 << 15  # bytes of a line; the rest of a longer one is a line of its own
 COLOURS = (36, 33, 32, 35, 34, 31)  # of the ranks, in turn
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -49,14 +48,13 @@ def logs(
     folder = find_logs(runs, run)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     found: dict[int, RankLog] = {}
-    if follow and not first:
-        first = _shifted(max(map(_last_stamp, _files(folder).values())), -RECENT_S)
+    skip = TAIL if follow and not first else 0
 
     def look() -> Iterator[bytes]:
         """What was not read yet, also of ranks that have begun to write."""
         for number, path in _files(folder).items():
             if number not in found and (not wanted or number in wanted):
-                found[number] = RankLog(path, number, first)
+                found[number] = RankLog(path, number, skip)
         lines = folded(heapq.merge(*(log.records(whole=not follow) for log in found.values())), first)
         return (printed for line in lines for printed in (_as_json(line) if as_json else _labelled(line, colour)))
 
@@ -149,10 +147,10 @@ def _shifted(stamp: bytes, seconds: float) -> bytes:
 
 
 class RankLog:
-    """A file `rank-N.log`: what it has from the time `since` on, and later what was added to it."""
+    """A file `rank-N.log`: what it has, or the last `tail` bytes of it, and later what was added to it."""
 
-    def __init__(self, path: Path, rank: int, since: bytes) -> None:
-        self.path, self.rank, self._since = path, rank, since
+    def __init__(self, path: Path, rank: int, tail: int) -> None:
+        self.path, self.rank, self._tail = path, rank, tail
         self._offset = self._inode = 0
         self._stamp = self._host = b""  # of the last line
 
@@ -176,31 +174,16 @@ class RankLog:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:  # a new file under that name
                 self._inode, self._offset, self._stamp, self._host = status.st_ino, 0, b"", b""
-                self._skip(file, status.st_size)
+                if self._tail and status.st_size > self._tail:
+                    file.seek(status.st_size - self._tail)
+                    file.readline(LONGEST)  # most likely the rest of one
+                    self._offset = file.tell()
             file.seek(self._offset)
             while line := file.readline(LONGEST):
                 if not (whole or line.endswith(b"\n") or len(line) == LONGEST):
                     break  # it is being written
                 self._offset += len(line)
                 yield line
-
-    def _skip(self, file: BinaryIO, size: int) -> None:
-        """Leave out most of what is older than `since`: the file is in the order of time."""
-        length = CHUNK
-        while self._since and length < size and not self._offset:
-            file.seek(size - length)
-            file.readline(LONGEST)  # most likely the rest of one
-            found = next(filter(None, map(HEAD.match, file)), None)
-            if found and found[1] < self._since:
-                self._offset = size - length
-            length *= 2
-
-
-def _last_stamp(path: Path) -> bytes:
-    """The newest time in a file, or b"". The file's own time is of this machine, whose time zone may be another one."""
-    with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - CHUNK))
-        return max((found[1] for found in map(HEAD.match, file) if found), default=b"")
 
 
 @dataclass(slots=True)

@@ -85,28 +85,27 @@ def report(run_dir: Path, *, full: bool = False) -> str:
             f"RUN must be a run whose ranks can be asked, got no {STACKS}/rank-N.txt in {run_dir}: none has started."
         )
     lines = places(answer for answer in answers if answer.fresh)
-    lines += [f"rank {answer.writer.rank} {_gone(answer)}" for answer in answers if not answer.fresh]
+    lines += compare({answer.writer.rank: _gone(answer) for answer in answers if not answer.fresh})
     size = answers[0].writer.world_size
     if missing := set(range(size)) - {answer.writer.rank for answer in answers}:
         who = f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} of {size}"
         lines.append(
             f"{who}: no file here. It has not started, or its machine shares no disk with this one: ask there."
         )
-    if not full:
-        return "\n".join([*lines, "", f"All threads: --full, or the files in {run_dir / STACKS}."])
-    lines.append("")
-    for answer in answers:
+    with_stacks = [answer for answer in answers if answer.text]
+    if with_stacks:
+        lines += ["", *([] if full else [f"All threads: --full, or the files in {run_dir / STACKS}."])]
+    for answer in with_stacks if full else ():
         lines.append(f"rank {answer.writer.rank} on {answer.writer.host}:\n{answer.text}")
     return "\n".join(lines)
 
 
 def _gone(answer: Answer) -> str:
     """What to say of a rank that was not asked."""
-    here = answer.writer.host == host_name()
-    what = "does not run any more" if here else "is asked there, or by kill -USR2 to any agent of its job"
-    when = f", at {answer.time} ({answer.why})" if answer.time else ""
-    last = f"; last stacks{when}: {answer.place}" if answer.text else ""
-    return f"on {answer.writer.host} {what}{last}"
+    host = answer.writer.host
+    what = f"ended, on {host}" if host == host_name() else f"on {host}: ask there, or kill -USR2 any agent of the job"
+    when = f" at {answer.time} ({answer.why})" if answer.time else ""
+    return what + (f"; last stacks{when}: {answer.place}" if answer.text else "; no stacks were written")
 
 
 def places(answers: Iterable[Answer]) -> list[str]:

@@ -6,11 +6,9 @@ two seconds (`rankup.observe.goodput`), and its lease as often.
 
 import json
 import os
-import re
 import shutil
 import sys
 import time
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,6 @@ from rankup.timing import LONG_S, NOW_S, RUN_SILENT_S
 
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
 MOST_RESTARTS = 5
-TAIL = 2**20  # bytes of the metrics that are looked at: a line of a thousand ranks has a tenth of that
-STEP_TIME = re.compile(r"ranks/(\w+)_s/(\d+)")  # a name in the metrics
 
 
 def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
@@ -81,7 +77,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
-        "ranks": _ranks(summary, live, _step_times(run_dir)), "restarts": [_end(run_dir, report) for report in earlier],
+        "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
         "goodput": spent if any(report.total_steps or report.step for report in reports) else None,
         "script": spent if "script" in spent["shares"] else None,
         "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
@@ -95,30 +91,11 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def _ranks(
-    summary: dict[str, Any], live: Report | None, times: dict[int, dict[str, float]]
-) -> list[dict[str, Any]]:
-    """Each rank that is known: how it ended, or where it stood when rank 0 last heard of it. `times`: of a step."""
-    signs = {sign["rank"]: {**sign, "of_a_step_s": times.get(sign["rank"], {})} for sign in live.ranks} if live else {}
+def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]:
+    """Each rank that is known: how it ended, or where it stood when rank 0 last heard of it."""
+    signs = {sign["rank"]: sign for sign in live.ranks} if live else {}
     ends = {end["rank"]: end for end in summary.get("ranks", {}).values()}
     return [{**signs.get(rank, {}), **ends.get(rank, {})} for rank in sorted(ends or signs)]
-
-
-def _step_times(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Seconds of a step by rank and part (data, compute, waiting), as the metrics last had them."""
-    lines: list[bytes] = []
-    with suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        found: dict[int, dict[str, float]] = {}
-        with suppress(ValueError):  # a line that was cut, or is being written
-            for name, value in json.loads(line).items():
-                if (match := STEP_TIME.fullmatch(name)) and value is not None:
-                    found.setdefault(int(match[2]), {})[match[1]] = value
-        if found:
-            return found
-    return {}
 
 
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:
@@ -168,7 +145,7 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
             top.add_row(name, value, style=_style(run) if name == "state" else None)
     parts: list[RenderableType] = [top]
     if run["ranks"]:
-        header = ("rank", "host", "step", "phase", "of a step", "last sign of life")
+        header = ("rank", "host", "step", "phase", "last sign of life")
         parts += ["", _table(header, _rank_rows(run, now))]
     if ends := run["restarts"]:
         last = Table.grid(padding=(0, 2, 0, 0))
@@ -250,7 +227,7 @@ def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
         numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
         # A script of the user's own says nothing of its steps
         rows.append((_span(numbers), oldest["host"], _span(steps) if run["total_steps"] else "",
-                     _phase(oldest), _parts(alike), _sign(oldest, now)))
+                     _phase(oldest), _sign(oldest, now)))
     return rows
 
 
@@ -277,13 +254,6 @@ def _sign(rank: dict[str, Any], now: float) -> str:
     if silent_s > RUN_SILENT_S:
         return f"none for {duration(silent_s)}"
     return "now" if silent_s < NOW_S else f"{duration(silent_s)} ago"
-
-
-def _parts(ranks: list[dict[str, Any]]) -> str:
-    """What takes how long of a step; of several ranks, the mean."""
-    known = [parts for rank in ranks if (parts := rank.get("of_a_step_s"))]
-    means = {name: sum(parts[name] for parts in known) / len(known) for name in known[0]} if known else {}
-    return ", ".join(f"{name} {1000 * mean:.3g} ms" for name, mean in means.items())
 
 
 def _how(end: dict[str, Any]) -> str:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from rankup.observe.stragglers import COMPUTE, WAITING
-
+DATA, COMPUTE, WAITING = range(3)
+PARTS = ("data", "compute", "waiting")
 MOST_EVENTS = 1000  # of a GPU that are kept between two reports
 
 

@@ -1,4 +1,7 @@
-"""Which rank keeps the others waiting: decided from what every rank measured, in words that rank 0 prints. No torch.
+"""Which rank keeps the others waiting: each rank measures its steps, rank 0 compares the ranks and says who is slow.
+
+What the ranks measured travels with the sum of the values at each report. Each rank has places of its own in the vector
+that is summed, and the others add zeros there: no message more than the values, such as the loss, need anyway.
 
 A machine that does other work too slows now this rank and now that one. So a rank is called slow only after ROW windows
 in a row in which both measures say so: its own part of a step takes LEAST longer, and it waits that much less. With ups
@@ -6,20 +9,24 @@ and downs of 8 % chance alone called no healthy rank slow in 20,000 windows of 2
 """
 
 import bisect
+import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankup.env.rank_env import ranges
+import torch
 
-DATA, COMPUTE, WAITING = range(3)
-PARTS = ("data", "compute", "waiting")
+from rankup.env.rank_env import ranges
+from rankup.group.group import Group
+from rankup.observe.step_clock import COMPUTE, DATA, PARTS, WAITING, StepClock
+
 LEAST = 0.08  # of the median's own time
 ROW = 10  # windows in a row until a rank is called slow, and until it is said to keep up again
-
-Parts = Sequence[float]  # seconds of DATA, COMPUTE and WAITING
-
+WINDOW_S = 5.0  # of the reports that are looked at together: short ones say little of a busy machine
+WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write, and TensorBoard takes 50 µs for a value
+WIDTH = len(PARTS)  # numbers of one rank
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -31,7 +38,7 @@ class Window:
 
     first: int
     last: int
-    seconds: Sequence[Parts]
+    seconds: Sequence[Sequence[float]]
     load: Sequence[float] = ()
 
     def gaps(self) -> list[float]:
@@ -53,52 +60,43 @@ class Stragglers:
     def __init__(self, hosts: Iterable[str]) -> None:
         """`hosts`: by rank."""
         self._hosts = list(hosts)
-        # Of each rank, its newest windows in a row in which it was slow, or was not, each with its gap
-        self._rows = [deque[tuple[Window, float]](maxlen=ROW) for _ in self._hosts]
+        self._windows = deque[tuple[Window, list[float]]](maxlen=ROW)  # the newest, each with its gaps
+        self._rows = [0] * len(self._hosts)  # of each rank: for how many windows it has been what it is not called
         self._called = set[int]()  # slow, in a line
 
     def look(self, window: Window) -> list[str]:
         """What there is to say after this window: nothing in a healthy job."""
-        lines = []
-        found: dict[tuple[str, str, int], list[int]] = {}  # ranks of one host that are slow alike share a line
-        for rank, (row, gap) in enumerate(zip(self._rows, window.gaps(), strict=True)):
-            slow = gap >= LEAST
-            if row and (row[-1][1] >= LEAST) != slow:
-                row.clear()
-            row.append((window, gap))
-            if len(row) < ROW or slow == (rank in self._called):
+        gaps, lines = window.gaps(), []
+        self._windows.append((window, gaps))
+        found: dict[tuple[str, str], list[int]] = {}  # ranks of one host that are slow alike share a line
+        for rank, gap in enumerate(gaps):
+            self._rows[rank] = self._rows[rank] + 1 if (gap >= LEAST) != (rank in self._called) else 0
+            if self._rows[rank] < ROW:
                 continue
             self._called ^= {rank}
-            if slow:
-                found.setdefault((self._hosts[rank], self._reason(rank), row[0][0].first), []).append(rank)
+            self._rows[rank] = 0
+            if rank in self._called:
+                found.setdefault((self._hosts[rank], self._reason(rank)), []).append(rank)
             else:
                 lines.append(f"{self._name([rank])} keeps up again")
-        for (_, reason, since), ranks in found.items():
-            much = statistics.median(gap for _, gap in self._rows[ranks[0]])
-            others = "the median" if len(self._hosts) > 2 else "the other"
+        others = "the median" if len(self._hosts) > 2 else "the other"
+        for (_, reason), ranks in found.items():
+            much = statistics.median(gaps[ranks[0]] for _, gaps in self._windows)
             lines.append(f"{self._name(ranks)} {'is' if len(ranks) == 1 else 'are'} {100 * much:.0f} % slower than "
-                         f"{others}, since step {since}: {reason} {self._split(ranks[0])}")
+                         f"{others}, since step {self._windows[0][0].first}: {reason}")
         return lines
 
     def _name(self, ranks: list[int]) -> str:
         return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} ({self._hosts[ranks[0]]})"
 
     def _reason(self, rank: int) -> str:
-        """The part in which this rank loses most: "data" or "compute"."""
-        data, compute = (
-            sum(window.seconds[rank][part] - window.median(part) for window, _ in self._rows[rank])
-            for part in (DATA, COMPUTE)
+        """The part of a step in which this rank loses most, with its own time and the median of all ranks."""
+        own, median = (
+            [statistics.median(of(window, part) for window, _ in self._windows) for part in (DATA, COMPUTE)]
+            for of in (lambda window, part: window.seconds[rank][part], Window.median)
         )
-        return PARTS[DATA if data > compute else COMPUTE]
-
-    def _split(self, rank: int) -> str:
-        """A step of this rank in parts, and the median of all ranks: "(a step: data 2.1 ms, median 2; ...)"."""
-        parts = []
-        for part, name in enumerate(PARTS):
-            own = statistics.median(window.seconds[rank][part] for window, _ in self._rows[rank])
-            others = statistics.median(window.median(part) for window, _ in self._rows[rank])
-            parts.append(f"{name} {1000 * own:.3g} ms, median {1000 * others:.3g}")
-        return f"(a step: {'; '.join(parts)})"
+        part = max((DATA, COMPUTE), key=lambda part: own[part] - median[part])
+        return f"{PARTS[part]} takes {1000 * own[part]:.3g} ms of a step, median {1000 * median[part]:.3g}"
 
 
 def _others(values: Sequence[float]) -> list[float]:
@@ -107,3 +105,61 @@ def _others(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     places = (bisect.bisect_left(ordered, value) for value in values)
     return [statistics.median([*ordered[:place], *ordered[place + 1 :]]) for place in places]
+
+
+class RankReports:
+    """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
+
+    def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float] = ()) -> None:
+        """`step`: where the run is. `load`: see `Window`."""
+        self.group, self._clock, self.load = group, clock, load
+        self._window_s = max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size)
+        # Rank 0's
+        self._hosts: list[str] = []
+        self._stragglers: Stragglers | None = None
+        self._seconds = torch.zeros(group.world_size, WIDTH, dtype=torch.float64)
+        self._began_s, self._first, self._saving = -math.inf, step + 1, False
+
+    def exchange(
+        self, values: Sequence[float], *, step: int, saving: bool
+    ) -> tuple[list[float], dict[str, float]]:
+        """All ranks call this at a report, with as many `values`, once these have come from the device.
+
+        Returns the means of the ranks' values, and values for the line in the metrics: on rank 0, once a window, else
+        none. `saving`: rank 0 writes a copy beside the training.
+        """
+        group, count = self.group, len(values)
+        numbers = torch.zeros(count + WIDTH * group.world_size, dtype=torch.float64)
+        numbers[:count] = torch.tensor(values, dtype=torch.float64)
+        ranks = numbers[count:].view(group.world_size, WIDTH)
+        ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
+        group.sum(numbers)
+        means = [number / group.world_size for number in numbers[:count].tolist()]
+        return means, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
+
+    def _looked_at(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
+        self._seconds += ranks
+        self._saving |= saving
+        now_s = time.monotonic()
+        if now_s - self._began_s < self._window_s:
+            return {}
+        self._hosts = self._hosts or list(self.group.hosts)
+        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist(), self.load)
+        values = {}
+        if self.group.world_size > 1:
+            values = {
+                f"ranks/{name}_s/{rank}": round(own[part], 6)
+                for rank, own in enumerate(window.seconds) for part, name in enumerate(PARTS)
+            }
+            self._judge(window)
+        self._seconds.zero_()
+        self._began_s, self._first, self._saving = now_s, step + 1, saving
+        return values
+
+    def _judge(self, window: Window) -> None:
+        """Say what there is to say. The first window is of set-up and first steps; in a save rank 0 works for two."""
+        if self._stragglers is None:
+            self._stragglers = Stragglers(self._hosts)
+        elif not self._saving:
+            for line in self._stragglers.look(window):
+                self.group.log.info(line)

@@ -1,29 +1,46 @@
-"""Rank 0's side of a tracker (MLflow, W&B): it starts the sender, logs what that says, and says how the run has ended.
+"""A run at a tracker, MLflow or W&B: rank 0 starts a process that sends what is new in `metrics.jsonl`.
 
-Rank 0 never talks to the tracker, and never waits for it but in the end, when there is nothing left to train. No torch
-here, and none of the trackers' packages.
+That file is the queue. So a server that is down costs no memory and loses nothing, and the next attempt sends what this
+one could not. Rank 0 tells the process the facts and how the run ended, and waits for it only in the end. A process and
+not a thread: importing MLflow alone takes two seconds, for which a thread would hold Python's lock.
+
+No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit;
+trackers can't take a point back, so what they have of these steps stays. `tracker/sent.json` has the last step that was
+sent of each curve: a resume cuts the file, so that a place in it says nothing. Points whose answer was lost are sent
+again, unchanged: MLflow keeps an equal point once.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import logging
+import math
 import os
+import re
+import select
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import rankup
 from rankup.errors import UserError
-from rankup.places.files import read_json
-from rankup.timing import TRACKER_S
+from rankup.places.files import read_json, write_json
+from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
-# A new tracker is a class in `rankup.observe.sender` and an extra in pyproject.toml with the name of its package
+# A new tracker is a class below, and an extra in pyproject.toml with the name of its package
 TRACKERS = ("mlflow", "wandb")
 FOLDER = "tracker"  # in the run directory
+KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
+MOST_POINTS = 50  # in one request; MLflow takes 1,000 values
+LONGEST_REASON = 120  # characters
+SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 FOR_PACKAGES = {
     "PYTHONWARNINGS": "ignore",
     # The sender tries again by itself: a request that hangs keeps it from everything else
@@ -86,7 +103,7 @@ class Tracker:
         try:
             self._process = subprocess.Popen(
                 # -P: a folder `wandb` where the run was started would be taken for the package
-                [sys.executable, "-P", "-W", "ignore", "-m", "rankup.observe.sender"],
+                [sys.executable, "-P", "-W", "ignore", "-m", "rankup.observe.tracker"],
                 env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True,  # it outlives a kill of rank 0 and all its children by a few seconds
             )
@@ -125,3 +142,245 @@ class Tracker:
                 level, _, text = line.strip().partition(" ")
                 (self.log.warning if level == "warning" else self.log.info)(text)
         self._process.wait()
+
+
+# The process that sends -----------------------------------------------------------------------------------------------
+# Each method of a tracker may be called again with the same arguments, and raises what the package raises. Servers and
+# credentials come from the packages' own variables and files.
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Values of one step, all of one kind. `time`: of `time.time()` when they were measured."""
+
+    kind: str
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+class MlflowRun:
+    """A run at MLflow: the one of the experiment that has our run's id as a tag, since MLflow makes its own ids."""
+
+    TAG = "rankup.run"
+    LONGEST = 6000  # characters of a parameter
+
+    def __init__(self, facts: Facts) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient()
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if not experiment:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
+            there = self.client.get_experiment_by_name(name)
+            experiment = there.experiment_id if there is not None else self.client.create_experiment(name)
+        found = self.client.search_runs([experiment], f"tags.`{self.TAG}` = '{facts.run}'", max_results=1)
+        if found:
+            self.client.update_run(found[0].info.run_id, status="RUNNING")
+        self.run = found[0] if found else self.client.create_run(
+            experiment, tags={self.TAG: facts.run}, run_name=facts.name
+        )
+        self.id = self.run.info.run_id
+        self._log_settings(facts)
+        self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
+
+    def _log_settings(self, facts: Facts) -> None:
+        """As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was."""
+        from mlflow.entities import Param
+
+        settings = facts.settings.items()
+        texts = {name: (v if isinstance(v, str) else json.dumps(v))[: self.LONGEST] for name, v in settings}
+        new = [Param(name, text) for name, text in texts.items() if name not in self.run.data.params]
+        for begin in range(0, len(new), 100):  # that a server takes in one request
+            self.client.log_batch(self.id, params=new[begin : begin + 100])
+
+    def log(self, points: list[Point]) -> None:
+        """Points in the order of their steps."""
+        from mlflow.entities import Metric
+
+        self.client.log_batch(self.id, metrics=[
+            Metric(_allowed(name), value, round(point.time * 1000), point.step)
+            for point in points for name, value in point.values.items()
+        ])
+
+    def end(self, state: str) -> None:
+        """`state`: finished, stopped or failed."""
+        self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(state, "FAILED"))
+
+
+def _allowed(name: str) -> str:
+    """MLflow refuses a request for one character in a name that it does not know."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+class WandbRun:
+    """A run at Weights & Biases, which takes our run's id as its own. W&B writes all to a file below the run directory,
+    one for each attempt, and a process of its own uploads that, unless WANDB_MODE=offline.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            id=facts.run, resume="allow", name=facts.name, project=os.environ.get("WANDB_PROJECT", "rankup"),
+            dir=str(Path(facts.run_dir) / FOLDER),
+            settings=wandb.Settings(
+                # Seconds for the server to answer, and for what is left at the end; the rest is for `wandb sync`
+                silent=True, init_timeout=20.0, finish_timeout=12.0,
+                # Only what is logged below: no output, code, commands, packages or facts about the machine
+                console="off", save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
+                x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,
+            ),
+        )
+        self.run.config.update(facts.settings, allow_val_change=True)
+        for kind in KINDS:
+            # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
+            self.run.define_metric(f"{kind}*", step_metric=f"{kind}step")
+        folder = Path(self.run.settings.sync_dir).parent
+        self.address = self.run.url or f"offline, in {folder}; to upload it: wandb sync {folder}/offline-run-*"
+
+    def log(self, points: list[Point]) -> None:
+        for point in points:
+            self.run.log({**point.values, f"{point.kind}/step": point.step, "_timestamp": point.time})
+
+    def end(self, state: str) -> None:
+        self.run.finish(exit_code=0 if state == "finished" else 1)
+
+
+def open_run(facts: Facts) -> MlflowRun | WandbRun:
+    """The run of these facts at its tracker: a new one, or that of an earlier attempt."""
+    return MlflowRun(facts) if facts.tracker == "mlflow" else WandbRun(facts)
+
+
+class Sender:
+    """Sends what is new in the run directory at each `look`."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.folder = facts, Path(facts.run_dir)
+        self.tracked: MlflowRun | WandbRun | None = None
+        known = read_json(self.folder / FOLDER / "sent.json") or {}
+        self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
+        self._file: BinaryIO | None = None
+
+    def look(self, state: str = "") -> None:
+        """Send what is new. `state`: how the run has ended, empty while it goes on.
+
+        Raises whatever the tracker's package raises. Then the next look begins anew, behind what was sent.
+        """
+        try:
+            if self.tracked is None:
+                self.tracked, self._file = open_run(self.facts), (self.folder / "metrics.jsonl").open("rb")
+                self._note_sent([])
+            while points := list(islice(self._new_points(), MOST_POINTS)):
+                self.tracked.log(points)
+                self._note_sent(points)
+            if state:
+                self.tracked.end(state)
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.tracked = None
+        if self._file is not None:
+            self._file.close()
+
+    def _note_sent(self, points: list[Point]) -> None:
+        """Keep on the disk how far that was: for `status` and the result, and for the next attempt."""
+        assert self.tracked is not None
+        self._sent |= {name: point.step for point in points for name in point.values}
+        known = {"run": self.facts.run, "tracker": self.facts.tracker, "sent": self._sent,
+                 "address": without_secrets(self.tracked.address)}
+        with contextlib.suppress(OSError):  # a full disk: the next save says so
+            write_json(self.folder / FOLDER / "sent.json", known)
+
+    def _new_points(self) -> Iterator[Point]:
+        """What stands behind that which was read before, and was not sent.
+
+        The file stays open. An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed
+        one's sender, if it is still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
+        """
+        assert self._file is not None
+        while True:
+            begin, line = self._file.tell(), self._file.readline()
+            if not line.endswith(b"\n"):  # the end, or a line that is being written
+                self._file.seek(begin)
+                return
+            entry = json.loads(line)
+            step = entry["step"]
+            values = {
+                name: math.nan if value is None else value for name, value in entry.items()
+                if name.startswith(KINDS) and step > self._sent.get(name, -1)
+            }
+            if values:
+                yield Point(next(iter(values)).partition("/")[0], step, entry["time"], values)
+
+
+def without_secrets(text: str) -> str:
+    """`text` without the users and passwords of addresses, and without any value of a variable that may be a secret."""
+    for name, value in os.environ.items():
+        if SECRET.search(name) and len(value) > 3:
+            text = text.replace(value, "***")
+    return re.sub(r"://(?:[^/\s@]*:\S*|[^/\s]*)@", "://", text)
+
+
+def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:
+    """Look until rank 0 has ended, and once more then. `rank0`: says how it ended; killed, it closes without a word."""
+    pause_s, failing, seen, ended = 0.0, False, False, False
+    while not ended:
+        ended = bool(select.select([rank0], [], [], pause_s)[0])
+        state = rank0.readline().decode().strip() or "failed" if ended else ""
+        if ended:
+            signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
+        try:
+            sender.look(state)
+        except Exception as error:  # what packages raise has nothing in common
+            why = "" if failing else f"{_reason(error)}. "
+            if ended:
+                say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
+            elif why:
+                say("warning", f"{why}Training goes on; what is missing is sent once this works.")
+            pause_s, failing = SENDER_PAUSE_S, True
+            continue
+        if not seen and sender.tracked is not None:
+            say("info", sender.tracked.address)
+        elif failing:
+            say("info", "answers again")
+        pause_s, failing, seen = SENDER_LOOK_S, False, True
+
+
+def _reason(error: BaseException) -> str:
+    """The error as one line that fits a terminal: what was tried, and the error at the bottom of it."""
+    root = error
+    while (below := root.__cause__ or root.__context__) is not None:
+        root = below
+    parts = (" ".join(str(each).split())[:LONGEST_REASON].rstrip(". ") for each in (error, root))
+    return "... ".join(dict.fromkeys(parts))
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    # What the packages print goes nowhere: they print addresses with passwords in them
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.nice(10)  # the ranks of this node come first
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # a stop is rank 0's affair: it says when it has saved
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    rank0 = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
+    facts = Facts(**json.loads(rank0.readline()))
+
+    def say(level: str, text: str) -> None:
+        line = without_secrets(" ".join(text.split()))
+        with contextlib.suppress(OSError):  # rank 0 was killed
+            print(level, f"tracker {facts.tracker}: {line}", file=channel, flush=True)
+
+    folder = Path(facts.run_dir) / FOLDER
+    with contextlib.suppress(OSError):  # some network file systems have no such locks
+        folder.mkdir(parents=True, exist_ok=True)
+        # One sender of a run at a time, to the end of this process: that of a killed rank 0 may still be at work
+        fcntl.flock(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666), fcntl.LOCK_EX)
+    send(Sender(facts), rank0, say)
+    os._exit(0)  # past what the packages do at the end of a process
+
+
+if __name__ == "__main__":
+    main()

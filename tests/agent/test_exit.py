@@ -73,4 +73,4 @@ def test_one_module_ends_processes_and_the_agent_its_children() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os._exit", "os.abort", "signal.setitimer")
     }
     # The sender of a tracker is a process of its own
-    assert endings == {"rankup/agent/fork_server.py", "rankup/agent/processes.py", "rankup/observe/sender.py"}
+    assert endings == {"rankup/agent/fork_server.py", "rankup/agent/processes.py", "rankup/observe/tracker.py"}

@@ -36,11 +36,11 @@ BATCH = 96  # which 2, 3 and 4 ranks divide
 
 def slow() -> None:
     """Preloaded in each rank: make the last one slow as the case says."""
-    from rankup.observe import rank_reports
+    from rankup.observe import stragglers
     from train.data.loader import Loader
     from train.workloads.classification import Classification
 
-    rank_reports.WINDOW_S = WINDOW_S
+    stragglers.WINDOW_S = WINDOW_S
     case = json.loads(os.environ[CASE])
     if os.environ["RANK"] != case["rank"]:
         return

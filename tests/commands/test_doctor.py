@@ -6,8 +6,6 @@ The doctor names it, with the rank and the host, and gives a healthy pair no war
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -44,7 +42,6 @@ class Case:
     pair: Pair
     forks: Forks
     processes: list[Process] = field(default_factory=list)
-    foreign: subprocess.Popen[bytes] | None = None
 
     @property
     def nodes(self) -> list[Node]:
@@ -81,10 +78,6 @@ class Case:
             if process.code is None:
                 process.signal_group("SIGKILL")
                 process.ended.wait(20)
-        if self.foreign is not None and self.foreign.stdout is not None:
-            self.foreign.kill()
-            self.foreign.wait()
-            self.foreign.stdout.close()
         self.pair.close()
 
 
@@ -109,28 +102,7 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         yield begun
 
 
-# Names, routes and ports ----------------------------------------------------------------------------------------------
-
-
-@case
-def no_such_name(case: Case) -> None:
-    case.rank(1, 1, addr="no-such-host.example", join_s="1")
-
-
-@case
-def black_hole(case: Case) -> None:
-    case.nodes[1].run("ip route add default via 192.168.77.1")
-    case.rank(1, 1, addr="192.0.2.1", join_s="1")
-
-
-@case
-def no_route(case: Case) -> None:
-    case.rank(1, 1, addr="192.0.2.1", join_s="1")
-
-
-@case
-def nobody_listens(case: Case) -> None:
-    case.rank(1, 1, join_s="1")
+# Who is there ---------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -141,95 +113,10 @@ def wrong_hosts_file(case: Case) -> None:
     case.both(addr="master", join_s=JOIN_S)
 
 
-@case
-def no_resolver(case: Case) -> None:
-    server, node = case.nodes
-    server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
-    node.lookup_file.write_text("hosts: files dns\n")
-    node.mount("nameserver 192.168.77.1\noptions timeout:30\n", "/etc/resolv.conf")
-    case.rank(1, 1, addr="no-answer.example", join_s="1")
-
-
-@pytest.mark.parametrize(
-    ("name", "stage", "what"),
-    [
-        ("no_such_name", "names", 'the name "no-such-host.example" does not resolve here'),
-        ("black_hole", "port",
-         f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
-        ("no_route", "route", "no route to 192.0.2.1 (Network is unreachable)"),
-        ("nobody_listens", "port",
-         f"192.168.77.1:{PORT} refuses the connection: the machine answers, but nothing listens"),
-        ("no_resolver", "names", 'the name "no-answer.example" does not resolve here (the resolver gives no answer)'),
-    ],
-)
-def test_doctor_tells_reasons_to_miss_the_master_apart(
-    cases: dict[str, Case], name: str, stage: str, what: str
-) -> None:
-    (said,) = cases[name].said(20)
-    assert f"NOT FIT {stage} {what}" in said
-    assert re.search(r"doctor: not fit to train \(1 unfit\): \d+ stages in \S+ s$", said), said
-
-
 def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]) -> None:
     first, second = cases["wrong_hosts_file"].said(20, 20)
     assert "NOT FIT joined rank 1 of 2 has not joined after 8 s (joined: 0 on node0)" in first
-    assert f"NOT FIT port master:{PORT} refuses the connection" in second
-    assert "mend: Start one process with each RANK from 0 to 1" in second
-
-
-@case
-def dropped_ports(case: Case) -> None:
-    for node in case.nodes:
-        node.run(
-            "iptables -w -A INPUT -i lo -j ACCEPT",
-            f"iptables -w -A INPUT -p tcp --dport {PORT} -j ACCEPT",
-            f"iptables -w -A INPUT -p tcp --sport {PORT} -j ACCEPT",
-            "iptables -w -A INPUT -p tcp -j DROP",
-        )
-    case.both()
-
-
-def test_doctor_names_ports_that_a_firewall_drops(cases: dict[str, Case]) -> None:
-    first, _ = cases["dropped_ports"].said(20, 20)
-    assert "NOT FIT connectivity all ranks reached the master, but not each other: " in first
-    assert "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:" in first
-    assert "mend: gloo and nccl use any high port between the nodes" in first
-
-
-@case
-def foreign_listener(case: Case) -> None:
-    # It accepts connections, and says nothing
-    listen = f"import socket, time; s = socket.create_server((\"\", {PORT})); print(1, flush=True); time.sleep(600)"
-    case.foreign = subprocess.Popen([*case.nodes[0].prefix, sys.executable, "-c", listen], stdout=subprocess.PIPE)
-    assert case.foreign.stdout is not None
-    assert case.foreign.stdout.readline() == b"1\n"
-    case.both(join_s=JOIN_S)
-
-
-def test_doctor_names_a_foreign_service_on_the_port(cases: dict[str, Case]) -> None:
-    first, second = cases["foreign_listener"].said(20, 20)
-    assert f"NOT FIT port MASTER_PORT={PORT} is in use on node0 by pid " in first
-    assert "NOT FIT store " in second
-    assert "does not answer as a rendezvous store: another service holds the port" in second
-
-
-# Who is there ---------------------------------------------------------------------------------------------------------
-
-
-@case
-def rank_twice(case: Case) -> None:
-    # One is missing too, so that the group can't be complete before the second of them comes
-    for node, rank in ((0, 0), (0, 1), (1, 1)):
-        case.rank(rank, node, "--batch-size", "66", world_size=3)
-
-
-def test_doctor_names_both_machines_that_claim_one_rank(cases: dict[str, Case]) -> None:
-    said = cases["rank_twice"].said(20, 20, 20)
-    # The rank that came first is named first
-    twice = r"NOT FIT joined rank 1 was claimed twice: by node[01] \(pid \d+\) and by node[01] \(pid "
-    assert re.search(twice, said[0])
-    assert "by node0 (pid " in said[0]
-    assert "by node1 (pid " in said[0]
+    assert f"NOT FIT joined rank 1 of 2 on node1 could not join within 8 s: master:{PORT} refuses the con" in second
 
 
 @case
@@ -252,18 +139,9 @@ def other_settings(case: Case) -> None:
     case.rank(1, 1, "--lr", "0.5")
 
 
-@case
-def other_torch(case: Case) -> None:
-    case.both(sick="tests.rigs.injected_faults:other_torch")
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("other_settings", "setting lr must be the same"), ("other_torch", "torch version must be the same")],
-)
-def test_doctor_names_the_rank_with_another_version(cases: dict[str, Case], name: str, what: str) -> None:
-    first, _ = cases[name].said(20, 20)
-    assert f"NOT FIT versions {what} on all ranks, got " in first
+def test_doctor_names_the_rank_with_another_setting(cases: dict[str, Case]) -> None:
+    first, _ = cases["other_settings"].said(20, 20)
+    assert "NOT FIT joined setting lr must be the same on all ranks, got " in first
     assert "on rank 1 (node1)" in first
 
 
@@ -348,6 +226,11 @@ def wrong_sum(case: Case) -> None:
 
 
 @case
+def flips_a_bit(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:flips_a_bit")
+
+
+@case
 def no_room(case: Case) -> None:
     case.nodes[1].run("mount -t tmpfs -o size=1m,ro tmpfs /mnt")
     case.rank(0, 0)
@@ -366,6 +249,7 @@ def no_room_on_rank_0(case: Case) -> None:
     [
         ("no_room_on_rank_0", "NOT FIT storage /"),
         ("wrong_sum", "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradients"),
+        ("flips_a_bit", "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
         ("no_room", "NOT FIT storage rank 1 on node1: /"),
     ],
 )
@@ -389,8 +273,8 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
         case.both()
         first, second = case.said(0, 0)
     assert not any(word in first + second for word in ("WARNING", "NOT FIT", "NOT DONE")), first
-    stages = ["environment", "limits", "memory", "devices", "storage", "store", "joined", "connectivity",
-              "group", "versions", "collective", "links"]
+    stages = ["environment", "limits", "memory", "devices", "storage", "repetition", "joined",
+              "connectivity", "group", "versions", "collective", "links"]
     places = [first.index(f"ok {stage} ") for stage in stages]
     assert places == sorted(places), first
     assert "ok links between nodes: slowest ranks 0 on node0 and 1 on node1 " in first

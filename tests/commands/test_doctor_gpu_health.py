@@ -90,16 +90,10 @@ def test_gpus_that_this_process_may_not_use_are_not_asked() -> None:
     assert found(driver, CUDA_VISIBLE_DEVICES="2,0")[0].seen.startswith("2 healthy")
     assert found(driver, CUDA_VISIBLE_DEVICES="GPU-2")[0].seen.startswith("1 healthy")
     assert found(driver, CUDA_VISIBLE_DEVICES="0,7,2")[0].seen.startswith("1 healthy")  # as CUDA does
+    assert found(driver, CUDA_VISIBLE_DEVICES="MIG-1") == []
     assert found(driver, CUDA_VISIBLE_DEVICES="") == found(driver, CUDA_VISIBLE_DEVICES="-1") == []
     assert found(driver, 1)[0].seen == "GPU 1: does not answer: GPU is lost"
     assert found(driver, 1, CUDA_VISIBLE_DEVICES="0,2")[0].seen.startswith("1 healthy")
-
-
-def test_a_part_of_a_gpu_shares_its_health_but_not_its_processes() -> None:
-    used = H100 | {"nvmlDeviceGetComputeRunningProcesses": [PROCESS]}
-    assert [finding.level for finding in found(Driver(used), CUDA_VISIBLE_DEVICES="MIG-0")] == [OK]
-    bad = used | {"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}
-    assert [finding.level for finding in found(Driver(bad), CUDA_VISIBLE_DEVICES="MIG-0")] == [UNFIT]
 
 
 def test_a_driver_that_was_updated_under_the_kernel_is_unfit() -> None:

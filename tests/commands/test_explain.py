@@ -210,7 +210,7 @@ def test_endless_kinds_of_exceptions_are_bounded() -> None:
 
 def test_no_line_at_all_is_nothing_wrong() -> None:
     assert diagnose([]) == []
-    assert format_report([]) == "nothing wrong was found in these lines."
+    assert format_report([]).startswith("nothing wrong was found in these lines.\n")
 
 
 # The command --------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import rankup
-from rankup.observe import rank_reports
+from rankup.observe import stragglers
 
-rank_reports.WINDOW_S = 0.1  # in place of 5
+stragglers.WINDOW_S = 0.1  # in place of 5
 job = rankup.init(log_every_steps=2)
 model = DistributedDataParallel(torch.nn.Linear(8, 2).to(job.device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rankup.observe import logs
 from rankup.observe.logs import first_stamp
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment
@@ -202,14 +201,15 @@ def test_follow_shows_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp
         assert process.stderr.read() == ""
 
 
-def test_follow_begins_with_what_is_recent(write, tmp_path: Path) -> None:
-    write(0, "01 old")
-    path = write(1, "01 old")
-    with path.open("a") as file:
-        file.write("2026-11-22T11:00:00 vm r1 new\n")
+def test_follow_begins_with_the_last_lines_of_each_rank(write, tmp_path: Path) -> None:
+    write(0, *[f"01 {number:09}" for number in range(1000)])
     with following(tmp_path) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "2026-11-22T11:00:00 rank 1 on vm: new\n"
+        shown = [int(process.stdout.readline().split(": ")[1])]
+        while shown[-1] < 999:
+            shown.append(int(process.stdout.readline().split(": ")[1]))
+    assert shown == list(range(shown[0], 1000))
+    assert shown[0] > 800
 
 
 def test_colours_only_on_a_terminal_that_wants_them(write, tmp_path: Path) -> None:
@@ -258,23 +258,6 @@ def test_logs_needs_no_torch(write, tmp_path: Path) -> None:
 
 
 # Size -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("second", [0, 1, 777, 1999, 2500])
-def test_since_finds_the_first_line_in_a_long_file(tmp_path, monkeypatch, capfd, second: int) -> None:
-    monkeypatch.setattr(logs, "CHUNK", 4000)
-
-    def stamp(number: int) -> str:
-        return datetime.fromtimestamp(1_700_000_000 + number).isoformat()
-
-    (tmp_path / "logs").mkdir()
-    with (tmp_path / "logs" / "rank-0.log").open("w") as file:
-        for number in range(2000):
-            file.write(f"{stamp(number)} vm r0 {number}\n")
-            file.write("without a time\n" * (number % 7))
-            file.write("x" * 9000 + "\n" if number == 800 else "")
-    lines = [line.split(": ")[1] for line in printed(capfd, str(tmp_path), "--since", stamp(second))]
-    assert [int(line) for line in lines if line.isdigit()] == list(range(second, 2000))
 
 
 MEASURE = """

@@ -82,7 +82,7 @@ def test_rank_that_hangs_is_somewhere_else(
         assert "rank 0 on " in full
         assert full.count("(most recent call first)") > WORLD
     over = shown(run)
-    assert len(re.findall(r"rank [02] on \S+ does not run any more; last stacks, at ", over)) == 2, over
+    assert re.search(r"^ranks? 0(, 2)?: ended, on \S+; last stacks at .*: ", over, re.MULTILINE), over
 
 
 def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
@@ -138,10 +138,9 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
         monkeypatch.setattr(stacks.Writer, "alive", False)
         assert main(["stacks", str(run)]) == 0
         said = capsys.readouterr().out
-        asked = r"is asked there, or by kill -USR2 to any agent of its job; last stacks, at \S+ \(asked\): "
-        there = rf"rank {{}} on \S+ {asked}"
+        asked = r"on \S+: ask there, or kill -USR2 any agent of the job; last stacks at \S+ \(asked\): "
         for rank, place in ((0, "backward"), (1, "data: loader"), (2, "backward")):
-            assert re.search(there.format(rank) + place, said), said
+            assert re.search(rf"ranks? [\d, -]*\b{rank}\b.*: {asked}{place}", said), said
         assert process.poll() is None
 
 
@@ -246,4 +245,11 @@ def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_pat
         file.write("Thread")
     (tmp_path / "stacks" / "rank-0.txt").write_text("# {\n")
     said = stacks.report(tmp_path)
-    assert re.match(r"rank 1 on \S+ does not run any more\nranks 0, 2 of 3: no file here\.", said), said
+    assert re.match(r"rank 1: ended, on \S+; no stacks were written\nranks 0, 2 of 3: no file here\.", said), said
+    assert "--full" not in said
+
+
+def test_stacks_of_a_finished_run_are_one_line(tmp_path: Path) -> None:
+    for rank in range(3):
+        announce_stacks(tmp_path, rank, 3, 2**22 + 1)
+    assert re.fullmatch(r"ranks 0-2: ended, on \S+; no stacks were written", stacks.report(tmp_path))

@@ -157,18 +157,6 @@ def test_status_gives_ranks_that_stand_alike_one_row(tmp_path: Path) -> None:
     ]
 
 
-def test_status_shows_what_takes_how_long_of_the_steps_of_a_rank(tmp_path: Path) -> None:
-    now = stage(tmp_path / "run")
-    line = {f"ranks/{part}_s/{rank}": 0.001 * rank for rank in (0, 1) for part in ("data", "compute", "waiting")}
-    lines = [{"step": 10, **line}, {"step": 11, "train/loss": 0.5}]
-    text = "".join(f"{json.dumps(each)}\n" for each in lines) + '{"step": 12, "ranks/data_s/0'
-    (tmp_path / "run" / "metrics.jsonl").write_text(text)
-    found = look(tmp_path / "run", now=now)
-    assert found["ranks"][1]["of_a_step_s"] == {"data": 0.001, "compute": 0.001, "waiting": 0.001}
-    found["ranks"] = found["ranks"][:2]
-    assert "step   data 1 ms, compute 1 ms, waiting 1 ms  now\n" in screen(found, now=now)
-
-
 def test_status_of_a_run_that_reports_no_steps(tmp_path: Path) -> None:
     """Of somebody's own script: only how its ranks ended is known."""
     file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))

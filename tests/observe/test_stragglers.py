@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from rankup.observe.stragglers import ROW, Stragglers, Window
+from rankup.observe import stragglers
+from rankup.observe.stragglers import ROW, WIDTH, RankReports, Stragglers, Window
 from tests.rigs.fork_server import Forks
 from train.data.order import Order
 
@@ -27,30 +31,29 @@ def windows(*ranks: tuple[float, float], first: int = 1, count: int = 1) -> Iter
         yield Window(begin, begin + STEPS - 1, seconds)
 
 
-def said(stragglers: Stragglers, found: Iterator[Window]) -> list[str]:
-    return [line for window in found for line in stragglers.look(window)]
+def said(ranks: Stragglers, found: Iterator[Window]) -> list[str]:
+    return [line for window in found for line in ranks.look(window)]
 
 
 USUAL = (0.002, 0.05)
 
 
 def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> None:
-    stragglers = Stragglers(HOSTS)
-    assert said(stragglers, windows(*[USUAL] * 4, count=10)) == []
+    compared = Stragglers(HOSTS)
+    assert said(compared, windows(*[USUAL] * 4, count=10)) == []
     slow = list(windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50))
-    assert said(stragglers, iter(slow[: ROW - 1])) == []
-    assert said(stragglers, iter(slow[ROW - 1 :])) == [
-        "rank 3 (node1) is 18 % slower than the median, since step 501: compute (a step: data 2 ms, median 2; compute "
-        "59.4 ms, median 50; waiting 0 ms, median 9.4)"
+    assert said(compared, iter(slow[: ROW - 1])) == []
+    assert said(compared, iter(slow[ROW - 1 :])) == [
+        "rank 3 (node1) is 18 % slower than the median, since step 501: compute takes 59.4 ms of a step, median 50"
     ]
-    assert said(stragglers, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
+    assert said(compared, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
 
 
 @pytest.mark.parametrize("slow", [(0.0114, 0.05), (0.012, 0.045)])
 def test_data_that_comes_late_is_told_from_slow_computing(slow: tuple[float, float]) -> None:
     (line,) = said(Stragglers(HOSTS), windows(USUAL, slow, USUAL, USUAL, count=ROW))
     assert line.startswith("rank 1 (node0) is ")
-    assert "since step 1: data (" in line
+    assert "since step 1: data takes " in line
 
 
 def test_two_ranks_are_compared_with_each_other() -> None:
@@ -65,11 +68,11 @@ def test_ranks_of_a_slow_node_share_a_line() -> None:
 
 
 def test_hiccups_are_not_worth_a_line() -> None:
-    stragglers = Stragglers(HOSTS)
+    compared = Stragglers(HOSTS)
     for number in range(40):
         ranks = [USUAL] * 4
         ranks[number % 4] = (0.002, 0.08)
-        assert said(stragglers, windows(*ranks)) == []
+        assert said(compared, windows(*ranks)) == []
 
 
 @pytest.mark.parametrize("slower", [0.0, 0.03, 0.06])
@@ -102,10 +105,10 @@ def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 16])
 def test_random_slowness_of_a_busy_machine_says_nothing(world_size: int) -> None:
     rng = random.Random(world_size)
-    stragglers = Stragglers(["node0"] * world_size)
+    compared = Stragglers(["node0"] * world_size)
     for _ in range(1000):
         ranks = [(0.002, 0.05 * rng.lognormvariate(0, 0.08)) for _ in range(world_size)]
-        assert said(stragglers, windows(*ranks)) == []
+        assert said(compared, windows(*ranks)) == []
 
 
 def recorded(number: int) -> tuple[str, list[Window]]:
@@ -131,7 +134,7 @@ def test_slow_rank_on_a_busy_machine_is_found(number: int, part: str) -> None:
     assert case == part
     slow, host = len(found[0].seconds) - 1, HOSTS[len(found[0].seconds) - 1]
     (line,) = said(Stragglers(HOSTS[: slow + 1]), iter(found))
-    assert re.match(rf"rank {slow} \({host}\) is \d+ % slower .*, since step \d+: {part} \(", line)
+    assert re.match(rf"rank {slow} \({host}\) is \d+ % slower .*, since step \d+: {part} takes ", line)
 
 
 @pytest.mark.parametrize(("world_size", "part"), [(3, "data"), (3, "compute"), (2, "compute")])
@@ -147,4 +150,62 @@ def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_siz
         job.wait_for("slower than")
         (line,) = re.findall(r"rank \d \(.*slower than .*", job.output)
     others = "the median" if world_size > 2 else "the other"
-    assert re.match(rf"rank 1 \(\S+\) is \d+ % slower than {others}, since step \d+: {part} \(", line)
+    assert re.match(rf"rank 1 \(\S+\) is \d+ % slower than {others}, since step \d+: {part} takes ", line)
+
+
+# What the ranks send each other at a report, and what rank 0 makes of it ---------------------------------------------
+
+BETWEEN = 10  # between two reports
+
+
+class Job:
+    """Rank 0 of two, with a clock that the test sets. Each report is a window later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.now_s, self.step, self.said = 100.0, 0, []  # type: ignore[var-annotated]
+        self.own, self.other = [0.1, 0.5, 0.4], [0.1, 0.5, 0.4]  # seconds of a report's steps
+        monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        group: Any = SimpleNamespace(
+            rank=0, world_size=2, is_rank0=True, run_dir=folder, device=torch.device("cpu"),
+            hosts=["node0", "node1"], launch=SimpleNamespace(local_rank=0),
+            sum=self.sum, log=SimpleNamespace(info=self.said.append),
+        )
+        clock: Any = SimpleNamespace(take=lambda: self.own)
+        self.reports = RankReports(group, clock, step=0, load=[1.0] * 2)
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Adds what the other rank sends: a loss of 3, and its row."""
+        numbers[0] += 3.0
+        row = numbers[1:].view(2, WIDTH)[1]
+        assert row.tolist() == [0.0] * WIDTH
+        row += torch.tensor(self.other, dtype=torch.float64)
+        return numbers
+
+    def report(self, *, saving: bool = False, later_s: float = 5.0) -> dict[str, float]:
+        self.step, self.now_s = self.step + BETWEEN, self.now_s + later_s
+        means, values = self.reports.exchange([1.0], step=self.step, saving=saving)
+        assert means == [2.0]
+        return values
+
+
+def test_rank_0_has_the_values_of_all_ranks_once_a_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job = Job(monkeypatch, tmp_path)
+    job.other = [0.2, 0.7, 0.1]
+    values = job.report()
+    assert values["ranks/data_s/0"] == 0.01
+    assert [values[f"ranks/{part}_s/1"] for part in ("data", "compute", "waiting")] == [0.02, 0.07, 0.01]
+    assert job.report(later_s=2.0) == {}
+    job.other = [0.4, 0.9, 0.1]
+    assert job.report(later_s=3.0)["ranks/data_s/1"] == 0.03  # of both reports
+
+
+def test_first_window_and_saves_call_no_rank_slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job = Job(monkeypatch, tmp_path)
+    job.own = [0.1, 0.9, 0.0]  # rank 0 writes a checkpoint beside its steps
+    for number in range(4 * ROW):
+        job.report(saving=number % 2 == 0)  # one that begins in a window, and ends in the next
+    assert job.said == []
+    for _ in range(ROW + 1):
+        job.report()
+    (line,) = job.said
+    assert line.startswith("rank 0 (node0) is 67 % slower than the other, since step ")

@@ -100,7 +100,7 @@ def modules_after(code: str) -> set[str]:
 def test_imports_of_cheap_modules_leave_torch_out() -> None:
     loaded = modules_after(
         "from train import config, main; import rankup.explain; from rankup.group import stop; "
-        "from rankup.observe import goodput, logs, metrics, sender, stacks, status, stragglers, tracker"
+        "from rankup.observe import goodput, logs, metrics, stacks, status, tracker"
     )
     assert {"train", "pydantic"} <= loaded
     assert not loaded & {"torch", "numpy", "torchvision", "tensorboard"}

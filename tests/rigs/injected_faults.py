@@ -93,6 +93,21 @@ def adds_wrongly() -> None:
     dist.all_reduce = wrong
 
 
+def flips_a_bit() -> None:
+    """The lowest one of one number, in what the second repetition computes."""
+    _enter()
+    right, calls = torch.sin, []
+
+    def wrong(tensor: torch.Tensor) -> torch.Tensor:
+        done = right(tensor)
+        calls.append(done)
+        if len(calls) == 16:  # the last product of the second time
+            done.view(torch.int32)[7, 7] ^= 1
+        return done
+
+    torch.sin = wrong  # type: ignore[assignment]
+
+
 def dies_in_step_8() -> None:
     """Rank 1, whatever it trains."""
     if os.environ["RANK"] != "1":

@@ -54,10 +54,7 @@ class Driver:
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return [f"GPU-{index}" for index in range(len(self.gpus))].index(uuid.replace("MIG-", "GPU-"))
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: int) -> int:
-        return handle
+        return [f"GPU-{index}" for index in range(len(self.gpus))].index(uuid)
 
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         return handle

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rankup.observe import rank_reports
+from rankup.observe import stragglers
 from train.config import Config
 from train.workloads import Workload
 
@@ -21,7 +21,7 @@ CLASSES = 4
 
 def short_windows() -> None:
     """Call it first in a process: windows of two steps of the slow rank, in place of seconds."""
-    rank_reports.WINDOW_S = 2 * SLOW_S
+    stragglers.WINDOW_S = 2 * SLOW_S
 
 
 class Samples:

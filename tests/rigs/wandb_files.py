@@ -20,7 +20,6 @@ class Rows:
     ids: set[str] = field(default_factory=set)
     history: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
     codes: list[int] = field(default_factory=list)  # with which the attempts ended
 
 
@@ -37,8 +36,6 @@ def rows_of(run: Path) -> Rows:
                 rows.config |= values_of(record.run.config.update)
             elif kind == "config":
                 rows.config |= values_of(record.config.update)
-            elif kind == "summary":
-                rows.summary |= values_of(record.summary.update)
             elif kind == "history":
                 rows.history.append(values_of(record.history.item))
             elif kind == "exit":
