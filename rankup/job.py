@@ -26,7 +26,8 @@ from rankup.loop.ends import Ends
 from rankup.loop.job import Job, Settings
 from rankup.loop.record import check_random_scheme, check_record
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.run import Options, open_run
+from rankup.state.options import Options
+from rankup.state.run import open_run
 
 log = logging.getLogger("rankup")
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -25,8 +26,8 @@ IN_CI = os.environ.get("CI") == "true"
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
 # Whoever has one of these names, of a fixture too, may start a process
 STARTERS = {
-    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "start_ranks", "ended",
-    "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
+    "subprocess", "multiprocessing", "mp", "forks", "loaded", "Forks", "jobs", "Job", "start", "run", "start_ranks",
+    "ended", "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
 }
 # pytest-xdist's processes: each runs tests, and the one that started them runs none
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -89,9 +90,9 @@ def _is_pure(item: pytest.Item) -> bool:
 def _group(item: pytest.Item) -> str:
     """Tests of one group run one after the other in one process: they share one of two Slurms, or a file's fixtures."""
     file = item.nodeid.split("::")[0]
-    if {"cluster", "four"} & {*getattr(item, "fixturenames", ())}:
+    if {"cluster", "three"} & {*getattr(item, "fixturenames", ())}:
         return "slurm-ends" if file.endswith("/test_slurm_ends.py") else "slurm"
-    return file
+    return "loaded" if "loaded" in getattr(item, "fixturenames", ()) else file
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,6 +157,16 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 
 @pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """The same from a process that has imported the Trainers too, which takes longer than they train. They warn."""
+    packages = {"transformers": "transformers.trainer", "lightning": "lightning", "accelerate": "accelerate"}
+    more = [module for package, module in packages.items() if find_spec(package)]
+    server = Forks(tmp_path_factory.mktemp("loaded"), more=more, env={"PYTHONWARNINGS": "default"})
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], str]], str]:
     """`once(name, compute)` is `compute()`, computed a single time in all processes of these tests."""
     base = tmp_path_factory.getbasetemp()
@@ -182,7 +193,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 
 @pytest.fixture(scope="session")
-def image() -> str:
+def image(once: Callable[[str, Callable[[], str]], str]) -> str:
     """The name of the container image of this checkout's files, built if need be. Skips where nobody asked for it."""
     if not ENGINE_WANTED:
         pytest.skip("containers take a quarter of an hour and root: make engine runs these tests")
@@ -191,15 +202,14 @@ def image() -> str:
     name = "rankup:runtime"
     if not IN_CI and not docker("images", "-q", name).strip():
         pytest.skip(f"no image {name} here: make image builds it, a quarter of an hour and 12 GB the first time")
-    done = subprocess.run(
-        [ROOT / "docker" / "image.sh"],
-        env=clean_environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    return name
+
+    def build() -> str:
+        words, output = [ROOT / "docker" / "image.sh"], subprocess.PIPE
+        done = subprocess.run(words, env=clean_environment(), text=True, stdout=output, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, done.stdout
+        return name
+
+    return once("image", build)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.rigs import places
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 from tests.rigs.lost_ranks import PROFILES, Case, Outcome, Soak
 from tests.rigs.places import JOINING, KEEPING, PREPARING, STEPPING, Fault
@@ -113,7 +114,8 @@ def main() -> int:
     outcomes = []
     given.log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, given.log.open("a", buffering=1) as log:
-        soak = Soak(Path(folder))
+        forks = Forks(Path(folder))
+        soak = Soak(Path(folder), forks)
         log.write(f"{len(cases)} cases, seed {given.seed}\n")
         for number, case in enumerate(cases, 1):
             outcome = soak.run(case)
@@ -124,6 +126,7 @@ def main() -> int:
             log.write(f"{number}: {verdict} ({times}): {case}\n")
             if outcome.problems or outcome.slowest.seconds > SLOW_S:
                 given.log.with_name(f"{given.log.stem}-{number}.txt").write_text(f"{case}\n\n{outcome.output}")
+        forks.close()
         log.write(summary(outcomes) + "\n")
     print(summary(outcomes))
     return int(any(outcome.problems for outcome in outcomes))

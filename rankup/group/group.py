@@ -242,8 +242,10 @@ class Group:
         self.watch.wait_for_others(False)
         return result
 
-    def on_rank0(self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None) -> Any:
-        """Call `work` on rank 0 and return its result on all ranks. All ranks call this.
+    def on_rank0(
+        self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None, source: int = 0
+    ) -> Any:
+        """Call `work` on rank 0, or on rank `source`, and return its result on all ranks. All ranks call this.
 
         `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
         `broadcast`, for what JSON can hold.
@@ -251,15 +253,15 @@ class Group:
         wait until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
         """
         result, failure = None, ("", "")
-        if self.is_rank0:
+        if self.rank == source:
             try:
                 result = work()
             except (UserError, PeerLost) as error:
                 failure = (type(error).__name__, str(error))
-        kind, text = self.broadcast(failure)
+        kind, text = self.broadcast(failure, source=source)
         if kind:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.is_rank0)
-        return (share or self.broadcast)(result)
+        return share(result) if share else self.broadcast(result, source=source)
 
 
 def pack(value: Any) -> bytes:

@@ -305,7 +305,7 @@ class Job:
         if new_line and line is not None:
             self.metrics.training(line)
         self._seed()
-        self.run.look()
+        self.run.saver.look()
         self.saving.keep_part()
         every = self.settings.save_every_steps
         if every is None:
@@ -344,7 +344,7 @@ class Job:
         own = [_number(value) for value in values.values()]  # this waits for the device
         if not self.reports.load:
             self.reports.load = self.group.gather(self.live.weight)
-        means, seen = self.reports.exchange(own, step=number, saving=self.run.saving_step is not None)
+        means, seen = self.reports.exchange(own, step=number, saving=self.run.saver.step is not None)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.course, number)
         return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen

@@ -122,14 +122,16 @@ class Saving:
                 run.settle()
             return False
         self.agree(position.step)
-        run.look(wait=True)  # before the state is put together
+        run.saver.look(wait=True)  # before the state is put together
         state = self.group.collective(self.tracked.state)
         if any(each is not None for each in self.loader_states):
             every = [self.group.broadcast_tensors(self.loader_states, source=n) for n in range(self.group.world_size)]
             state[LOADERS] = {f"{rank} of {self.group.world_size}": states for rank, states in enumerate(every)}
-        run.save(
+        run.saver.save(
             position.step, self._record(position), state, may_go_on=self._may_go_on, flush=self.metrics.flush, wait=wait
         )
+        if wait:
+            run.settle()
         self._saved = position.key
         return True
 

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
 from rankup.places.files import read_json, remove_staged, write_json
@@ -54,6 +54,7 @@ class _Lease:
     def __init__(self, where: Path | str, attempt: str, *, life_s: float, beat_s: float) -> None:
         self.where, self.attempt, self.life_s, self.beat_s = where, attempt, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
+        self._held = contextlib.ExitStack()
         self._released = threading.Event()
         self._writing = threading.Lock()  # no beat may be written over the release
 
@@ -61,11 +62,11 @@ class _Lease:
         """Take the run over from an owner that is gone. Raises UserError, naming the owner, where another is alive."""
         try:
             owner = self._begin()
-            if owner and not owner.get("released") and not self._surely_dead(owner) and self._alive(owner):
+            if owner and not owner.get("released") and self._alive(owner):
                 raise self._owned_by(owner)
             self._take()
         except BaseException:
-            self._drop()
+            self._held.close()
             raise
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
         return self
@@ -76,20 +77,14 @@ class _Lease:
         with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
             if self.is_ours():
                 self._write(0, released=True)
-        self._drop()
+        self._held.close()
 
     def _begin(self) -> Mapping[str, Any]:
-        """The owner that is there, {} where there is none."""
-        raise NotImplementedError
-
-    def _surely_dead(self, owner: Mapping[str, Any]) -> bool:
+        """The owner that is there, {} where there is none, or one that is surely dead."""
         raise NotImplementedError
 
     def _take(self) -> None:
         raise NotImplementedError
-
-    def _drop(self) -> None:
-        """What a lease that is not held needs no more."""
 
     def _owner(self) -> Mapping[str, Any]:
         """What the owner wrote last, {} where nothing can be read."""
@@ -149,14 +144,11 @@ class Lease(_Lease):
         # `life_s`, several beats: a network file system may show another machine's writes seconds later
         super().__init__(run_dir, attempt, life_s=life_s, beat_s=beat_s)
         self.path, self.predecessor = run_dir / "lease.json", ""
-        self._lock: IO[str] | None = None
-        self._locked = False
 
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
-        owner = self._owner()
-        if owner and owner.get("token") != self.token:
-            raise self._lost_to(owner)
+        if not self.is_ours():
+            raise self._lost_to(self._owner())
 
     def is_ours(self) -> bool:
         """Whether no other attempt has taken the run over: it would have written its token here."""
@@ -165,26 +157,22 @@ class Lease(_Lease):
 
     def _begin(self) -> Mapping[str, Any]:
         """Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written."""
-        self._lock = (self.path.parent / ".lock").open("a+", encoding="ascii")
-        until_s = time.monotonic() + LOCK_S
-        while True:
+        lock = self._held.enter_context((self.path.parent / ".lock").open("a+", encoding="ascii"))
+        until_s, locked = time.monotonic() + LOCK_S, False
+        while not locked:
             try:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._locked = True
-                break
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     break  # ENOLCK, EOPNOTSUPP: this file system has no locks
                 if time.monotonic() > until_s:
                     raise self._owned_by(self._owner()) from None
-            time.sleep(0.1)
+                time.sleep(0.1)
         owner = self._owner()
         self.predecessor = str(owner.get("token", ""))
-        return owner
-
-    def _surely_dead(self, owner: Mapping[str, Any]) -> bool:
         # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
-        return self._locked and owner.get("kernel") == _kernel()
+        return {} if locked and owner.get("kernel") == _kernel() else owner
 
     def _take(self) -> None:
         def check() -> None:
@@ -193,11 +181,6 @@ class Lease(_Lease):
 
         write_json(self.path, self._values(1, released=False), check=check)
         remove_staged(self.path.parent)
-
-    def _drop(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def _owner(self) -> Mapping[str, Any]:
         owner = read_json(self.path)
@@ -250,21 +233,12 @@ class StoreLease(_Lease):
         return self.place.once(LAST_WORD_S).read(_name(self.number + 1)) is not None
 
     def _begin(self) -> Mapping[str, Any]:
-        self.number = highest_number(self.place.names()) + 1
-        return self.place.read_json(_name(self.number - 1))
-
-    def _surely_dead(self, owner: Mapping[str, Any]) -> bool:
-        return bool(self._before) and owner.get("token") == self._before
-
-    def _alive(self, owner: Mapping[str, Any]) -> bool:
-        self.number -= 1  # the one to watch
-        try:
-            return super()._alive(owner)
-        finally:
-            self.number += 1
+        self.number = highest_number(self.place.names())  # the owner to watch
+        owner = self._owner()
+        return {} if self._before and owner.get("token") == self._before else owner
 
     def _take(self) -> None:
-        self.claim(self.number)
+        self.claim(self.number + 1)
         if self.place.create(_name(self.number), _encoded(self._values(1, released=False))):
             self.place.warn(
                 f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"

@@ -8,8 +8,9 @@ import dataclasses
 import os
 import re
 import secrets
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -92,6 +93,16 @@ class Lineage:
 def before(run_dir: Path) -> Path:
     """Where --fresh puts what an earlier run has left: a folder of this process's own."""
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+
+
+def put_aside(run_dir: Path, names: Iterable[str], aside: Path) -> bool:
+    """Move what is there of those names into the new folder `aside`. Returns whether anything was. Raises OSError."""
+    there = [run_dir / name for name in names if (run_dir / name).exists()]
+    if there:
+        aside.mkdir()
+    for path in there:
+        shutil.move(path, aside / path.name)
+    return bool(there)
 
 
 def new_mark(attempt: str) -> str:

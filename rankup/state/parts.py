@@ -284,7 +284,7 @@ class PartsInMemory:
     """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
 
     def __init__(self, group: Group, check: Check, fits: Check) -> None:
-        """`check` and `fits`: see `rankup.state.run.Options`. What they refuse is not there."""
+        """`check` and `fits`: see `rankup.state.options.Options`. What they refuse is not there."""
         self.group, own = group, []
         for path in _found():
             record: Any = read_json(path / STATE)

@@ -14,7 +14,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.lineage import RUN_ID
 from rankup.state import tree
-from rankup.state.copies import STATE, all_damaged, known_damaged, list_copies, verify
+from rankup.state.copies import STATE, known_damaged, list_copies, passed_over, verify
 from rankup.state.shards import INDEX, Shards
 
 # check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
@@ -69,17 +69,15 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
     Raises UserError where all are damaged, and where `check` refuses the newest good one.
     """
     damaged: dict[str, str] = {}
+    found = None
     for path in reversed(list_copies(directory)):
         found, problem = read(path, check)
         if found is not None:
-            for name, why in damaged.items():
-                warn(f"checkpoint {name} was passed over: {why}")
-            return found
-        damaged[path.name] = problem
+            break
+        damaged[f"checkpoint {path.name}"] = problem
         known_damaged.add(path)
-    if damaged:
-        raise all_damaged(directory, damaged)
-    return None
+    passed_over(directory, damaged, found, warn)
+    return found
 
 
 def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:

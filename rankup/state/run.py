@@ -6,9 +6,7 @@ on from it, the caller says.
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +16,19 @@ from rankup.places import lineage
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.state import parts, rescue
-from rankup.state.choice import CHECKPOINT, MIRROR, PEER, SECOND, STORE, Folder, Opened, Source, find_origin
+from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
-from rankup.state.reading import Check, Copy, no_check
+from rankup.state.options import Options
+from rankup.state.reading import Copy
 from rankup.state.saver import Saver, SecondCopies
 from rankup.state.second import SecondPlace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a run is kept.
-
-    `store`: an address below which the run must lie too, "" for none. `mirror`: a folder or an address that gets copies
-    and may fail. `fresh`: put aside what is there, unless `wanted` says that it is this launch's own. `how`: sync,
-    async, or auto, see `rankup.state.saver`. `sharded`: each rank writes its part of a copy. `keep`: how many copies
-    stay. `setup_s`, `save_s`: deadlines. `start`: names the start of a job whose containers are started again.
-    `memory_every`: steps from one part in memory to the next, see `rankup.state.parts`; 0 takes none that are there
-    either.
-
-    `check`: looks at the record of a copy; raises UserError where it is of another kind, and ValueError where it is
-    damaged. `fits`: the same, where this attempt may not go on from it. `finished`: whether nothing is left to do after
-    a copy; asked on rank 0.
-    """
-
-    store: str = ""
-    mirror: str = ""
-    fresh: bool = False
-    how: str = "auto"
-    sharded: bool = False
-    keep: int = 2
-    memory_every: int | None = None
-    setup_s: float = 600.0
-    save_s: float = 600.0
-    start: str = ""
-    check: Check = no_check
-    fits: Check = no_check
-    wanted: Callable[[Lineage], bool] = lambda other: False
-    finished: Callable[[Copy], bool] = lambda copy: False
-
-    def may_take(self, other: Lineage) -> bool:
-        """Whether this attempt may go on with the run `other`."""
-        return not self.fresh or self.wanted(other)
 
 
 class Run:
     """A run for the length of an attempt. All ranks have one; `lease`, `store` and `mirror` are rank 0's.
 
     `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder at the beginning, None
-    where there was none. `saved_step`: of the newest copy there now, -1 for none; `saving_step`: of the one under way.
+    where there was none. `saved_step`: of the newest copy there now, -1 for none.
     """
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
@@ -74,23 +37,19 @@ class Run:
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
-        self.saved: dict[str, Any] | None = None
-        self.saving_step: int | None = None
 
     # Opening --------------------------------------------------------------------------------------------------
 
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
-        group, options, sources = self.group, self.options, dict[int, Source]()
-        opened = Opened(**group.on_rank0(lambda: self._take(stack, owned, sources)))
-        self.mark = opened.mark
+        group, options, found = self.group, self.options, list[list[Any]]()
+        known, new, token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
         self.origin = find_origin(
-            group, self.folder, opened, sources, check=options.check, fits=options.fits, wanted=options.may_take,
-            sharded=options.sharded, parts=options.memory_every != 0,
+            group, self.folder, Lineage(**known) if known else None, Lineage(**new), token, found,
+            {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
         )
         self.parts = parts.Parts(group, self.lineage.run, options.memory_every)
-        saved_path, self.saved = self.origin.saved if self.origin.saved is not None else ("", None)
-        newest = self.origin.copy
+        newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and self.origin.kind < PEER and group.on_rank0(
             lambda: options.finished(newest)
@@ -100,74 +59,60 @@ class Run:
             parts.remove(self.lineage.run)
         if self.origin.second == group.rank:
             self.second = SecondCopies(
-                group, self.folder / SECOND / self.lineage.run, how=options.how, timeout_s=options.save_s,
+                group, self.folder / SECOND / self.lineage.run, options,
                 more=lambda: {lineage.FILE: to_json(self.lineage.values())},
             )
         self.saver = Saver(
-            group, self.folder / "checkpoints", how=options.how, sharded=options.sharded, token=opened.token,
-            keep=options.keep, timeout_s=options.save_s, check_owner=self.check_owner, second=self.second,
-            upload=self.store.upload if self.store is not None else None,
+            group, self.folder / "checkpoints", options, token=token, check_owner=self.check_owner, second=self.second,
+            upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
         )
+        for place in (self.store, self.mirror):
+            if place is not None:
+                place.run = self.lineage.run
         store, saved = self.store, Path(saved_path)
-        # An earlier attempt may have had no time to copy it
-        if options.store and self.saved and not group.on_rank0(lambda: store and store.holds(saved, self.lineage.run)):
-            self.saving_step = self.saved_step
-            if group.is_rank0:
-                self.saver.upload_beside(saved, step=self.saved_step)
+        if options.store and self.saved and group.on_rank0(lambda: store and store.lacks(saved)):
+            self.saver.upload_beside(saved, step=self.saved_step)
 
     def _take(
-        self, stack: contextlib.ExitStack, owned: Callable[[Any], None], sources: dict[int, Source]
-    ) -> dict[str, Any]:
-        """Own the folder and the store. Returns the fields of Opened, and puts rank 0's places into `sources`.
+        self, stack: contextlib.ExitStack, owned: Callable[[Any], None], found: list[list[Any]]
+    ) -> tuple[dict[str, Any] | None, dict[str, Any], str, str]:
+        """Own the folder and the store, on rank 0, and add to `found` what copies it alone reaches.
 
-        Raises UserError and PeerLost.
+        Returns the run there, None where there is none, the one that begins then, the token of the lease, and the mark
+        of this attempt in the lineage. Raises UserError and PeerLost.
         """
         assert self.lease is not None
         options, copies = self.options, self.folder / "checkpoints"
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             if options.store:
-                self.store = sources[STORE] = self._second(stack, options.store, required=True)
+                self.store = stack.enter_context(self._second(options.store, required=True))
                 self.store.adopt(nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
             owned(self.store or self.lease)
             begun = Lineage.read(self.folder)
             if options.fresh and not (begun and options.may_take(begun)):
                 begun = None
-                self._put_aside()
+                # To start anew must not lose anything
+                if lineage.put_aside(self.folder, (*lineage.OF_RUN, SECOND), moved := lineage.before(self.folder)):
+                    self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                self.mirror = sources[MIRROR] = self._second(stack, options.mirror, required=False)
+                self.mirror = stack.enter_context(self._second(options.mirror, required=False))
                 self.mirror.adopt(nothing_here=nothing_here, wanted=options.may_take)
                 begun = Lineage.read(self.folder)
                 owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
-            sources[CHECKPOINT] = Folder(str(copies), list_copies(copies))
-            found = [[kind, *one] for kind, place in sources.items() for one in place.found()]
+            found += found_in(list_copies(copies))
+            for kind, place in (STORE, self.store), (MIRROR, self.mirror):
+                found += [[kind, *one] for one in place.found()] if place else []
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        return asdict(Opened(
-            lineage=begun.values() if begun else None, new=Lineage.new(self.group.attempt, options.start).values(),
-            found=found, token=self.lease.token, mark=lineage.new_mark(self.group.attempt),
-        ))
+        new, mark = Lineage.new(self.group.attempt, options.start), lineage.new_mark(self.group.attempt)
+        return begun.values() if begun else None, new.values(), self.lease.token, mark
 
-    def _second(self, stack: contextlib.ExitStack, url: str, *, required: bool) -> SecondPlace:
-        options = self.options
+    def _second(self, url: str, *, required: bool) -> SecondPlace:
         assert self.lease is not None
-        return stack.enter_context(SecondPlace(
-            url, self.folder, self.lease, self.group.log, required=required, keep=options.keep, save_s=options.save_s,
-            setup_s=options.setup_s,
-        ))
-
-    def _put_aside(self) -> None:
-        """Start anew without losing anything: what is there moves to `before-<time>/`."""
-        there = [self.folder / name for name in (*lineage.OF_RUN, SECOND) if (self.folder / name).exists()]
-        if not there:
-            return
-        moved = lineage.before(self.folder)
-        moved.mkdir()
-        for path in there:
-            shutil.move(path, moved / path.name)
-        self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
+        return SecondPlace(url, self.folder, self.lease, self.group.log, self.options, required=required)
 
     @property
     def lineage(self) -> Lineage:
@@ -234,51 +179,21 @@ class Run:
 
     # Saves ----------------------------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
-        flush: Callable[[], None] = lambda: None, wait: bool = False,
-    ) -> None:
-        """Save the tracked items, see `Saver.save`. All ranks call this at the same step; the save before ends first.
-
-        With `wait` it is waited for; else `look` notices its end.
-        """
-        self.look(wait=True)
-        self.group.watch.enter("save", self.options.save_s, step=step)
-        under_way = self.saver.save(step, record, tracked, may_go_on=may_go_on, flush=flush, wait=wait)
-        self.saving_step = step
-        if not under_way:
-            self._note_saved()
-        if wait:
-            self.settle()
-
     def settle(self) -> None:
         """Wait for all saves, because the training ends. All ranks."""
-        self.look(wait=True)
+        self.saver.look(wait=True)
         self.parts.close()
         if self.second is not None:
             self.second.wait()
 
-    def look(self, *, wait: bool = False) -> None:
-        """Notice whether the save beside the training has ended; with `wait`, wait for it. All ranks, at the same step.
-
-        Raises UserError and PeerLost, on all ranks, where it has failed.
-        """
-        if self.saving_step is None:
-            return
-        if wait:
-            self.group.watch.enter("save", self.options.save_s, step=self.saving_step)
-        if self.saver.ended(wait=wait):
-            self._note_saved()
-
-    def _note_saved(self) -> None:
+    def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
-        assert self.saving_step is not None
-        self.saved_step, self.saving_step = self.saving_step, None
-        rescue.remove(self.lineage.run, up_to=self.saved_step)
+        self.saved_step = step
+        rescue.remove(self.lineage.run, up_to=step)
         if self.mirror is not None:
-            self.mirror.copy(self.saver.folder / f"step-{self.saved_step:08d}")
+            self.mirror.copy(self.saver.folder / f"step-{step:08d}")
         if self.group.is_rank0:
-            self.group.log.debug(f"saved step {self.saved_step}")
+            self.group.log.debug(f"saved step {step}")
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
         """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done.

@@ -9,42 +9,49 @@ are there. Where the nodes share no disk, a rank of another node keeps the newes
 because it has the state that rank 0 saves.
 """
 
-import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rankup.agent.limits import memory_available
 from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, fingerprint_tensors, list_copies, step_of
+from rankup.state.options import Options
 from rankup.state.shards import collect_parts, file_of, index, own_parts, write_part
-from rankup.state.tree import encode, files_of
-from rankup.state.writing import HostCopies, Writing
+from rankup.state.tree import Tensors, encode, files_of, is_dense
+from rankup.state.writing import Writing
+
+ROOM = 2  # a save needs its copy in memory, and as much again stays free
 
 
 class Saver:
-    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one."""
+    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one.
+
+    `step`: of the save that is under way, None where there is none.
+    """
 
     def __init__(
-        self, group: Group, folder: Path, *, how: str, keep: int, timeout_s: float, check_owner: Callable[[], None],
-        sharded: bool = False, token: str = "", second: "SecondCopies | None" = None,
-        upload: Callable[..., None] | None = None,
+        self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
+        saved: Callable[[int], None], second: "SecondCopies | None", upload: Callable[..., None] | None,
     ) -> None:
-        """`how`: sync, async, or auto, which is async where memory allows it. `keep`: how many copies stay.
-        `timeout_s`: of one save. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone calls it. `sharded`:
-        each rank writes its part; `token` is of this attempt then, equal on all ranks. `second`: of the one rank that
-        keeps second copies. `upload`: rank 0's; it copies a published one
-        to another place, `upload(path, timeout_s=...)`.
+        """`token`: of this attempt, equal on all ranks. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone
+        calls it. `saved`: called on all ranks with the step of each copy that stands. `second`: of the one rank that
+        keeps second copies. `upload`: rank 0's; it copies a published one to another place, `upload(path,
+        timeout_s=...)`.
         """
-        self.group, self.folder, self.keep, self.timeout_s = group, folder, keep, timeout_s
-        self.check_owner, self.sharded, self.token = check_owner, sharded, token
-        self.second, self.upload = second, upload
-        self._copies = HostCopies(group.device, how, say=group.log.info)
-        self._writing = Writing("save", timeout_s)
-        self._step = self._count = 0
+        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_s
+        self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
+        self.saved, self.second, self.upload = saved, second, upload
+        self.step: int | None = None
+        self._copies = HostCopies(group.device, options.how, say=group.log.info)
+        self._writing = Writing("save", options.save_s)
+        self._count = 0
         self._published = threading.Event()  # what is being written stands in `folder`, or never will
         self._hurry = threading.Event()  # this process ends: do not wait for other ranks
         self._staging: Path | None = None  # of a sharded copy
@@ -53,20 +60,20 @@ class Saver:
     def save(
         self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
         flush: Callable[[], None] = lambda: None, wait: bool = False,
-    ) -> bool:
-        """Write one copy. All ranks call this.
-
-        Returns True where a rank goes on to write beside the training. Then all ranks call `ended` at each step until
-        it returns True, and call this no more before that. `may_go_on`: False where `tracked` is not to be kept.
+    ) -> None:
+        """Write one copy, beside the training where that may be; the save before ends first. All ranks call this at the
+        same step, and then `look` at each one.
 
         `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
-        sharded. `flush`: of the metrics. A resumed run does not repeat the saved steps, so their metrics must be on the
-        disk first. `wait`: the training ends with this one.
+        sharded. `may_go_on`: False where it is not to be kept in memory. `flush`: of the metrics. A resumed run does
+        not repeat the saved steps, so their metrics must be on the disk first. `wait`: the training ends with this one.
         Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
         """
+        self.look(wait=True)
+        self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
             self.second.begin(step, record, tracked, wait=wait)
-        self._step, self._count = step, self._count + 1
+        self.step, self._count = step, self._count + 1
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
             # No rank may wait for the part of one that writes none
@@ -74,23 +81,23 @@ class Saver:
                 work, beside = prepared
                 self._published.clear()
                 (self._writing.start if beside else self._writing.run)(lambda: self._write(work))
-        if self.group.max(int(self._writing.under_way)):
-            return True
-        self._conclude()
-        return False
+        if not self.group.max(int(self._writing.under_way)):
+            self._conclude()
 
-    def ended(self, *, wait: bool) -> bool:
-        """Whether what `save` began is written; with `wait` it gets done first. All ranks call this.
+    def look(self, *, wait: bool = False) -> None:
+        """Notice whether the save beside the training has ended; with `wait`, wait for it. All ranks, at the same step.
 
         Raises as `save` does.
         """
+        if self.step is None:
+            return
+        if wait:
+            self.group.watch.enter("save", self.timeout_s, step=self.step)
         over = self._writing.failure is not None
         if self.group.is_rank0:
             over = not self._writing.under_way or self._writing.left_s <= 0
-        if not wait and not self.group.max(int(over)):
-            return False
-        self._conclude()
-        return True
+        if wait or self.group.max(int(over)):
+            self._conclude()
 
     @property
     def writing(self) -> bool:
@@ -104,21 +111,26 @@ class Saver:
         """
         self._hurry.set()
         if self._writing.under_way:  # any thread may call this
-            self._published.wait(max(0.0, self._writing.left_s))
+            self._published.wait(self._writing.left_s)
 
     def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
         """Write a copy of these files, and upload it where that is wanted: this process ends. Raises as `save` does.
 
         Rank 0 calls it, from any thread, while nothing else is written."""
-        with self._while_ours():
-            path = self._publish(step, files)
+        def publish() -> None:
+            path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
             if self.upload is not None:
                 self.upload(path, timeout_s=self.timeout_s)
 
+        self._write(publish)
+
     def upload_beside(self, path: Path, *, step: int) -> None:
-        """Rank 0: upload a copy that is published already, beside the training; `ended` says when that is done."""
-        self._step = step
-        self._writing.start(lambda: self._upload(path))
+        """Upload a copy that is published already, beside the training; `look` notices the end. All ranks call this,
+        where rank 0 alone does it."""
+        self.step = step
+        if self.group.is_rank0 and self.upload is not None:
+            upload = self.upload
+            self._writing.start(lambda: self._write(lambda: upload(path, timeout_s=self._writing.left_s)))
 
     # Each rank that writes ------------------------------------------------------------------------------------
 
@@ -133,75 +145,54 @@ class Saver:
                 self.check_owner()
                 self._staging = copies.create_staging(staging)
         nodes, tensors = encode(tracked)
-        offsets: dict[str, list[int]] = {}
-        held = tensors
-        if self.sharded:
-            held, offsets = own_parts(tensors, self.group.rank)
+        held, offsets = own_parts(tensors, self.group.rank) if self.sharded else (tensors, {})
         if beside := may_go_on and self._copies.fit(held):
             held = self._copies.take(held)
 
         def write() -> None:
             self._copies.wait()
             if not self.sharded:
-                self._finish(step, {STATE: record, **files_of(nodes, held)})
+                files = {STATE: record, **files_of(nodes, held)}
+                path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
+            else:
+                part = write_part(staging, self.group.rank, held, offsets)
+                if not self.group.is_rank0:
+                    return
+                parts = collect_parts(staging, part, self.group, until_s=self._writing.until_s, hurry=self._hurry)
+                path = copies.publish(
+                    staging, {STATE: record, **index(nodes, tensors, parts)},
+                    {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}, step=step, keep=self.keep,
+                    check_owner=self.check_owner,
+                )
+            self._tensors = fingerprint_tensors(path)
+            self._published.set()
+            if self.upload is None:
                 return
-            until_s, rank = self._writing.until_s, self.group.rank
-            part = write_part(staging, rank, held, offsets)
-            if self.group.is_rank0:
-                parts = collect_parts(staging, part, self.group, until_s=until_s, hurry=self._hurry)
-                self._finish(step, {STATE: record, **index(nodes, tensors, parts)}, staging, parts)
+            # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
+            if self._writing.in_thread or self._copies.how == "sync":
+                self.upload(path, timeout_s=self._writing.left_s)
+            else:
+                self.upload_beside(path, step=step)
 
         return write, beside
 
-    def _write(self, work: Callable[[], None]) -> None:
-        try:
-            with self._while_ours():
-                work()
-        finally:
-            self._published.set()
-
-    def _finish(
-        self, step: int, files: Mapping[str, Content], staging: Path | None = None, parts: Any = ()
-    ) -> None:
-        """Rank 0: give the copy its name, and upload it."""
-        if staging is None:
-            path = self._publish(step, files)
-        else:
-            written = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
-            path = copies.publish(staging, files, written, step=step, keep=self.keep, check_owner=self.check_owner)
-        self._tensors = fingerprint_tensors(path)
-        self._published.set()
-        if self.upload is None:
-            return
-        # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
-        if self._writing.in_thread or self._copies.how == "sync":
-            self.upload(path, timeout_s=self._writing.left_s)
-        else:
-            self.upload_beside(path, step=step)
-
-    def _publish(self, step: int, files: Mapping[str, Content]) -> Path:
-        return copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
-
-    def _upload(self, path: Path) -> None:
-        assert self.upload is not None
-        with self._while_ours():
-            self.upload(path, timeout_s=self._writing.left_s)
-
-    @contextlib.contextmanager
-    def _while_ours(self) -> Iterator[None]:
+    def _write(self, work: Callable[[], object]) -> None:
         """Raises PeerLost in place of an error where another attempt owns the run by now: it removes our files."""
         try:
-            yield
+            work()
         except (OSError, UserError):
             if self.group.is_rank0:
                 self.check_owner()
             raise
+        finally:
+            self._published.set()
 
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
+        assert self.step is not None
         if self.group.is_rank0 and self._writing.under_way:
             # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
-            self.group.watch.enter("save", self.timeout_s, step=self._step, since_s=self._writing.began_s)
+            self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
             self._writing.join()
         own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
@@ -215,8 +206,10 @@ class Saver:
             if self._staging is not None:
                 copies.remove(self._staging)
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
+        step, self.step = self.step, None
         if self.second is not None:
-            self.second.confirm(self._step, found[0][2])
+            self.second.confirm(step, found[0][2])
+        self.saved(step)
 
 
 class SecondCopies:
@@ -227,12 +220,12 @@ class SecondCopies:
     """
 
     def __init__(
-        self, group: Group, folder: Path, *, how: str, timeout_s: float, more: Callable[[], Mapping[str, bytes]],
+        self, group: Group, folder: Path, options: Options, *, more: Callable[[], Mapping[str, bytes]]
     ) -> None:
-        """`how` and `timeout_s`: see `Saver`. `more`: files to add, as they are when a save begins."""
+        """`more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, how, say=group.log.debug)
-        self._writing = Writing("copy", timeout_s)
+        self._copies = HostCopies(group.device, options.how, say=group.log.debug)
+        self._writing = Writing("copy", options.save_s)
         self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
         self._kept = self._published = 0  # the step of the newest one written here, and of rank 0's newest
         self._said = ""
@@ -270,21 +263,19 @@ class SecondCopies:
 
     def _write(self, step: int, files: Mapping[str, Content], tensors: str) -> None:
         def check() -> None:
-            if not staging.exists():  # asked again once the copy stands
-                return
-            if fingerprint_tensors(staging) != tensors:
+            if staging.exists() and fingerprint_tensors(staging) != tensors:  # it is called once more, when all stands
                 host = self.group.hosts[0]
                 raise UserError(
                     f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
                     f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
                 )
-            for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
-                if step_of(path) > step:
-                    shutil.rmtree(path, ignore_errors=True)
 
         try:
             self._copies.wait()
             copies.remove_unfinished(self.folder)
+            for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
+                if step_of(path) > step:
+                    shutil.rmtree(path, ignore_errors=True)
             staging = copies.create_staging(copies.staging_in(self.folder, step))
             copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
             self._kept = step
@@ -297,3 +288,57 @@ class SecondCopies:
         if text != self._said:
             self._said = text
             self.group.log.warning(text)
+
+
+class HostCopies:
+    """Copies of tensors in memory that is taken once and used by each save anew.
+
+    Fresh memory would cost more than the copy: the kernel clears each page when it is touched first.
+    """
+
+    def __init__(self, device: torch.device, how: str = "async", *, say: Callable[[str], None] = print) -> None:
+        """`how`: sync, async, or auto, which asks how much memory is free; `say` gets a line where that is too little.
+        """
+        self.how, self._say = how, say
+        self._fit = {"sync": False, "async": True}.get(how)
+        # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
+        self._copied = torch.Event(device) if device.type == "cuda" else None
+        self._buffers: Tensors = {}
+
+    def fit(self, tensors: Tensors) -> bool:
+        """Whether `tensors` may be copied. Asked once: the memory of a copy is kept from then on."""
+        if self._fit is None:
+            needed, free = ROOM * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
+            self._fit = free >= needed
+            if not self._fit:
+                self._say(
+                    f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of "
+                    f"memory, {free / 2**20:,.0f} are free"
+                )
+        return self._fit
+
+    def take(self, tensors: Tensors) -> Tensors:
+        """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
+        work that is queued from now on does not get into them."""
+        buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        self._buffers = buffers
+        # One call, in which other threads may run: the lease beats, the deadlines are watched
+        if buffers:
+            torch._foreach_copy_([*buffers.values()], [*tensors.values()], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record()
+        return dict(buffers)
+
+    def wait(self) -> None:
+        """Wait until the device has made the last copies."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """In the same memory format: else the copy would go element by element."""
+        plain = torch.empty(tensor.shape, device="meta")
+        stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else plain.stride()
+        had = self._buffers.get(name)
+        if had is not None and (had.dtype, had.shape, had.stride()) == (tensor.dtype, tensor.shape, stride):
+            return had
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, pin_memory=self._copied is not None)

@@ -8,28 +8,21 @@ not there. `rankup.state.stored_run` says what lies at either.
 """
 
 import contextlib
+import math
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from rankup.errors import PeerLost, UserError
 from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
-from rankup.places.lineage import FILE, OF_RUN, Lineage
+from rankup.places.lineage import FILE, OF_RUN, Lineage, put_aside
 from rankup.places.place import Place
-from rankup.state.choice import Found
 from rankup.state.copies import list_copies, looks_whole, uploading
+from rankup.state.options import Options
 from rankup.state.stored_run import StoredRun
-from rankup.timing import (
-    FIND_S,
-    SEARCH_S,
-    UPLOAD_END_S,
-    UPLOAD_SILENT_S,
-    UPLOAD_STATUS_S,
-    UPLOAD_STOP_S,
-)
+from rankup.state.writing import Writing
+from rankup.timing import FIND_S, SEARCH_S, UPLOAD_END_S, UPLOAD_SILENT_S, UPLOAD_STATUS_S, UPLOAD_STOP_S
 
 SUPERSEDED = "superseded"
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
@@ -41,35 +34,40 @@ class Log(Protocol):
     def warning(self, text: str, /) -> None: ...
 
 
-class SecondPlace:
+class SecondPlace(StoredRun):
     """The second place of the run in `folder`. Rank 0 only, for the length of a `with` block."""
 
     def __init__(
-        self, url: str, folder: Path, lease: Lease, log: Log, *, required: bool, keep: int, setup_s: float,
-        save_s: float,
+        self, url: str, folder: Path, lease: Lease, log: Log, options: Options, *, required: bool
     ) -> None:
-        """`url`: of all runs there. `lease`: of `folder`, which is held already. `keep`: how many copies stay there.
-        `setup_s`, `save_s`: the deadlines."""
-        self.url, self.folder, self.required, self.keep, self.log = url.rstrip("/"), folder, required, keep, log
-        self.address = f"{self.url}/{folder.name}"
+        """`url`: of all runs there. `lease`: of `folder`, which is held already. Raises UserError where the package for
+        such an address is missing."""
+        place = Place.open(url, warn=log.warning if required else self._fail)
+        super().__init__(place.below(folder.name))
+        self.folder, self.required, self.keep, self.log = folder, required, options.keep, log
+        self.address, self.run = self.place.url, ""  # the id of the run that is copied
         self.called = self.address if required else f"the mirror {self.address}"
-        self._folder_lease, self._save_s = lease, save_s
-        self._opening_s = min(setup_s, save_s)
-        self._stored: StoredRun | None = None
+        self._folder_lease, self._save_s = lease, options.save_s
+        self._opening_s = min(options.setup_s, options.save_s)
         self._lease: StoreLease | None = None
-        self._number = 0  # of a mirror: the one that was free at the opening
+        self._free = 0  # of a mirror: the number that was free at the opening
         self._held = contextlib.ExitStack()
-        self._lock = threading.Lock()
-        self._wanted: Path | None = None  # the newest copy that is not on the mirror
-        self._thread: threading.Thread | None = None  # that copies to it at this moment
+        self._mirroring = Writing("mirror", math.inf)
+        self._newest: Path | None = None  # the copy that a mirror is to have
+        self._has: Path | None = None  # the last one that it got
         self._begun = self._over = False
         self._failing = ""  # what was said of a mirror that fails
 
-    def __enter__(self) -> "SecondPlace":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+    def patient(self, timeout_s: float | None) -> Self:
+        """This, with so much patience from now on; None: as long as it goes on."""
+        self.place = self.place.within(SHARE * timeout_s) if timeout_s else self.place.while_moving(UPLOAD_SILENT_S)
+        return self
 
     # At opening -----------------------------------------------------------------------------------------------
 
@@ -79,17 +77,16 @@ class SecondPlace:
         `nothing_here`: the folder has neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
         Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
         """
-        with self._failing_quietly(unless=nothing_here):
-            stored = self._open(self._patience(nothing_here))
+        with self._asking(alone=nothing_here):
             if self.required:
                 tokens = (self._folder_lease.token, self._folder_lease.predecessor)
-                self._lease = self._held.enter_context(StoreLease(stored.place, self._folder_lease.attempt, tokens))
-                stored.number = self._lease.number
+                self._lease = self._held.enter_context(StoreLease(self.place, self._folder_lease.attempt, tokens))
+                self.number = self._lease.number
             else:
                 # Before the look at what is there: an attempt that copies after it takes this number, and this one
                 # can't. Two attempts may note the same number: the first to copy gets it, the other can never copy
-                self._number = highest_number(stored.place.names()) + 1
-            here, there = Lineage.read(self.folder), stored.lineage()
+                self._free = highest_number(self.place.names()) + 1
+            here, there = Lineage.read(self.folder), self.lineage()
             if there is None:
                 return
             if self.required and not (here and here.goes_on_from(there)):
@@ -100,56 +97,56 @@ class SecondPlace:
                 elif here and here.run != there.run:
                     self.log.info(f"{self.called} holds another run, whose checkpoints stay there")
                 return
-            stored.fetch_files(self.folder)
+            self.fetch_files(self.folder)
             if Lineage.read(self.folder) is None:  # lost there
                 there.write(self.folder)
 
-    def found(self) -> Iterator[Found]:
-        """The copies there of the run in the folder. Raises as `adopt`."""
-        if (run := Lineage.read(self.folder)) is None:
-            return
-        with self._failing_quietly(unless=not self._whole()):
-            stored = self._open(self._patience(not self._whole()))
-            for one in stored.copies(run.run):
-                yield one.folder, one.step, stored.attempt_of(one), one.run, None
+    def found(self) -> Iterator[list[Any]]:
+        """The copies there of the run in the folder: path, step, attempt and run of each. Raises as `adopt`."""
+        if run := Lineage.read(self.folder):
+            with self._asking(alone=not self._whole()):
+                for one in self.copies(run.run):
+                    yield [one.folder, one.step, self.attempt_of(one), one.run]
 
-    def fetch(self, where: str) -> tuple[Path, str]:
-        """Copy that copy into the folder. Returns its path there, and what is wrong with it. Raises as `adopt`."""
-        checkpoints = self.folder / "checkpoints"
-        path, problem = checkpoints, f"{self.called} fails"
-        whole = self._whole()
-        with self._failing_quietly(unless=not whole):
-            path, problem = self._open(self._patience(not whole)).fetch(where, checkpoints)
+    def fetch(self, folder: str, directory: Path | None = None) -> tuple[Path, str]:
+        """Copy that copy into the folder of this run, or into `directory`. Raises as `adopt`."""
+        path, problem, whole = self.folder / "checkpoints", f"{self.called} fails", self._whole()
+        with self._asking(alone=not whole):
+            path, problem = super().fetch(folder, directory or path)
         if not problem:
             had = f"{whole[-1]} as its newest" if whole else "no good checkpoint"
             self.log.info(f"fetched {path.name} from {self.called}: {self.folder} had {had}")
         return path, problem
 
+    def lacks(self, path: Path) -> bool:
+        """Whether it does not hold this copy: an earlier attempt may have had no time."""
+        return not self.patient(self._opening_s).holds(path, run=self.run)
+
     def _whole(self) -> list[str]:
         """The names of the copies in the folder, as far as nobody looked at their bytes."""
         return [path.name for path in list_copies(self.folder / "checkpoints") if looks_whole(path)]
 
-    def _patience(self, alone: bool) -> float:
-        """`alone`: this place alone may know where the run stands."""
-        return self._opening_s if self.required else SEARCH_S if alone else FIND_S
+    @contextlib.contextmanager
+    def _asking(self, *, alone: bool) -> Iterator[None]:
+        """A mirror may fail here, unless it `alone` may know where the run stands."""
+        try:
+            self.patient(self._opening_s if self.required else SEARCH_S if alone else FIND_S)
+            yield
+        except (UserError, PeerLost) as error:
+            if self.required or alone:
+                raise
+            self._fail(str(error))
 
     def _put_aside(self) -> None:
         """What an earlier attempt on this machine left, and others have gone on without."""
-        there = [self.folder / name for name in (*OF_RUN, "status.json") if (self.folder / name).exists()]
-        if not any(path.name in ("checkpoints", FILE) for path in there):
+        if not any((self.folder / name).exists() for name in ("checkpoints", FILE)):
             return
         aside = self.folder / SUPERSEDED
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        for path in there:
-            shutil.move(path, aside / path.name)
+        put_aside(self.folder, (*OF_RUN, "status.json"), aside)
         self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
 
     # While training -------------------------------------------------------------------------------------------
-
-    def holds(self, path: Path, run: str) -> bool:
-        """Whether this copy is there already."""
-        return self._open(self._opening_s).holds(path, run=run)
 
     def upload(self, path: Path | None, *, timeout_s: float | None = None) -> None:
         """Copy what has changed beside the copies, and then the copy `path`: a resumed run does not repeat saved steps.
@@ -157,14 +154,12 @@ class SecondPlace:
         `timeout_s`: None for as long as bytes arrive. Raises UserError where the place refuses, and PeerLost where it
         does not answer, or where another attempt owns the run by now. The copy stays here in any case.
         """
-        stored = self._open(timeout_s)
-        lease = self._own(stored)
+        lease = self.patient(timeout_s)._claim()
         lease.check()
         with uploading(path):
-            stored.upload_files(self.folder)
-            run = Lineage.read(self.folder)
-            if path is not None and run is not None and not stored.holds(path, run=run.run):
-                stored.upload_copy(path, run=run.run, keep=self.keep, check=lease.check)
+            self.upload_files(self.folder)
+            if path is not None and not self.holds(path, run=self.run):
+                self.upload_copy(path, run=self.run, keep=self.keep, check=lease.check)
                 self.log.debug(f"{self.called} has {path.name}")
 
     def is_ours(self) -> bool:
@@ -194,84 +189,51 @@ class SecondPlace:
         if not self._begun:
             return
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self._save_s / 2)
-        until_s = time.monotonic() + patience_s
         self._over = True
-        for last in (False, True):  # what is under way, and then the files as they are in the end
-            if last and self._thread is None:
-                self.copy(None)
-            if (thread := self._thread) is not None:
-                thread.join(max(0.0, until_s - time.monotonic()))
-        if (left := self._wanted) is not None:
+        self.copy(None)  # the files as they are in the end
+        self._mirroring.join(patience_s)
+        if self._newest is not None and self._newest is not self._has:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
-            self.log.warning(f"the newest checkpoint, {left.name}, is not on {self.called}{why}")
+            self.log.warning(f"the newest checkpoint, {self._newest.name}, is not on {self.called}{why}")
 
-    def _own(self, stored: StoredRun) -> StoreLease:
+    def _claim(self) -> StoreLease:
         """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
         PeerLost where the run has gone on there without this attempt."""
-        lease = self._lease = self._lease or StoreLease(stored.place, self._folder_lease.attempt)
-        if stored.number:
+        lease = self._lease = self._lease or StoreLease(self.place, self._folder_lease.attempt)
+        if self.number:
             return lease
-        lease.place = stored.place
-        if not self._number:  # the mirror did not answer then
-            number = highest_number(stored.place.names()) + 1
-            there, here = stored.lineage(), Lineage.read(self.folder)
+        lease.place = self.place
+        if not self._free:  # the mirror did not answer then
+            number = highest_number(self.place.names()) + 1
+            there, here = self.lineage(), Lineage.read(self.folder)
             if there and here and there.run == here.run and not here.goes_on_from(there):
                 raise PeerLost(f"another attempt has gone on with the run on {self.address}")
-            self._number = number
-        lease.claim(self._number)
-        stored.number = lease.number
+            self._free = number
+        lease.claim(self._free)
+        self.number = lease.number
         return lease
-
-    def _open(self, timeout_s: float | None) -> StoredRun:
-        """The run there, with so much patience; None: as long as it goes on. Raises UserError without its package."""
-        if self._stored is None:
-            place = Place.open(self.url, warn=self.log.warning if self.required else self._fail)
-            self._stored = StoredRun(place.below(self.folder.name))
-        place = self._stored.place
-        self._stored.place = place.within(SHARE * timeout_s) if timeout_s else place.while_moving(UPLOAD_SILENT_S)
-        return self._stored
 
     # A mirror -------------------------------------------------------------------------------------------------
 
     def copy(self, path: Path | None) -> None:
         """Copy the files, and this copy if it is given, in the background; the newest one where that is busy."""
-        with self._lock:
-            self._begun, self._wanted = True, path or self._wanted
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
+        self._begun, self._newest = True, path or self._newest
+        self._mirroring.start(self._mirror)
 
-    def _work(self) -> None:
-        """The thread: whatever copy is the newest, until none is left or one fails. The next save tries again."""
-        while True:
-            path = self._wanted
-            done = self._upload(path)
-            with self._lock:
-                if self._wanted is path:  # not ==: the same step may have been saved again meanwhile
-                    self._wanted, self._thread = None if done else path, None
-                    return
-
-    def _upload(self, path: Path | None) -> bool:
-        """`upload`; whether that is done."""
+    def _mirror(self) -> None:
+        """What the mirror lacks of the newest. Where that fails the next save tries again."""
+        # `is`: the same step may have been saved again meanwhile
+        path = self._newest if self._newest is not self._has else None
         try:
             self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else None)
-        except Exception as error:  # nobody joins this thread, and a mirror must not end the training
+        except Exception as error:  # a mirror must not end the training
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
                 self._fail(str(error) or type(error).__name__)
-            return False
+            return
+        self._has = path or self._has
         if self._failing:
             self._failing = ""
             self.log.info(f"{self.called} is back")
-        return True
-
-    @contextlib.contextmanager
-    def _failing_quietly(self, *, unless: bool) -> Iterator[None]:
-        try:
-            yield
-        except (UserError, PeerLost) as error:
-            if self.required or unless:
-                raise
-            self._fail(str(error))
 
     def _fail(self, text: str) -> None:
         """One line, until it is back."""

@@ -29,7 +29,7 @@ from rankup.places.lease import folder_of, highest_number, number_of
 from rankup.places.lineage import FILE as RUN_FILE
 from rankup.places.lineage import RUN_ID, Lineage
 from rankup.places.place import Place
-from rankup.state.copies import MANIFEST, STAGING, STATE, all_damaged, find_problem
+from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, passed_over
 from rankup.urls import is_url
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
@@ -153,8 +153,6 @@ class StoredRun:
                 f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of {len(runs)} "
                 f"runs: {', '.join(runs)}. Put run.json back from a copy, or remove the others, or set another --name."
             )
-        if not runs and any(name.startswith("checkpoints/") for name in names):
-            raise UserError(f"{self.place.url} must hold a run of this version, got another's. Set another --name.")
         return Lineage(runs[0], "", "", []) if runs else None
 
     def copies(self, run: str) -> list[Stored]:
@@ -202,16 +200,15 @@ class StoredRun:
         damaged.
         """
         damaged: dict[str, str] = {}
+        found = None
         for one in self.copies(run):
             path, problem = self.fetch(one.folder, directory)
             if not problem:
-                for name, why in damaged.items():
-                    self.place.warn(f"checkpoint {name} of {self.place.url} was passed over: {why}")
-                return path
-            damaged[one.name] = problem
-        if damaged:
-            raise all_damaged(self.place.url, damaged)
-        return None
+                found = path
+                break
+            damaged[f"checkpoint {one.name}"] = problem
+        passed_over(self.place.url, damaged, found, self.place.warn)
+        return found
 
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""

@@ -63,9 +63,9 @@ def install() -> None:
 def measure(loop: Any) -> None:
     """Rank 0 adds up for how long saves keep the loop waiting, but for the last, and notes when steps are done."""
     from rankup.loop.job import Job
-    from rankup.state.run import Run
+    from rankup.state.saver import Saver
 
-    step, save, look, write_result = loop.step, Job.save, Run.look, loop.write_result
+    step, save, look, write_result = loop.step, Job.save, Saver.look, loop.write_result
     ends: list[float] = []
     blocked_s, saves = 0.0, 0
 
@@ -96,7 +96,7 @@ def measure(loop: Any) -> None:
             Path(os.environ["MEASURED"]).write_text(json.dumps(found))
         write_result(t, *values, **more)
 
-    loop.step, Job.save, Run.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
+    loop.step, Job.save, Saver.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
 
 
 def load(checkpoints: Path) -> float:

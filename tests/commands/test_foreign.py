@@ -17,6 +17,7 @@ from tests.rigs.foreign_scripts import (
     Once,
     Script,
     again_if_aborted,
+    by_pytorch,
     expected,
     result_of,
 )
@@ -36,25 +37,28 @@ def test_foreign_scripts_are_all_in_the_table() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
 
 
-# In tests/launchers/, on two nodes: ddp_local_rank and ddp_tcp; imagenet, Lightning and Accelerate under Slurm
+# On two nodes, in tests/launchers/: ddp_local_rank and ddp_tcp; imagenet and Lightning under Slurm
 @some("ddp_env", "bert_trainer")
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
-    script: Script, once: Once, forks: Forks, tmp_path: Path
+    script: Script, once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
-    codes, output = forks.run(*line, env=WARN)
+    codes, output = loaded.run(*line, env=WARN)
     assert codes == [0], output
-    assert result_of(output) == expected(script, once, tmp_path)
+    weights = result_of(output)
+    assert weights == expected(script, once, loaded, tmp_path)
+    if script.name == "ddp_env":
+        assert weights == by_pytorch([script.path])
 
 
 # A group of one by env://, processes of its own
 @some("ddp_env", "imagenet")
 @again_if_aborted
-def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path) -> None:
+def test_foreign_script_runs_alone(script: Script, loaded: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
     words = script.words(tmp_path / "own", script.alone)
-    codes, output = forks.run("launch", "--run-dir", tmp_path, *words, env=WARN)
+    codes, output = loaded.run("launch", "--run-dir", tmp_path, *words, env=WARN)
     assert codes == [0], output
     spawned = "--multiprocessing-distributed" in words  # two workers, by the script itself
     assert result_of(output).startswith(f"world size {2 if spawned else 1},")
@@ -62,15 +66,15 @@ def test_foreign_script_runs_alone(script: Script, forks: Forks, tmp_path: Path)
 
 @again_if_aborted
 def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
-    once: Once, forks: Forks, tmp_path: Path
+    once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
     script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(own))
-    with forks.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
+    with loaded.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
         job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
         ranks = psutil.Process(job.processes[0].pid).children(recursive=True)
         (victim,) = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
         victim.send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 0 goes on from step-" in job.output
-    assert result_of(job.output) == expected(script, once, tmp_path)
+    assert result_of(job.output) == expected(script, once, loaded, tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, environment, metrics, rank_env, result
+from tests.rigs.jobs import MAIN, ROOT, environment, rank_env, result
 from train.config import Config, load_config
 from train.config.options import OPTIONS
 from train.main import main
@@ -174,7 +174,7 @@ def test_program_runs_as_a_file_among_files_of_the_same_names(tmp_path: Path) ->
     assert result(tmp_path / "runs" / "digits-mlp")["step"] == 1
 
 
-# What the configurations reach ----------------------------------------------------------------------------------
+# What the configurations reach; the defaults: tests/promises/test_demo.py -------------------------------------------
 
 
 @pytest.mark.parametrize(("file", "steps", "accuracy"), [("tiny", 22 * 5, 0.95), ("digits", 22 * 20, 0.97)])
@@ -189,20 +189,6 @@ def test_configuration_that_ships_learns_the_digits(
     found = result(next(tmp_path.glob("*/result.json")).parent)
     assert found["step"] == steps
     assert found["metrics"]["accuracy"] >= accuracy
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_defaults_train_fashion_mnist_to_90_percent_in_3_epochs(forks: Forks, tmp_path: Path) -> None:
-    """Measured: 0.908 with two ranks."""
-    codes, output = forks.run("train", "--run-dir", tmp_path, "--report-every-s", "20", world_size=2, timeout_s=2000)
-    assert codes == [0, 0], output
-    run = tmp_path / "fashion-mnist-cnn"
-    assert "data   fashion-mnist, 60,000 + 10,000 samples" in output
-    evaluations = [line["eval/accuracy"] for line in metrics(run) if "eval/accuracy" in line]
-    assert len(evaluations) == 3
-    assert evaluations[-1] >= 0.90
-    assert result(run)["metrics"]["accuracy"] == evaluations[-1]
 
 
 @pytest.mark.parametrize("setting", ["run-dir", "init-from"])

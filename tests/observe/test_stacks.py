@@ -18,8 +18,8 @@ from rankup.agent.status import announce_stacks
 from rankup.observe import stacks
 from tests.rigs import jobs
 from tests.rigs.containers import wait_for
-from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, environment, free_port
+from tests.rigs.fork_server import Forks, Job, Process
+from tests.rigs.jobs import MAIN, environment, free_port
 from train.main import main
 
 WORLD = 3
@@ -100,37 +100,32 @@ def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_pa
 
 @contextmanager
 def launched(
-    run: Path, words: Sequence[str], env: dict[str, str], *, nodes: int = 1
-) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    forks: Forks, words: Sequence[str], env: dict[str, str], *, nodes: int = 1
+) -> Iterator[tuple[Process, Callable[[], str]]]:
     """`launch` with three ranks: the last node's agent, and what all have printed so far."""
-    port, file = free_port(), run.parent / "output"
-    processes = []
-    with file.open("w") as output:
+    port, job = free_port(), Job([])
+    try:
         for node in range(nodes):
             where = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            line = [sys.executable, str(MAIN), "launch", f"--nproc={WORLD // nodes}", *where, *words]
-            processes.append(subprocess.Popen(line, env=environment(env), cwd=ROOT, stdout=output, stderr=output))
-    try:
-        yield processes[-1], file.read_text
+            job.processes += forks.start("launch", f"--nproc={WORLD // nodes}", *where, *words, env=env).processes
+        yield job.processes[-1], lambda: job.output
     finally:
-        below = []
-        for process in processes:
-            below += psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.kill()
-            process.wait()
+        below = [child for process in job.processes if process.code is None
+                 for child in psutil.Process(process.pid).children(recursive=True)]
+        job.kill()
         psutil.wait_procs(below, timeout=60)
 
 
 def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
     order = probe("data", arrived, sleep_s=1000)
-    with launched(run, [str(MAIN), *settings(run), "--simulated-nodes"], order, nodes=3) as (process, output):
-        wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
+    with launched(forks, [str(MAIN), *settings(run), "--simulated-nodes"], order, nodes=3) as (process, output):
+        wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
         shown_at_last(run, WAITING)
         before = answers(run)
-        process.send_signal(signal.SIGUSR2)
+        process.signal("SIGUSR2")
         wait_for("answers", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
 
         # On a machine that shares the disk and sees none of the processes
@@ -141,7 +136,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
         asked = r"on \S+: ask there, or kill -USR2 any agent of the job; last stacks at \S+ \(asked\): "
         for rank, place in ((0, "backward"), (1, "data: loader"), (2, "backward")):
             assert re.search(rf"ranks? [\d, -]*\b{rank}\b.*: {asked}{place}", said), said
-        assert process.poll() is None
+        assert process.code is None
 
 
 def answers(run: Path) -> list[int]:
@@ -168,20 +163,20 @@ dist.barrier()
 """
 
 
-def test_script_of_the_users_shows_its_stacks_too(tmp_path: Path) -> None:
+def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) -> None:
     run, arrived, script = tmp_path / "run", tmp_path / "arrived", tmp_path / "train.py"
     script.write_text(SCRIPT)
     words = [f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
-    with launched(run, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
-        wait_for("hang", lambda: arrived.exists() or process.poll() is not None, log=output)
+    with launched(forks, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
+        wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
         shown_at_last(run, r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", r"^rank 1: train\.py:\d+ hang$")
-        process.send_signal(signal.SIGUSR2)
+        process.signal("SIGUSR2")
         wait_for("answer to the signal", lambda: f"are in {run / 'stacks'}" in output(), log=output)
         assert "rank 1: train.py" in output()
-        process.send_signal(signal.SIGTERM)
+        process.signal("SIGTERM")
         said = "after SIGTERM the script still runs: ranks 0, 2: barrier (train.py:"
         wait_for("where it is", lambda: said in output(), log=output)
-        assert process.poll() is None
+        assert process.code is None
 
 
 def with_a_log(run: Path) -> Path:

@@ -24,10 +24,11 @@ from rankup.observe.status import screen as _screen
 from rankup.places.files import write_json
 from tests.observe.test_goodput import report
 from tests.rigs.containers import rank_of, wait_for
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, start
 
 LAUNCH = (
-    sys.executable, MAIN, "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
+    "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
     "--batch-size", "9", "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run",
 )
 
@@ -57,11 +58,11 @@ def process_of(rank: int, launcher: int) -> psutil.Process:
     return found
 
 
-def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(tmp_path: Path) -> None:
+def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Forks, tmp_path: Path) -> None:
     """Rank 1 stands still in step 4 of 14 while the others wait for it; then it is killed, and all go on."""
     go, there = tmp_path / "go", tmp_path / "there"
     probe = {"where": "loss", "call": 6, "rank": 1, "tell": str(there), "until": str(go), "sleep_s": 0}
-    with ended(start(*LAUNCH, "--run-dir", tmp_path, env={"PROBE": json.dumps(probe)})) as job:
+    with forks.running(*LAUNCH, "--run-dir", tmp_path, env={"PROBE": json.dumps(probe)}) as job:
         wait_for("rank 1 in its step", there.exists)
         run = tmp_path / "run"
 

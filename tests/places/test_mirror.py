@@ -14,6 +14,7 @@ from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.places.place import Place
 from rankup.state import second
+from rankup.state.options import Options
 from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
@@ -222,9 +223,10 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
     Lineage("run", "", "", []).write(run_dir)
     log: Any = SimpleNamespace(info=print, debug=print, warning=print)
     with Lease(run_dir, "attempt") as lease, SecondPlace(
-        str(tmp_path / "there"), run_dir, lease, log, required=False, keep=2, setup_s=60, save_s=60,
+        str(tmp_path / "there"), run_dir, lease, log, Options(keep=2), required=False
     ) as place:
         place.adopt(nothing_here=False, wanted=lambda found: True)
+        place.run = "run"
         place.copy(save(run_dir / "checkpoints", 8, keep=1))
         assert hangs.wait(120)
         newer = save(run_dir / "checkpoints", step, keep=1, value=0.5)

@@ -19,6 +19,7 @@ from rankup.places.lease import Lease, StoreLease
 from rankup.places.lineage import Lineage
 from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
+from rankup.state.options import Options
 from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import save, steps
 from tests.rigs.object_store import BUCKET, S3
@@ -78,10 +79,10 @@ class Writer:
 
     def hold(self, place: SecondPlace, timeout_s: float) -> None:
         """Count the requests of `place` as operations."""
-        stored = place._open(timeout_s)
+        place.patient(timeout_s)
         # Of two that find a mirror at the same time the first to copy owns it
-        is_owner = (lambda: True) if place.required else (lambda: stored.number > 0)
-        stored.place = replace(stored.place, fs=_Held(stored.place.fs, self, is_owner))
+        is_owner = (lambda: True) if place.required else (lambda: place.number > 0)
+        place.place = replace(place.place, fs=_Held(place.place.fs, self, is_owner))
 
 
 class _Held:
@@ -147,7 +148,7 @@ class InFolder:
             step = newest_good_step(checkpoints)
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(self.run_dir, check=lease.check)
-            for number in range(1, num_saves + 1):
+            for number in (*range(1, num_saves + 1), num_saves):  # a step twice: stopped in its evaluation
                 save(checkpoints, step + number, keep=2, attempt=name, check_owner=lease.check)
                 lease._write(number)
             write_json(self.run_dir / "result.json", name, check=lease.check)
@@ -180,7 +181,7 @@ class AtSecondPlace:
         lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
         log = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
-            self.url, run_dir, lease, log, required=self.required, keep=1, setup_s=60.0, save_s=60.0,
+            self.url, run_dir, lease, log, Options(keep=1, save_s=60.0), required=self.required
         ) as place:
             if writer:
                 writer.hold(place, 60.0)
@@ -196,6 +197,7 @@ class AtSecondPlace:
                 return
             lineage.go_on(name, step=step, writer=lineage.attempts[-1][0] if lineage.attempts else None)
             lineage.write(run_dir)
+            place.run = lineage.run
             for number in range(1, num_saves + 1):
                 with (run_dir / "metrics.jsonl").open("a") as file:
                     file.write(f"{name} {step + number}\n")

@@ -3,7 +3,7 @@
 import importlib.util
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ LOOPS = {
     "trainer_loop": ("transformers", 45), "lightning_loop": ("lightning", 30), "accelerate_loop": ("accelerate", 30),
 }
 PACKAGES = {package: importlib.util.find_spec(package) is not None for package, _ in LOOPS.values()}
-WARN = {"PYTHONWARNINGS": ""}  # these libraries warn
 each = pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.skipif(not PACKAGES[package], reason=f"needs {package}"))
     for name, (package, _) in LOOPS.items()
@@ -26,18 +25,10 @@ each = pytest.mark.parametrize("name", [
 Once = Callable[[str, Callable[[], str]], str]
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Processes that have imported these libraries already: that takes longer than the training."""
-    server = Forks(tmp_path_factory.mktemp("loaded"), more=[package for package, there in PACKAGES.items() if there])
-    yield server
-    server.close()
-
-
 def run(forks: Forks, folder: Path, name: str, **env: str) -> tuple[list[int], str]:
     words = (STRUCK, FOLDER / f"{name}.py")
     preload = "tests.rigs.struck:by_fork"
-    return forks.run(*words, world_size=2, cwds=[folder] * 2, preload=preload, env=WARN | env)
+    return forks.run(*words, world_size=2, cwds=[folder] * 2, preload=preload, env=env)
 
 
 @each
@@ -58,7 +49,7 @@ def test_integrations_go_on_to_the_same_weights(
     struck = strike(tmp_path, signal=name_of_signal, **blow)
     if name == "lightning_loop" and name_of_signal == "SIGKILL":  # by an agent, which starts the ranks again itself
         line = ("launch", "--nproc=2", STRUCK, FOLDER / f"{name}.py")
-        codes, output = loaded.run(*line, cwds=[tmp_path], env=WARN | struck)
+        codes, output = loaded.run(*line, cwds=[tmp_path], env=struck)
         lost, resumed = re.findall(r"(?:lost a peer at|resumed from) step[- ]0*(\d+)", output)
         assert lost == resumed, f"{blow}\n{output}"  # rescued, or the copy of an epoch's end that was there already
     else:

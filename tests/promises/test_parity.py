@@ -1,6 +1,5 @@
 """The promise: any number of ranks trains as one does, and the weights are the same to the bit whoever starts them."""
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_other_seed_has_another_curve(forks: Forks, tmp_path: Path) -> None:
     assert one[4]["train/loss"] != pytest.approx(other[4]["train/loss"], rel=1e-3)
 
 
-# The weights ----------------------------------------------------------------------------------------------------
+# The weights; of mpirun, and of ranks that meet at a URL: tests/parallel/test_methods_kills.py --------------------
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +77,6 @@ def by_torchrun(*arguments: str) -> Job:
                  "--nproc-per-node", "2", "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
 
 
-def by_launch(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "train.main", "launch", "--nproc=2", MAIN, *arguments)
-
-
 def by_hand(*arguments: str) -> Job:
     """The five variables in two terminals, in which OMP_NUM_THREADS is not set and 2."""
     job, port = Job(), free_port()
@@ -89,45 +84,17 @@ def by_hand(*arguments: str) -> Job:
     return start(sys.executable, MAIN, *arguments, env=rank_env(1, 2, port, OMP_NUM_THREADS="2"), job=job)
 
 
-def by_torch_distributed_launch(*arguments: str) -> Job:
-    """The launcher of old, which puts --local-rank=N before everything else."""
-    return start(sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2", "--master-port",
-                 str(free_port()), "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
-
-
 def by_fresh(*arguments: str) -> Job:
     return start(sys.executable, "-m", "train.main", "launch", "--start=fresh", "--nproc=2", MAIN, *arguments)
 
 
-def by_url(url: str, *arguments: str) -> Job:
-    job = Job()
-    for rank in ("1", "0"):
-        start(sys.executable, MAIN, *arguments, "--init-method", url, "--rank", rank, "--world-size", "2", job=job)
-    return job
-
-
-def by_file(*arguments: str) -> Job:
-    return by_url((Path(arguments[-1]) / "meeting").as_uri(), *arguments)
-
-
-def by_tcp(*arguments: str) -> Job:
-    return by_url(f"tcp://127.0.0.1:{free_port()}", *arguments)
-
-
-def by_mpirun(*arguments: str) -> Job:
-    """Open MPI's own variables; it binds each process to a CPU of its own, if it is let."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("no mpirun here: apt install openmpi-bin")
-    return start("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable,
-                 "-m", "train.main", *arguments)
-
-
-def by_two_agents(*arguments: str) -> Job:
+def by_two_agents_of_old(*arguments: str) -> Job:
+    """PyTorch's older launcher puts --local-rank=N before everything else. Two of torchrun's: test_demo.py."""
     job, port = Job(), free_port()
     for node in ("1", "0"):
-        start(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", node, "--nproc-per-node",
-              "1", "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main", *arguments,
-              "--simulated-nodes", env={"PYTHONWARNINGS": ""}, job=job)
+        start(sys.executable, "-m", "torch.distributed.launch", "--nnodes", "2", "--nproc-per-node", "1",
+              "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main",
+              *arguments, "--simulated-nodes", env={"PYTHONWARNINGS": ""}, job=job)
     return job
 
 
@@ -143,8 +110,7 @@ def by_launch_in_pods(*arguments: str) -> Job:
 
 @pytest.mark.parametrize(
     "launcher",
-    [by_torchrun, by_launch, by_launch_in_pods, by_fresh, by_hand, by_torch_distributed_launch,
-     by_two_agents, by_file, by_tcp, by_mpirun],
+    [by_torchrun, by_launch_in_pods, by_fresh, by_hand, by_two_agents_of_old],
     ids=lambda f: f.__name__,
 )
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
@@ -152,3 +118,9 @@ def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Calla
         assert set(job.wait()) == {0}, job.output
     assert result(tmp_path / "run")["digest"] == reference
     assert result(tmp_path / "run")["world_size"] == 2
+
+
+def test_launch_changes_no_bit(forks: Forks, reference: str, tmp_path: Path) -> None:
+    codes, output = forks.run("launch", "--nproc=2", MAIN, *LINE, "--run-dir", tmp_path)
+    assert codes == [0], output
+    assert result(tmp_path / "run")["digest"] == reference

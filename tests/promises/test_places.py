@@ -3,18 +3,17 @@
 A few of the cases of `tests/soak.py`, which runs them all, and random ones by the hundred.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
+from tests.rigs.fork_server import Forks
 from tests.rigs.lost_ranks import Case, Soak
 from tests.rigs.places import JOINING, KEEPING, OUT_OF_MEMORY_CGROUPS, PREPARING, STEPPING, Fault
 from tests.soak import sequence
 
 
 @pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
-    return Soak(tmp_path_factory.mktemp("soak"))
+def soak(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Soak:
+    return Soak(tmp_path_factory.mktemp("soak"), forks)
 
 
 def check(soak: Soak, case: Case) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from rankup.agent.status import new_job
 from tests.rigs.faults import ByHand, Launched, Scene, deliver, random_kills
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import comparable_metrics, ended, rank_env, result
+from tests.rigs.jobs import comparable_metrics, rank_env, result
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
 # CI always draws the same kills, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
@@ -85,7 +85,7 @@ def test_ranks_killed_at_random_and_started_again_by_hand_end_with_the_same_weig
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "share"), [(2, 0.15), (4, 0.1)])
 def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
-    world_size: int, share: float, undisturbed: Callable[[int], Undisturbed], tmp_path: Path
+    world_size: int, share: float, forks: Forks, undisturbed: Callable[[int], Undisturbed], tmp_path: Path
 ) -> None:
     rng = random.Random(SEED * 100 + world_size)
     left = round(RUNS * share)
@@ -95,10 +95,12 @@ def test_launch_restarts_ranks_killed_at_random_and_ends_with_the_same_weights(
         folder = tmp_path / str(len(list(tmp_path.iterdir())))  # a job may end before its first kill,
         assert int(folder.name) < 2 * RUNS  # but not each
         line = (f"--run-dir={folder}", *SETTINGS)
-        scene = Launched(folder / "run", world_size, *line, options=["--max-restarts=20"])
-        with ended(scene.job):
+        scene = Launched(folder / "run", forks, world_size, *line, options=["--max-restarts=20"])
+        try:
             left -= deliver(kills, scene, world_size)
             assert scene.job.wait() == [0], scene.job.output
+        finally:
+            scene.job.kill()
         assert_same(scene, undisturbed(world_size), scene.job.output)
 
 

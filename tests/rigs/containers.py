@@ -7,7 +7,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import FOREIGN, MAIN, ROOT, ended, environ_of, result, start
+from tests.rigs.jobs import FOREIGN, ROOT, environ_of, result
 
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
@@ -185,19 +184,9 @@ class Project:
         self.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "0", check=False)
 
 
-def digest_by_torchrun(folder: Path, job: str, *, nproc: int = 2) -> str:
-    """The digest that processes of this machine come to, started by torchrun; the run in `job` is named "job"."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    words = [MAIN, "train", *job.split(), "--run-dir", folder]
-    # Each version of torchrun gives warnings of its own
-    with ended(start(*torchrun, *words, env={"PYTHONWARNINGS": "default"})) as run:
-        assert run.wait(600) == [0], run.output
-    digest: str = result(folder / "job")["digest"]
-    return digest
-
-
 def digest_by_forks(forks: Forks, folder: Path, job: str, *, nproc: int = 2) -> str:
-    """The same by ranks that are forked, without cold starts: tests/promises/test_parity.py shows them equal."""
+    """The digest that forked ranks of this machine come to: tests/promises/test_parity.py shows it equal to that of any
+    launcher. The run in `job` is named "job"."""
     codes, output = forks.run("train", *job.split(), "--run-dir", folder, world_size=nproc, timeout_s=600)
     assert codes == [0] * nproc, output
     digest: str = result(folder / "job")["digest"]

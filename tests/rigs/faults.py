@@ -4,10 +4,8 @@ import json
 import os
 import random
 import re
-import secrets
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import psutil
 
 from tests.rigs.fork_server import Forks, Process
-from tests.rigs.jobs import MAIN, environ_of, free_port, metrics, rank_env, start
+from tests.rigs.jobs import MAIN, environ_of, free_port, metrics, rank_env, working_in
 
 Ranks = dict[int, psutil.Process]
 
@@ -106,14 +104,13 @@ class Launched(Scene):
     """A job under `launch`, which restarts it by itself. `options`: of `launch`."""
 
     def __init__(
-        self, run_dir: Path, world_size: int, *arguments: str, options: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
+        self, run_dir: Path, forks: Forks, world_size: int, *arguments: str, options: Sequence[str] = ()
     ) -> None:
         super().__init__(run_dir)
-        # Children inherit it: a process that has it belongs to the job, even after its parent ended
-        self.mark = secrets.token_hex(8)
-        command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", *options, MAIN, *arguments]
-        self.job = start(*command, env={"JOB_UNDER_TEST": self.mark, **(env or {})})
+        self.folder = run_dir.parent.resolve() / "started-here"
+        self.folder.mkdir(parents=True)
+        line = ("launch", f"--nproc={world_size}", *options, MAIN, *arguments)
+        self.job = forks.start(*line, cwds=[self.folder])
         self.process = self.job.processes[0]
 
     def ranks(self) -> Ranks:
@@ -124,10 +121,10 @@ class Launched(Scene):
             return {}
 
     def running(self) -> bool:
-        return self.process.poll() is None
+        return self.process.code is None
 
     def processes(self) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter() if environ(p).get("JOB_UNDER_TEST") == self.mark and lives(p)]
+        return working_in(self.folder)
 
 
 def is_rank(process: psutil.Process) -> bool:

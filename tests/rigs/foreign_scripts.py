@@ -2,13 +2,16 @@
 
 import functools
 import re
+import runpy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, Job, ended, free_port, start
 
 Result = TypeVar("Result")
@@ -27,14 +30,12 @@ class Script:
     """One script. `arguments`: for two processes on one node; {folder} is a new one, {url} an address on this machine.
 
     `alone`: the arguments for a single process that nobody has launched, if it can be one. `package`: beside torch.
-    `launcher`: PyTorch's own one, for which the script was written.
     """
 
     name: str
     arguments: str = ""
     alone: str | None = ""
     package: str = ""
-    launcher: str = "run"
 
     @property
     def path(self) -> Path:
@@ -56,14 +57,13 @@ SCRIPTS = {
     script.name: script
     for script in (
         Script("ddp_env"),
-        Script("ddp_local_rank", launcher="launch"),
+        Script("ddp_local_rank"),
         Script(
             "imagenet", "--dist-url env://", "--multiprocessing-distributed --rank 0 --world-size 1 --dist-url {url}",
         ),
         # The Trainer is built on Accelerate
         Script("bert_trainer", "--output-dir {folder}", "--output-dir {folder}", package="accelerate"),
         Script("lightning_digits", "--devices 2", package="lightning"),
-        Script("accelerate_loop", package="accelerate"),
         Script("dcp_checkpoints", "--checkpoint-dir {folder}", "--checkpoint-dir {folder}"),
     )
 }
@@ -103,9 +103,29 @@ def by_pytorch(words: Sequence[str | Path], *, launcher: str = "run", nproc: int
     return _at_its_end(start(sys.executable, *command, env=WARN))
 
 
-def expected(script: Script, once: Once, folder: Path) -> str:
-    """What a script comes to in two processes of the launcher of PyTorch for which it was written."""
-    return once(script.name, lambda: by_pytorch(script.words(folder / "expected"), launcher=script.launcher))
+def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: int = 2) -> str:
+    """What a script comes to in processes with torchrun's variables, which are forked from one that has imported torch.
+    That torchrun itself leads to the same: test_foreign.py, by one of the scripts."""
+
+    @again_if_aborted
+    def by_forks() -> str:
+        codes, output = forks.run(
+            *script.words(folder / "expected"), world_size=nproc, preload=f"{__name__}:be_script",
+            env={**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"},
+        )
+        assert codes == [0] * nproc, output
+        return result_of(output)
+
+    return once(script.name, by_forks)
+
+
+def be_script() -> None:
+    """The preload of a forked process, which is then `python WORDS`."""
+    warnings.simplefilter("default")
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
 
 
 def ddp_tcp(port: int) -> list[list[str]]:

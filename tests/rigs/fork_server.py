@@ -94,13 +94,13 @@ class Job:
 class Forks:
     """The process that forks, and what it forked."""
 
-    def __init__(self, folder: Path, *, more: Sequence[str] = ()) -> None:
-        """`more`: modules that take long to import and that these jobs need besides."""
+    def __init__(self, folder: Path, *, more: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+        """`more`: modules that take long to import and that these jobs need besides. `env`: for all of them."""
         self.folder = folder
         self.server = subprocess.Popen(
             [sys.executable, __file__, *more], cwd=ROOT, text=True, bufsize=1, start_new_session=True,
             # What the program tells torch before it imports it, which is too late here: its warnings come by chance
-            env=environment({"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}),
+            env=environment({"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         self._count = 0

@@ -145,6 +145,17 @@ def lives(pid: int) -> bool:
         return False
 
 
+def working_in(folder: Path) -> list[psutil.Process]:
+    """All processes that live and whose current directory this is, such as those of a job that was started there. One
+    whose parent has ended belongs to it too."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder) and lives(process.pid):
+                found.append(process)
+    return found
+
+
 def result(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())  # type: ignore[no-any-return]
 

@@ -59,7 +59,12 @@ def kustomized(what: str, *edits: tuple[str, str]) -> list[Object]:
 
 
 def rendered(what: str) -> list[Object]:
-    """The objects of a file or a mix, as kubectl itself reads them: not as Python's YAML does."""
+    """The objects of a file or a mix, as kubectl itself reads them: not as Python's YAML does. A copy, to change."""
+    return copy.deepcopy(_rendered(what))
+
+
+@cache
+def _rendered(what: str) -> list[Object]:
     if not what.endswith(".yaml"):
         documents = kustomized(what)
     else:
@@ -214,6 +219,6 @@ def change(*path: str | int, value: Any) -> Callable[[Object], None]:
 
 
 def one(what: str, kind: str) -> Object:
-    """A copy of the only object of this kind in a file or a mix."""
+    """The only object of this kind in a file or a mix."""
     (found,) = [each for each in rendered(what) if each["kind"] == kind]
-    return copy.deepcopy(found)
+    return found

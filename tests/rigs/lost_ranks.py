@@ -1,8 +1,5 @@
 """Jobs that lose ranks at exact places, and what has to be true of each in the end: nothing, but for the time."""
 
-import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +9,8 @@ from typing import Any
 import psutil
 
 from tests.rigs import claims, places
-from tests.rigs.jobs import MAIN, ROOT, ended, environ_of, environment, free_port, rank_env, start
+from tests.rigs.fork_server import Forks, Process
+from tests.rigs.jobs import MAIN, free_port, rank_env, working_in
 from tests.rigs.places import Fault
 
 STEPS = 24
@@ -82,6 +80,7 @@ class Soak:
     """Runs cases in one folder, and knows what undisturbed jobs end with."""
 
     folder: Path
+    forks: Forks
     known: dict[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)
     count: int = 0
 
@@ -91,7 +90,7 @@ class Soak:
         self.count += 1
         folder = self.folder / f"case-{self.count}"
         began_s = time.monotonic()
-        job = _Job(folder, self.settings(case.profile), case)
+        job = _Job(folder, self.forks, self.settings(case.profile), case)
         problems = job.to_its_end()
         left = psutil.wait_procs(job.processes(), timeout=20)[1]
         problems += [f"left: {process}" for process in left]
@@ -116,10 +115,9 @@ class Soak:
         """Digest and metrics of the run that nothing happens to."""
         if (profile, world_size) not in self.known:
             folder = self.folder / f"undisturbed-{profile}-{world_size}"
-            command = [sys.executable, MAIN, "launch", f"--nproc={world_size}", MAIN, f"--run-dir={folder}"]
-            job = start(*command, *self.settings(profile))
-            with ended(job):
-                assert job.wait(JOB_TIMEOUT_S) == [0], job.output
+            line = ("launch", f"--nproc={world_size}", MAIN, f"--run-dir={folder}", *self.settings(profile))
+            codes, output = self.forks.run(*line, timeout_s=JOB_TIMEOUT_S)
+            assert codes == [0], output
             self.known[profile, world_size] = claims.of_run(folder / "run")
         return self.known[profile, world_size]
 
@@ -138,9 +136,10 @@ class Soak:
 class _Job:
     """The processes of a job. Those that end without success are started again, as users, containers and pods are."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], case: Case) -> None:
-        self.mark = secrets.token_hex(8)  # children inherit it, also those whose parent has ended
-        common = {**places.order(folder / "faults", case.faults), "JOB_UNDER_TEST": self.mark}
+    def __init__(self, folder: Path, forks: Forks, settings: Sequence[str], case: Case) -> None:
+        folder.mkdir(parents=True)
+        self.forks, self.folder = forks, folder.resolve()
+        common = places.order(folder / "faults", case.faults)
         nproc = case.world_size // case.agents
         line = ["launch", f"--nproc={nproc}", "--max-restarts=20", str(MAIN), f"--run-dir={folder}", *settings]
         self.starts: list[tuple[list[str], dict[str, str]]] = []
@@ -149,11 +148,11 @@ class _Job:
             self.starts.append((line, common | (rank_env(node, case.agents, port) if case.agents > 1 else {})))
         # An agent that was killed or asked to stop has nobody else to start it again
         self.left = sum(fault.whom != "self" or fault.how == "SIGTERM" for group in case.faults for fault in group)
-        self.output_file = folder / "output.txt"
+        self.started: list[Process] = []
 
     @property
     def output(self) -> str:
-        return self.output_file.read_text(errors="replace")
+        return "".join(process.output for process in self.started)
 
     def to_its_end(self) -> list[str]:
         """Run it. Returns what is wrong, nothing if all ended with 0."""
@@ -164,7 +163,7 @@ class _Job:
                 if time.monotonic() > until_s:
                     return [f"did not end within {JOB_TIMEOUT_S:g} s"]
                 for number, process in list(running.items()):
-                    code = process.poll()
+                    code = process.code
                     if code == 0:
                         del running[number]
                     elif code is not None:
@@ -177,17 +176,13 @@ class _Job:
         finally:
             for process in running.values():
                 process.kill()
-                process.wait(20)
+                process.ended.wait(20)
 
-    def _start(self, line: tuple[list[str], dict[str, str]]) -> subprocess.Popen[bytes]:
+    def _start(self, line: tuple[list[str], dict[str, str]]) -> Process:
         arguments, env = line
-        with self.output_file.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, MAIN, *arguments], env=environment(env), cwd=ROOT, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            )
+        self.started += self.forks.start(*arguments, env=env, cwds=[self.folder]).processes
+        return self.started[-1]
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the job that are alive."""
-        found = [p for p in psutil.process_iter() if environ_of(p.pid).get("JOB_UNDER_TEST") == self.mark]
-        return [process for process in found if process.is_running()]
+        return working_in(self.folder)

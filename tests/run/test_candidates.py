@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
-from rankup.state.choice import CHECKPOINT, SECOND, Folder, Opened, Origin, find_origin
+from rankup.state.choice import SECOND, Origin, find_origin, found_in
 from rankup.state.copies import list_copies
+from rankup.state.options import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
 from train.run.checkpoints import check
@@ -33,6 +35,8 @@ B = line(2, ("a", 0), ("b", 4))  # it went on from step 4 of `a`
 
 class Node:
     """One rank, what lies on its disk and in its memory, and what it has said."""
+
+    on_rank0 = Group.on_rank0
 
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
@@ -70,19 +74,14 @@ class Node:
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
             self.checkpoint(*newest)
-        folder = Folder("checkpoints", list_copies(self.run_dir / "checkpoints"))
-        opened = Opened(
-            lineage=known.values() if known else None, new=line(0, run="new").values(), token="", mark="",
-            found=[[CHECKPOINT, *found] for found in folder.found()],
-        )
 
         def fits(path: Path, record: dict[str, Any]) -> None:
             _check_settings(path, record, Config())
 
         group: Any = self
         return find_origin(
-            group, self.run_dir, opened, {CHECKPOINT: folder}, check=check, fits=fits,
-            wanted=lambda other: not fresh,
+            group, self.run_dir, known, line(0, run="new"), "", found_in(list_copies(self.run_dir / "checkpoints")), {},
+            Options(check=check, fits=fits, fresh=fresh),
         )
 
 
@@ -142,8 +141,8 @@ def test_copy_that_is_damaged_is_passed_over_and_said(node: Node) -> None:
     found = node.go_on(A, (4, "a"))
     assert found.copy is not None
     assert found.copy.step == 4
-    assert node.said[0].startswith("a second copy was passed over: rank 0 on node0: checkpoint: ")
-    with pytest.raises(UserError, match="second copies: one must be whole, got only damaged ones: rank 0 on node0"):
+    assert node.said[0].startswith("the second copy step-00000008 on node0 (rank 0) was passed over: manifest.json is")
+    with pytest.raises(UserError, match=r"damaged ones: the second copy step-00000008 on node0 .rank 0.: manifest"):
         node.go_on(A)
 
 
@@ -189,7 +188,7 @@ def test_rescue_that_is_damaged_is_passed_over_and_said(
         monkeypatch.setattr("shutil.rmtree", lambda *values, **more: None)
     assert node.go_on(A).copy is None
     assert len(node.said) == 1
-    assert node.said[0].startswith(f"a rescue was passed over: checkpoint: {path} must be a whole checkpoint, got a")
+    assert node.said[0].startswith(f"the rescue {path} was passed over: manifest.json is damaged")
     assert path.exists() != removable
 
 

@@ -101,7 +101,7 @@ def test_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
 def test_all_checkpoints_damaged_is_refused_not_started_anew(tmp_path: Path) -> None:
     for step in (10, 20):
         flip(save(tmp_path, step) / "model.safetensors", 100)
-    expected = r"only damaged ones: step-00000020: model.safetensors .*step-00000010: .*--fresh"
+    expected = r"damaged ones: checkpoint step-00000020: model.safetensors .*step-00000010: .*--fresh"
     with pytest.raises(UserError, match=expected):
         load_newest(tmp_path, print)
 
@@ -149,7 +149,7 @@ def test_job_with_damaged_checkpoints_only_is_refused_until_fresh(forks: Forks, 
     flip(run / "checkpoints" / "step-00000008" / "model.safetensors", 100)
     codes, output = forks.run(*train(run), world_size=2)
     assert codes == [2, 2], output
-    assert output.count("only damaged ones: step-00000008: model.safetensors does not match its digest") == 1
+    assert output.count("only damaged ones: checkpoint step-00000008: model.safetensors does not match its digest") == 1
     assert "--fresh" in output
     assert steps(run / "checkpoints") == [8]
     codes, output = forks.run(*train(run, "--fresh"), world_size=2)

@@ -19,6 +19,7 @@ from rankup.places.lineage import FILE, Lineage
 from rankup.state import copies as state_copies
 from rankup.state.choice import SECOND
 from rankup.state.copies import fingerprint_tensors, to_json
+from rankup.state.options import Options
 from rankup.state.saver import SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
@@ -175,7 +176,7 @@ def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
     if name == "model.safetensors":
         nodes.lose()
         output = nodes.run(code=2)
-        assert "second copies: one must be whole, got only damaged ones: rank 1 on " in output
+        assert f"got only damaged ones: the second copy {copied.name} on {HOST} (rank 1): " in output
         assert f"{name} does not match its digest" in output
         shutil.rmtree(nodes.folders[0])
         kept.rename(nodes.folders[0])
@@ -237,7 +238,7 @@ class Writer:
         self.folder = folder / SECOND / "run"
         line = Lineage("run", "first", "", [["a", 0]], 1)
         self.second = SecondCopies(
-            group, self.folder, how=how, timeout_s=600.0, more=lambda: {FILE: to_json(line.values())}
+            group, self.folder, Options(how=how), more=lambda: {FILE: to_json(line.values())}
         )
 
     def begin(self, step: int, *, wait: bool = False) -> str:

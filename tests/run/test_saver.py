@@ -104,7 +104,7 @@ def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: P
 
 def counted_saves() -> None:
     """Preloaded: a save notes in the file SAVES when it begins and ends, and in which thread. It takes a while."""
-    from rankup.state import copies, writing
+    from rankup.state import copies, saver
 
     save, file = copies.save, Path(os.environ["SAVES"])
 
@@ -118,7 +118,7 @@ def counted_saves() -> None:
 
     copies.save = counted
     if "FREE" in os.environ:
-        writing.memory_available = lambda: int(os.environ["FREE"])
+        saver.memory_available = lambda: int(os.environ["FREE"])
 
 
 @pytest.mark.parametrize(("how", "free", "thread"), [

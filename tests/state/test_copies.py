@@ -1,29 +1,25 @@
 """Checkpoints appear whole or not at all, and the last good one is never lost: retention, kills, full disks."""
 
-import contextlib
 import errno
-import itertools
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rankup.errors import PeerLost, UserError
+from rankup.errors import UserError
 from rankup.state import copies
-from rankup.state.copies import find_problem, list_copies
+from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import flip, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.run.checkpoints import load_checkpoint, load_newest
+from train.run.checkpoints import load_newest
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 
@@ -184,89 +180,6 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     with pytest.raises(TakenOver):
         save(tmp_path, 20, keep=1, check_owner=check)
     assert newest(tmp_path) == (10, [])
-
-
-class Held:
-    """Calls of one thread to the disk, of which the one with this number, from 1 on, waits for `go_on`."""
-
-    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.number, self.names = number, list[str]()
-        self.stands, self.go_on = threading.Event(), threading.Event()
-        self.thread: threading.Thread | None = None
-        for place in ((Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
-            monkeypatch.setattr(*place, self.wrap(getattr(*place)))
-        for name in ("write_durably", "_sync"):
-            monkeypatch.setattr(copies, name, self.wrap(getattr(copies, name)))
-
-    def wrap(self, real: Any) -> Any:
-        def call(*values: Any, **more: Any) -> Any:
-            if threading.current_thread() is self.thread:
-                self.names.append(f"{real.__name__} {[value.name for value in values if isinstance(value, Path)]}")
-                if len(self.names) == self.number:
-                    self.stands.set()
-                    assert self.go_on.wait(60)
-            return real(*values, **more)
-
-        return call
-
-
-def test_owner_frozen_at_any_point_of_a_save_takes_nothing_from_its_successor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.fsync", lambda number: None)
-    for number in itertools.count(1):
-        directory, owner = tmp_path / str(number), ["first"]
-
-        def check(name: str, owner: list[str] = owner) -> None:
-            if owner[0] != name:
-                raise PeerLost("taken over")
-
-        def first(held: Held, directory: Path = directory, check: Any = check) -> None:
-            with contextlib.suppress(PeerLost, UserError):
-                for step in (8, 16, 16):  # a step twice: stopped in its evaluation
-                    save(directory, step, keep=1, check_owner=lambda: check("first"))
-            held.stands.set()
-
-        with monkeypatch.context() as patch:
-            held = Held(number, patch)
-            held.thread = threading.Thread(target=first, args=(held,))
-            held.thread.start()
-            assert held.stands.wait(60)
-            if len(held.names) < number:
-                break
-            owner[0] = "second"
-            copies.remove_unfinished(directory)
-            for step in (16, 24):
-                save(directory, step, keep=2, value=0.5, check_owner=lambda check=check: check("second"))
-            held.go_on.set()
-            held.thread.join()
-        left = sorted(path.name for path in directory.iterdir() if not path.name.startswith(".writing-"))
-        assert left == ["step-00000016", "step-00000024"], f"call {number} of {held.names}"
-        for path in list_copies(directory):
-            assert find_problem(path) == ""
-            weight = load_checkpoint(path).tracked["model"]["weight"]
-            assert float(weight[0, 0]) == 0.5, f"call {number} of {held.names}"
-    assert number > 20
-
-
-def test_owner_that_wakes_up_beside_its_successors_save_leaves_that_alone(tmp_path: Path) -> None:
-    checks = []
-
-    def taken_over() -> None:
-        checks.append("first")
-        if checks.count("first") > 1:  # it froze right after its first look, and was replaced
-            raise PeerLost("taken over")
-
-    def wake_the_first() -> None:
-        checks.append("second")
-        if checks.count("second") == 2:  # all is written, and nothing published
-            with contextlib.suppress(PeerLost):
-                save(tmp_path, 8, check_owner=taken_over)
-
-    path = save(tmp_path, 8, value=0.5, check_owner=wake_the_first)
-    assert checks == ["second", "second", "first", "first", "second"]
-    assert float(load_checkpoint(path).tracked["model"]["weight"][0, 0]) == 0.5
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankup.state.writing import HostCopies
+from rankup.state.saver import HostCopies
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup import cli
-from rankup.errors import UserError
 from rankup.state import copies, shards
-from rankup.state.copies import STATE, find_problem, fingerprint, list_copies, to_json
+from rankup.state.copies import find_problem, fingerprint, list_copies
 from rankup.state.shards import Shards
-from tests.rigs.checkpoints import training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
@@ -381,16 +379,3 @@ def test_sharded_is_for_fsdp_alone(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*LINE, "--checkpoint-format", "sharded", "--run-dir", tmp_path)
     assert codes == [2]
     assert "--checkpoint-format must be plain with parallel auto, got " in output
-
-
-def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
-    def lost() -> None:
-        raise UserError("another attempt has it")
-
-    staging = copies.create_staging(copies.staging_in(tmp_path, 123456789))
-    files = {STATE: to_json(training_state(123456789))}
-    with pytest.raises(UserError, match="another attempt"):
-        copies.publish(staging, files, {}, step=123456789, keep=1, check_owner=lost)
-    assert list(tmp_path.iterdir()) == []
-    copies.publish(copies.create_staging(tmp_path / ".writing-1"), files, {}, step=123456789, keep=1)
-    assert [path.name for path in list_copies(tmp_path)] == ["step-123456789"]

@@ -18,8 +18,8 @@ from rankup.loop.record import check_random_scheme
 from rankup.observe import tracker
 from rankup.places.files import read_json, write_atomically
 from rankup.places.lineage import Lineage
+from rankup.state.options import Options
 from rankup.state.reading import Copy
-from rankup.state.run import Options
 from rankup.urls import is_url
 
 from ..config import Config, changed_settings, to_yaml

@@ -1,7 +1,8 @@
-"""One job on real containers: what two nodes do, what they leave, and that they compute what torchrun computes."""
+"""One job on real containers: what two nodes do, what they leave, and that they compute what the host computes."""
 
 import json
 import re
+import secrets
 import subprocess
 import tomllib
 import urllib.request
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.containers import Project, clean_environment, digest_by_torchrun, docker, project, wait_for
+from tests.rigs.containers import Project, clean_environment, digest_by_forks, docker, project, wait_for
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
@@ -29,23 +31,19 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """Two nodes that have trained to the end."""
-    with project(tmp_path_factory.mktemp("trained"), ARGS=JOB, **USER) as made:
+    """Three nodes that have trained to the end. Two: test_compose_kills.py."""
+    line = {"ARGS": f"{JOB} --batch-size 66", "NNODES": "3", "COMPOSE_PROFILES": "3"}
+    with project(tmp_path_factory.mktemp("trained"), **line, **USER) as made:
+        made.add("compose.nodes.yaml")
         made.up()
-        assert made.codes() == [0, 0], made.logs()
+        assert made.codes("node0", "node1", "node2") == [0, 0, 0], made.logs()
         yield made
 
 
-@pytest.fixture(scope="module")
-def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest that two processes of this machine come to, started by torchrun."""
-    return digest_by_torchrun(tmp_path_factory.mktemp("torchrun"), JOB)
-
-
-def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(trained: Project, by_torchrun: str) -> None:
+def test_nodes_train_as_one_group_to_the_weights_of_the_host(trained: Project, forks: Forks, tmp_path: Path) -> None:
     outcome = trained.result("job")
-    assert outcome["hosts"] == ["node0", "node1"]
-    assert outcome["digest"] == by_torchrun
+    assert outcome["hosts"] == ["node0", "node1", "node2"]
+    assert outcome["digest"] == digest_by_forks(forks, tmp_path, f"{JOB} --batch-size 66", nproc=3)
     # All of it belongs to the user that compose was given, although the engine made runs/ as root
     written = [path.stat() for path in (trained.runs, *trained.runs.rglob("*"))]
     assert {(about.st_uid, about.st_gid) for about in written} == {(54321, 54322)}
@@ -53,23 +51,25 @@ def test_two_nodes_train_to_the_weights_that_torchrun_comes_to(trained: Project,
     assert "epoch 2" in said
     assert "Warning" not in said
 
-    # The same command again: nothing to do, and it says so
-    trained.up()
-    assert trained.codes() == [0, 0], trained.logs()
-    assert "is finished" in trained.logs()
 
-
-def test_more_nodes_train_as_one_group(nodes: Project) -> None:
-    nodes.add("compose.nodes.yaml")
-    nodes.up(ARGS=f"{JOB} --batch-size 66", NNODES="3", COMPOSE_PROFILES="3")
-    assert nodes.codes("node0", "node1", "node2") == [0, 0, 0], nodes.logs()
-    assert nodes.result("job")["hosts"] == ["node0", "node1", "node2"]
-
-
-def test_a_node_shows_its_progress_and_may_do_nothing_that_training_does_not_need(nodes: Project) -> None:
-    nodes.up(ARGS=f"{LONG} --report-every-s 0.5")
-    wait_for("two lines of progress", lambda: nodes.logs().count("images/s") >= 2, log=nodes.logs)
+def test_a_node_runs_own_code_shows_its_progress_and_may_do_nothing_that_training_does_not_need(
+    nodes: Project, tmp_path: Path
+) -> None:
+    """The code and the data are mounted, without a build."""
+    (tmp_path / "data").mkdir()
+    text = (ROOT / "docker" / "compose.own.yaml").read_text()
+    for ours, theirs in (
+        ("my_job:build", "throws:build"),
+        ("./my_code", str(ROOT / "tests" / "rigs" / "user_code")),
+        ("./my_data", str(tmp_path / "data")),
+    ):
+        assert ours in text
+        text = text.replace(ours, theirs)
+    nodes.override(text)
+    nodes.up(ARGS="--epochs 100000 --batch-size 64 --name throws --options.width 32 --report-every-s 0.5")
+    wait_for("two lines of progress", lambda: nodes.logs().count("samples/s") >= 2, log=nodes.logs)
     assert nodes.state("node0")["Status"] == "running"
+    assert "data   throws, 2,000 + 501 samples" in nodes.logs()
 
     host = nodes.inspect("node1")["HostConfig"]
     assert host["ReadonlyRootfs"]
@@ -88,36 +88,19 @@ def test_a_node_shows_its_progress_and_may_do_nothing_that_training_does_not_nee
     assert "1024" in said  # MB of shared memory
 
 
-def test_own_code_and_data_are_mounted_without_a_build(nodes: Project, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    text = (ROOT / "docker" / "compose.own.yaml").read_text()
-    for ours, theirs in (
-        ("my_job:build", "throws:build"),
-        ("./my_code", str(ROOT / "tests" / "rigs" / "user_code")),
-        ("./my_data", str(tmp_path / "data")),
-    ):
-        assert ours in text
-        text = text.replace(ours, theirs)
-    nodes.override(text)
-    nodes.up(ARGS="--max-steps 20 --batch-size 64 --name throws --options.width 32")
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert nodes.result("throws")["data"] == "throws"
-
-
-def test_a_dockerfile_of_three_lines_builds_on_the_image(nodes: Project, tmp_path: Path, image: str) -> None:
+def test_a_dockerfile_of_three_lines_builds_on_the_image(tmp_path: Path, image: str) -> None:
     context = tmp_path / "mine"
     context.mkdir()
     (context / "throws.py").write_text((ROOT / "tests" / "rigs" / "user_code" / "throws.py").read_text())
-    lines = f'FROM {image}\nCOPY throws.py /app/\nCMD ["train", "--workload", "throws:build"]\n'
-    name = f"{nodes.name}:mine"
+    lines = f'FROM {image}\nCOPY throws.py /app/\nCMD ["train", "--workload", "throws:build", "--max-steps", "5"]\n'
+    name = f"rankup-test-{secrets.token_hex(4)}:mine"
     try:
         (context / "Dockerfile").write_text(lines)
         docker("build", "-q", "-t", name, str(context), DOCKER_BUILDKIT="1")
-        nodes.up(IMAGE=name, ARGS="--workload throws:build --max-steps 20 --batch-size 64 --name mine")
-        assert nodes.codes() == [0, 0], nodes.logs()
-        assert nodes.result("mine")["data"] == "throws"
+        said = docker("run", "--rm", "--network", "none", name)
+        assert "data   throws" in said
+        assert "finished after " in said
     finally:
-        nodes.remove()
         docker("rmi", "-f", name)
 
 
@@ -178,7 +161,7 @@ def test_compile_works_in_the_image_that_has_one(nodes: Project) -> None:
     )
     assert done.returncode == 0, done.stdout
     # One node: its ranks compile the same, which takes a CPU a minute
-    nodes.up("node0", ARGS=JOB.replace("--max-steps 60", "--max-steps 12 --compile"), TARGET="compile", NNODES="1")
+    nodes.up("node0", ARGS=JOB.replace("--max-steps 60", "--max-steps 2 --compile"), TARGET="compile", NNODES="1")
     assert nodes.codes("node0", timeout_s=900) == [0], nodes.logs()
 
 

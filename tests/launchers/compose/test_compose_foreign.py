@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import Project, project
-from tests.rigs.foreign_scripts import FOLDER, Once, by_hand, by_pytorch, ddp_tcp, result_of
+from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, Once, by_hand, ddp_tcp, expected, result_of
+from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
@@ -33,8 +34,10 @@ def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project
     assert result_of(nodes.logs()) == once("ddp_tcp", lambda: by_hand(*ddp_tcp(free_port())))
 
 
-def test_compose_runs_two_ranks_of_a_script_on_each_node(nodes: Project) -> None:
+def test_compose_runs_two_ranks_of_a_script_on_each_node(
+    nodes: Project, once: Once, forks: Forks, tmp_path: Path
+) -> None:
     nodes.up(SCRIPT="/code/ddp_local_rank.py", NPROC="2")
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "local rank 1 is rank 3" in nodes.logs()
-    assert result_of(nodes.logs()) == by_pytorch([FOLDER / "ddp_local_rank.py"], launcher="launch", nproc=4)
+    assert result_of(nodes.logs()) == expected(SCRIPTS["ddp_local_rank"], once, forks, tmp_path, nproc=4)

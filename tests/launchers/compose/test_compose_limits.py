@@ -82,36 +82,29 @@ def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
     assert nodes.runs.stat().st_uid == 4242
 
 
-def test_a_container_out_of_memory_costs_no_checkpoint(nodes: Project) -> None:
-    nodes.up(ARGS=f"{JOB} --max-steps 40")
-    assert nodes.codes() == [0, 0], nodes.logs()
-    digest = nodes.result("job")["digest"]
-
-    nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="64m")
-    assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, and only the kernel sends it here
-    # Two events tell the engine of the memory and of the end. It forgets the former where it comes second
-    assert any(nodes.state(node)["OOMKilled"] for node in ("node0", "node1"))
-    assert nodes.result("job")["digest"] == digest
-
-    nodes.up(ARGS=f"{JOB} --max-steps 60", MEMORY="0")
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert "resumed from step-00000040" in nodes.logs()
-
-
-def test_a_full_disk_costs_no_checkpoint(nodes: Project) -> None:
+def test_a_container_out_of_memory_and_a_full_disk_cost_no_checkpoint(nodes: Project) -> None:
+    line = f"{JOB} --no-tensorboard --keep 100 --max-steps"
     nodes.runs.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=0777", "tmpfs", nodes.runs], check=True)
     try:
-        nodes.up(ARGS=f"{JOB} --max-steps 40 --no-tensorboard --keep 100")
+        nodes.up(ARGS=f"{line} 40")
         assert nodes.codes() == [0, 0], nodes.logs()
+        digest = nodes.result("job")["digest"]
+
+        nodes.up(ARGS=f"{line} 60", MEMORY="64m")
+        assert nodes.codes() == [137, 137], nodes.logs()  # SIGKILL, and only the kernel sends it here
+        # Two events tell the engine of the memory and of the end. It forgets the former where it comes second
+        assert any(nodes.state(node)["OOMKilled"] for node in ("node0", "node1"))
+        assert nodes.result("job")["digest"] == digest
+
         (nodes.runs / "other").write_bytes(bytes(10_000_000)[: _free(nodes.runs) - 100_000])
-        nodes.up(ARGS=f"{JOB} --max-steps 400 --no-tensorboard --keep 100 --save-every-steps 5")
+        nodes.up(ARGS=f"{line} 400 --save-every-steps 5", MEMORY="0")
         assert nodes.codes() == [2, 2], nodes.logs()
+        assert "resumed from step-00000040" in nodes.logs()
         assert "checkpoints has no space left" in nodes.logs()
         (nodes.runs / "other").unlink()
-        nodes.up(ARGS=f"{JOB} --max-steps 60 --no-tensorboard --keep 100")
+        nodes.up(ARGS=f"{line} 60")
         assert nodes.codes() == [0, 0], nodes.logs()
-        assert "resumed from step" in nodes.logs()
     finally:
         nodes.remove()
         wait_for("umount", lambda: subprocess.run(["umount", nodes.runs], check=False).returncode == 0)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launchers.slurm.test_slurm_kept_code import git_folder
 from tests.rigs.containers import digest_by_forks, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
@@ -15,6 +16,20 @@ JOB = (
 )
 RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60"
 ENDLESS = RUN.replace("2000", "1000000")
+# For jobs that wait for a clock of Slurm's: their steps take no CPU from the other tests
+SLOW = """
+import time
+from dataclasses import replace
+from train.workloads import images
+
+def build(config):
+    made = images.build(config)
+    def loss(model, batch):
+        time.sleep(0.05)
+        return made.loss(model, batch)
+    print("workload of yesterday")
+    return replace(made, loss=loss)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +49,9 @@ def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str =
 def test_slurm_job_that_is_asked_to_stop_saves_and_goes_on_after_a_requeue(
     cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
-    """Asked by a warning before the time ends, by a signal to each task, and by an operator's requeue."""
+    """Asked by a signal to each task, and by an operator's requeue. By a warning before the time ends: below."""
     job = cluster.submit(tmp_path, RUN)
-    ways = (("scancel", "--batch", "--signal=USR1"), ("scancel", "--signal=TERM"), ("scontrol", "requeue"))
+    ways = (("scancel", "--signal=TERM"), ("scontrol", "requeue"))
     for number, way in enumerate(ways):
         job.wait_for_step(100 + 500 * number)
         cluster.run(*way, job.number)
@@ -48,9 +63,13 @@ def test_slurm_job_that_is_asked_to_stop_saves_and_goes_on_after_a_requeue(
     assert job.output.count("saved at step") == len(ways)
 
 
-def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, ENDLESS, "--time=30", "--signal=B:USR1@45")
+def test_slurm_time_that_runs_out_requeues_the_code_of_the_first_start_and_scancel_ends_for_good(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    git_folder(tmp_path, {"mine.py": SLOW})
+    job = cluster.submit(tmp_path, f"{ENDLESS} --workload mine:build", "--time=30", "--signal=B:USR1@45")
     job.wait_for_step(50)
+    (tmp_path / "mine.py").write_text("an edit that is no Python\n")
     # From now on a minute or two, however long the start took. Slurm looks every half minute, so it signals 45 to 75 s
     # before the end, and there is something to save
     hours, minutes, _ = job.show()["RunTime"].split(":")
@@ -66,16 +85,8 @@ def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cl
     cluster.idle()
     assert job.show()["Restarts"] == "1"
     assert job.output.count("saved at step") == 2, job.output
-
-
-def test_slurm_job_that_may_not_be_requeued_says_how_to_go_on(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, ENDLESS, "--no-requeue")
-    job.wait_for_step(50)
-    job.cancel("--batch", "--signal=USR2")
-    assert job.wait() == "FAILED", job.log()
-    assert job.code() == 143
-    assert "saved at step" in job.output
-    assert "resubmit it with --name job" in job.output
+    assert "the new/here/mine.py differ" in job.output, job.log()
+    assert "workload of yesterday" in job.output.partition("resumed from step")[0].rpartition("requeued at step")[2]
 
 
 def test_slurm_rank_or_agent_that_is_killed_starts_again_inside_the_allocation(
@@ -126,7 +137,9 @@ def test_slurm_node_that_dies_has_its_job_requeued(cluster: Cluster, undisturbed
 
 def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster: Cluster, tmp_path: Path) -> None:
     """A job of one node: its rank lives on there, while Slurm starts the job again on the other."""
-    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
+    (tmp_path / "slow.py").write_text(SLOW)
+    line = f"{ENDLESS} --workload slow:build"
+    job = cluster.submit(tmp_path, line, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
     job.wait_for_step(50)
     (rank,) = job.ranks("node0")
     cluster.local("kill-slurmd", "node0")

@@ -13,12 +13,10 @@ from tests.rigs.foreign_scripts import (
     imagenet_on_two_nodes,
     result_of,
 )
+from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
 pytestmark = pytest.mark.timeout(1200)
-# Of one process on each of two nodes, where that differs from two processes on one
-ON_TWO_NODES = {"lightning_digits": "--num-nodes 2"}
-
 
 def submit(cluster: Cluster, folder: Path, line: str) -> SlurmJob:
     return cluster.submit(folder, "", SCRIPT=f"--run-dir runs --name job {line}")
@@ -34,18 +32,15 @@ def test_slurm_runs_the_imagenet_script_on_two_nodes(
     assert result_of(job.output) == once("imagenet_on_two_nodes", imagenet_on_two_nodes)
 
 
-# The Trainer, on Accelerate: under `launch`
-@pytest.mark.parametrize("name", ["lightning_digits", "accelerate_loop"])
 @again_if_aborted
-def test_slurm_runs_the_scripts_of_trainers(name: str, cluster: Cluster, once: Once, tmp_path: Path) -> None:
-    """They look for Slurm's variables themselves, and must not take the job for one of theirs."""
-    script = SCRIPTS[name]
+def test_slurm_runs_lightnings_trainer(cluster: Cluster, once: Once, forks: Forks, tmp_path: Path) -> None:
+    """It looks for Slurm's variables itself, and must not take the job for one of its own."""
+    script = SCRIPTS["lightning_digits"]
     if script.why_not:
         pytest.skip(script.why_not)
-    words = script.words(tmp_path / "own", ON_TWO_NODES.get(name))
-    job = submit(cluster, tmp_path, " ".join(words))
+    job = submit(cluster, tmp_path, " ".join(script.words(tmp_path / "own", "--num-nodes 2")))
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == expected(script, once, tmp_path)
+    assert result_of(job.output) == expected(script, once, forks, tmp_path)
 
 
 def test_slurm_job_fails_with_the_code_of_a_script_that_fails(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Slurm job runs the code of its first start in all its starts: with stubs of Slurm, and on a real one."""
+"""A Slurm job runs the code of its first start in all its starts. By stubs of Slurm; a real one: test_slurm_ends.py."""
 
 import os
 import subprocess
@@ -8,7 +8,6 @@ import pytest
 
 from tests.launchers.slurm.test_slurm_job import Started
 from tests.rigs.jobs import ROOT
-from tests.rigs.slurm_cluster import Cluster
 
 
 def started(folder: Path, code: str = "0", *, checkout: Path = ROOT, **env: str) -> Started:
@@ -139,31 +138,3 @@ def test_slurm_code_is_not_copied_where_that_is_not_wanted_or_not_possible(mine:
     (mine / "runs").unlink()
     started(mine, checkout=checkout, DOCTOR="only").run()
     assert not (mine / "runs").exists()
-
-
-WORKLOAD = """
-import torch
-from train.workloads import images
-
-def build(config):
-    print("workload of SPEED")
-    return images.build(config)
-"""
-
-
-@pytest.mark.timeout(1200)
-def test_slurm_requeued_job_trains_with_its_users_code_of_the_first_start(cluster: Cluster, tmp_path: Path) -> None:
-    git_folder(tmp_path, {"mine.py": WORKLOAD.replace("SPEED", "yesterday")})
-    line = "--workload mine:build --dataset digits --model mlp --max-steps 100000 --run-dir runs --log-every-steps 5"
-    job = cluster.submit(tmp_path, line)
-    run = f"slurm-{job.number}"
-    job.wait_for_step(50, run)
-    (tmp_path / "mine.py").write_text("an edit that is no Python\n")
-    job.cancel("--batch", "--signal=USR1")
-    job.wait_for_text("requeued at step")
-    job.go_on()
-    job.wait_for_text("resumed from step")
-    job.cancel()
-    assert job.wait() == "CANCELLED"
-    assert "the new/here/mine.py differ" in job.output, job.log()
-    assert "workload of yesterday" in job.output.partition("resumed from step")[0].rpartition("requeued at step")[2]

@@ -1,4 +1,4 @@
-"""A job of three to four nodes loses one, goes on with three, and with four again: on the curve of one process."""
+"""A job of two to three nodes loses one, goes on with two, and with three again: on the curve of one process."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import wait_for
-from tests.rigs.jobs import metrics, run
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import metrics
 from tests.rigs.slurm_cluster import Cluster, why_not
 
 pytestmark = pytest.mark.timeout(1200)
@@ -20,11 +21,11 @@ LINE = (
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
-    """A real Slurm of four nodes."""
+def three() -> Iterator[Cluster]:
+    """A real Slurm of three nodes."""
     if reason := why_not():
         pytest.skip(reason)
-    made = Cluster(4)
+    made = Cluster(3)
     try:
         made.local("up")
         yield made
@@ -33,11 +34,11 @@ def four() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The loss of each step of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    job = run("train", *LINE.split(), cwd=folder)
-    assert job.codes == [0], job.output
+    codes, output = forks.run("train", *LINE.split(), cwds=[folder])
+    assert codes == [0], output
     return losses(folder)
 
 
@@ -48,26 +49,26 @@ def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in found]
 
 
-def test_slurm_job_of_three_to_four_nodes_loses_one_and_gets_it_back(
-    four: Cluster, alone: list[float], tmp_path: Path
+def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
+    three: Cluster, alone: list[float], tmp_path: Path
 ) -> None:
-    four.idle()
-    job = four.submit(tmp_path, LINE, "--nodes=3-4")
+    three.idle()
+    job = three.submit(tmp_path, LINE, "--nodes=2-3")
     job.wait_for_step(50)
-    four.local("kill", "node3")
+    three.local("kill", "node2")
     wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
     job.go_on()
-    job.wait_for_text("global = 3 ranks x 21 to 22")
+    job.wait_for_text("global = 2 ranks x 32")
     lost_at = job.step()
-    four.local("start", "node3")
-    wait_for("node3", lambda: four.num_idle() == 1, log=four.report)
+    three.local("start", "node2")
+    wait_for("node2", lambda: three.num_idle() == 1, log=three.report)
     job.wait_for_step(lost_at + 20)
-    four.run("scontrol", "requeue", job.number)
+    three.run("scontrol", "requeue", job.number)
     assert job.wait() == "COMPLETED", job.log()
-    four.idle()
+    three.idle()
     worlds = [line.split("global = ")[1].split()[0] for line in job.output.splitlines() if "global = " in line]
-    assert [world for world, _ in groupby(worlds)] == ["4", "3", "4"], job.output
-    assert job.result()["world_size"] == 4
+    assert [world for world, _ in groupby(worlds)] == ["3", "2", "3"], job.output
+    assert job.result()["world_size"] == 3
     largest = max(abs(ours - one) / one for ours, one in zip(losses(tmp_path), alone, strict=True))
     print(f"loss within {largest:.1e}")
     assert largest < 1e-5
