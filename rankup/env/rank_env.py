@@ -56,11 +56,6 @@ class RankEnv:
         return self.launcher != "python"
 
     @property
-    def numbers_attempts(self) -> bool:
-        """Whether the ids of attempts are our agents', so that they tell which attempts belong together."""
-        return self.agent is not None
-
-    @property
     def has_horovod_rendezvous(self) -> bool:
         """Whether the launcher already serves what Horovod's ranks meet by."""
         return self.launcher == "horovodrun"
@@ -241,14 +236,6 @@ def code_folder() -> str:
 
 
 # In words ------------------------------------------------------------------------------------------------------------
-
-
-def how_to_start(env: RankEnv) -> str:
-    """For missing ranks."""
-    return (
-        f"Start one process with each RANK from 0 to {env.world_size - 1}, all with "
-        f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}."
-    )
 
 
 def describe(env: RankEnv) -> str:

@@ -165,12 +165,12 @@ def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
     env = read_rank_env({**LAUNCH, "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.launcher, env.origins["RANK"], env.num_nodes) == ("launch", "launch", 2)
     assert (env.agent_store, env.restart_count, env.agent) == (True, 1, OF_AGENT)
-    assert (env.numbers_attempts, env.attempt) == (True, "j-1")
+    assert env.attempt == "j-1"
 
 
 def test_torchrun_counts_its_own_restarts():
     env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert (env.restart_count, env.numbers_attempts) == (3, False)
+    assert env.restart_count == 3
 
 
 def test_parent_is_who_would_leave_the_rank_behind():
