@@ -8,7 +8,7 @@ from tests.rigs.kubeflow import pods_of
 
 Object = dict[str, Any]
 LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component")
-SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|API_?KEY|CREDENTIAL")
+SECRET = re.compile(r"(PASSWORD|SECRET|TOKEN|API_?KEY|CREDENTIAL)(?!_FILE)")
 PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 

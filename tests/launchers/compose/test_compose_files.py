@@ -265,3 +265,16 @@ def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_witho
     if index:
         assert first[0].startswith(f"install --no-deps --extra-index-url {index} --requirement ")
         assert re.findall(r"(?m)^(\S+)==[\d.]+$", first[0]) == ["torch", "torchvision"]
+
+
+@engine
+def test_nodes_get_the_secret_as_a_file_and_its_name_alone(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    for given in ("", str(secret)):
+        made = config("compose.nodes.yaml", RANKUP_SECRET_FILE=given)
+        for node in (made["services"][f"node{number}"] for number in range(8)):
+            assert node["environment"]["RANKUP_SECRET_FILE"] == ("/run/secrets/job" if given else "")
+            assert [each["source"] for each in node["secrets"]] == ["job"]
+        assert made["secrets"]["job"]["file"] == (given or "/dev/null")
+        assert "secrets" not in made["services"]["prepare"]

@@ -25,7 +25,7 @@ KINDS = ("pytorchjob", "job", "jobset", "pytorchjob+elastic")
 
 def mixes(kind: str) -> list[str]:
     codes = [code for code in CODE if code != "script" or "elastic" not in kind]
-    chosen = product([kind], *(("", name) for name in ("gpu", "fsdp", "kueue")), codes)
+    chosen = product([kind], *(("", name) for name in ("gpu", "fsdp", "kueue", "secret")), codes)
     return ["+".join(filter(None, each)) for each in chosen]
 
 
@@ -87,6 +87,12 @@ def check_pods(pods: list[Object], what: str) -> None:
             assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
         else:  # rank 0 alone writes
             assert all("persistentVolumeClaim" not in volume for volume in volumes.values())
+        file = environment(pod).get("RANKUP_SECRET_FILE", "")
+        assert bool(file) == ("secret" in what)
+        if file:  # as a kubelet mounts it for a pod with an fsGroup: root's, and the group reads it
+            assert volumes["secret"]["secret"]["defaultMode"] == 0o440
+            (at,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "secret"]
+            assert file == f"{at}/secret"
         gone = {each.pop("key"): each for each in pod["spec"]["tolerations"]}
         leaves = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
         assert gone == dict.fromkeys(("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), leaves)
