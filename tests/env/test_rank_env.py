@@ -74,12 +74,6 @@ def test_local_world_size_tells_the_number_of_nodes():
     assert [read_rank_env({**FULL, "LOCAL_WORLD_SIZE": size}).num_nodes for size in "243"] == [2, 1, 2]
 
 
-def test_port_in_the_ephemeral_range_is_warned_of_unless_torchrun_chose_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rankup.env.rank_env.ephemeral_range", lambda: range(32768, 61000))
-    assert "MASTER_PORT=40000 is one of this machine's ports" in warning({**FULL, "MASTER_PORT": "40000"})
-    assert warning({**FULL, "MASTER_PORT": "29500"}) == warning({**AGENT, "MASTER_PORT": "40000"}) == ""
-
-
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 HALVES = [
