@@ -3,13 +3,11 @@
 The scripts do not import torch, so that a test takes a second.
 """
 
-import asyncio
 import importlib.util
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +20,6 @@ import psutil
 import pytest
 
 from rankup.agent.limits import cpu_quota
-from rankup.agent.protocol import in_thread
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
@@ -392,15 +389,6 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
 
 
-def test_disk_that_hangs_holds_nobody() -> None:
-    """Not even the end of the event loop, which waits for the threads of its own pool."""
-    hangs = threading.Event()
-    with pytest.raises(TimeoutError):
-        asyncio.run(in_thread(hangs.wait, timeout_s=0.05))
-    assert not hangs.is_set()
-    hangs.set()
-
-
 def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
     with ended(Job()) as job:
         add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
@@ -509,16 +497,6 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert sorted([*first.wait(), *second.wait()]) == [0, 2]
     assert "is owned by a live attempt" in first.output + second.output
-
-
-def test_port_of_another_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with ended(Job()) as job:
-            add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=taken.getsockname()[1])
-            assert job.wait() == [170], job.output
-    assert re.search(rf"is in use on \S+ by pid {os.getpid()}", job.output), job.output
 
 
 @pytest.mark.parametrize(
