@@ -79,6 +79,10 @@ class Metrics:
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._write(_evaluation_entry(step, metrics))
 
+    def membership(self, step: int, *, number: int, nodes: int, ranks: int) -> None:
+        """From this step on the job has so many nodes and ranks."""
+        self._write(entry(step, {"job/membership": number, "job/nodes": nodes, "job/ranks": ranks}))
+
     def pictures(self, step: int, pictures: dict[str, "torch.Tensor"]) -> None:
         """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""
         with self._disk():
