@@ -541,7 +541,7 @@ def test_server_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
          ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
-        ("if not __package__:\n    import sys\nfrom . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
+        ("from . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
         ("import os\nos.environ['X'] = '1'\nimport torch", []),
         ("try:\n    import torch\nexcept ImportError: pass\nimport yaml", []),
         ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
