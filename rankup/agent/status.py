@@ -221,7 +221,6 @@ class ScriptStatus(StatusFile):
         self._clock, self._began = PhaseClock("start"), time.time()
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
-        self.owned = False
 
     def take(self) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
