@@ -67,12 +67,8 @@ class Metrics:
                     if entry["step"] >= first:
                         self._show(entry)
 
-    def training_entry(self, step: int, loss: float, rate: float, per_s: float) -> dict[str, Any]:
-        """`loss`: the mean over the step's global batch, `rate`: the learning rate, `per_s`: samples per second."""
-        return entry(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
-
     def training(self, entry: dict[str, Any]) -> None:
-        """`entry`: of `training_entry`."""
+        """`entry`: of the function `entry`."""
         self.last = entry
         self._write(entry)
 

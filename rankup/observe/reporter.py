@@ -119,7 +119,7 @@ class Reporter:
         if self._trains:
             done = step - first_step
             if done:
-                per_s = done * course.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
+                per_s = speed(self.group, course, step)
                 if total_steps is not None:
                     training_s = sum(by_phase.get(phase, 0.0) for phase in TRAINING)
                     remaining_s = training_s / done * (total_steps - step)
