@@ -21,6 +21,13 @@ WHO_SETS_THEM = (
     "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 )
 MANY = 10**18
+_ON_EACH = "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."
+HINTS = {  # by launcher: where to look for ranks that are missing
+    "torchrun": _ON_EACH.format("torchrun"), "launch": _ON_EACH.format("`launch`"),
+    "slurm": "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once.",
+    "open mpi": "mpirun has to start all ranks at once; its -x passes MASTER_ADDR and MASTER_PORT on.",
+    "kubeflow": "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +237,14 @@ def code_folder() -> str:
 
 
 # In words ------------------------------------------------------------------------------------------------------------
+
+
+def how_to_start(env: RankEnv) -> str:
+    """Where to look for the missing ranks: the launcher's own hint, or how to start them by hand."""
+    return HINTS.get(env.launcher) or (
+        f"Start one process with each RANK from 0 to {env.world_size - 1}, all with "
+        f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}; docker compose ps -a shows nodes that ended."
+    )
 
 
 def describe(env: RankEnv) -> str:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rankup.env.addresses import port_for
-from rankup.env.rank_env import RankEnv, describe, read_rank_env
+from rankup.env.rank_env import RankEnv, describe, how_to_start, read_rank_env
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
@@ -47,6 +47,7 @@ def test_slurm_step_is_adopted():
     assert env.master_port == port_for(77)
     assert env.origins["RANK"] == "Slurm step"
     assert env.origins["MASTER_PORT"] == "derived from SLURM_JOB_ID"
+    assert "squeue -s" in how_to_start(env)
 
 
 def test_slurm_ranks_of_a_step_agree_on_the_master():
@@ -215,6 +216,7 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     # An mpirun that is killed leaves its processes running, and serves nothing that Horovod's ranks meet by
     assert read.has_horovod_rendezvous == (launcher == "horovodrun")
     assert read.parent_pid == (os.getppid() if launcher == "open mpi" else None)
+    assert "mpirun has to start all ranks at once" in how_to_start(read_rank_env(MPI))
 
 
 def test_open_mpi_of_another_version_names_its_job_otherwise():
@@ -291,6 +293,7 @@ def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world
     assert (read.master_addr, read.master_port, read.warnings) == (env["MASTER_ADDR"], 23456, ())
     assert read.origins["RANK"] == "PyTorchJob operator (PET_*)"
     assert read.origins["LOCAL_RANK"] == "default"
+    assert "kubectl get pods" in how_to_start(read)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.env.rank_env import RankEnv, check_loopback, describe, read_rank_env, with_options
+from rankup.env.rank_env import RankEnv, check_loopback, describe, how_to_start, read_rank_env, with_options
 from rankup.errors import LaunchError
 from tests.rigs.jobs import ROOT
 
@@ -203,6 +203,12 @@ def test_torchrun_in_a_real_process_is_read_as_torchrun(tmp_path: Path):
 
 
 # In words -------------------------------------------------------------------------------------------------------------
+
+
+def test_hint_for_missing_ranks_is_the_launchers_own():
+    assert "torchrun on every node" in how_to_start(read_rank_env(AGENT))
+    assert "`launch` on every node" in how_to_start(read_rank_env(LAUNCH))
+    assert "each RANK from 0 to 3" in how_to_start(read_rank_env(FULL))
 
 
 @pytest.mark.parametrize(
