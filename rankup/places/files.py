@@ -7,8 +7,9 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 Check = Callable[[], None]
 
@@ -63,7 +64,7 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """A file to read that came from elsewhere. Raises OSError, also for a pipe or a device, which may never end."""
     # Who opens a pipe otherwise waits for its writer
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
