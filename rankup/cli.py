@@ -27,6 +27,7 @@ log = logging.getLogger("rankup")
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
 TYPES = {"int": "an integer", "float": "a number", "split": "words as a shell splits them",
+         "nodes": "a number of nodes, or the fewest and the most as in 2:4",
          "codes": "exit codes such as 1,75, and neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"}
 
 
@@ -103,19 +104,34 @@ def codes(text: str) -> frozenset[int]:
     return found
 
 
+def nodes(text: str) -> tuple[int, int]:
+    """Raises ValueError for what --nnodes does not take."""
+    least, colon, most = text.partition(":")
+    found = int(least), int(most if colon else least)
+    if colon and not 1 <= found[0] <= found[1]:
+        raise ValueError(text)
+    return found
+
+
 def _launch(given: argparse.Namespace) -> int:
     """Be the agent of this node to the end of the job."""
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
     from rankup.agent.status import tell_platform, what_next
-    from rankup.env.node_env import read_node_env
+    from rankup.env.node_env import Limits, read_node_env
 
     guard("stdout", "stderr")
     try:
+        least, most = given.nnodes or (None, None)
+        limits = None
+        if least is not None and most is not None and (least < most or given.spares):
+            limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
+        elif given.spares:
+            raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
         node = read_node_env(
-            os.environ, nnodes=given.nnodes, nproc=given.nproc, node_rank=given.node_rank,
-            master_addr=given.master_addr, master_port=given.master_port,
+            os.environ, nnodes=most + given.spares if most else None, nproc=given.nproc, node_rank=given.node_rank,
+            master_addr=given.master_addr, master_port=given.master_port, limits=limits,
         )
         setup_logging(rank=None, world_size=node.num_nodes)
         script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
@@ -304,7 +320,11 @@ COMMANDS = {
         ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
         (
             _count("--nproc", "--nproc-per-node", text="ranks on this node (1)"),
-            _count("--nnodes", text="nodes (WORLD_SIZE, or 1)"),
+            _option("--nnodes", type=nodes, metavar="N", help="nodes; 2:4 for a job that goes on with fewer nodes and "
+                    "takes more (WORLD_SIZE, or 1)"),
+            _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
+            _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
+            _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a node is lost without a sign of life for"),
             _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
             _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
             _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),

@@ -17,6 +17,9 @@ HELLO_S = 5.0  # for the first message of the other side; port scanners send non
 EARLY_S, EARLY_PAUSE_S = 3.0, 0.01  # all members start within seconds: so long they try to connect so often
 ROUTE_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s
 PORT_S = 5.0  # how long the end of an earlier job's process may take to free the port
+GATHER_S = 1.0  # newcomers of a running job that come within this are taken together
+CALL_S = 2.0  # between two calls of a leader to addresses where another one may have been started
+PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
 PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
 
 # Signs of life --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ device and does not import torch.
 |                        | says how each of them ended; the leader decides (`ends`): another membership, or the end    |
 | an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place    |
 | the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over    |
+| the number may change  | the lost one is replaced by a spare, or not at all; after the leader the next member leads  |
 | an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                             |
 """
 
@@ -21,7 +22,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, chosen_address, listen, open_port
+from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import (
     die_with_parent,
@@ -41,7 +42,7 @@ from rankup.agent.processes import (
     reap_orphans,
     state_of,
 )
-from rankup.agent.protocol import KILLED, Links, Member, in_thread
+from rankup.agent.protocol import KILLED, VERSION, Link, Links, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import (
@@ -100,6 +101,7 @@ class Agent:
     def __init__(
         self, node: NodeEnv, script: Script, options: Options, *, run_dir: Path, helpers: Helpers
     ) -> None:
+        self.claimed = node  # as it was started; `node` has the numbers of the newest membership
         self.node, self.script, self.options, self.run_dir, self.helpers = node, script, options, run_dir, helpers
         self.knows_us = script.imports_rankup()
         self.ranks = [Rank(local_rank, node.first_rank + local_rank) for local_rank in range(node.nproc)]
@@ -111,12 +113,17 @@ class Agent:
             on_warning=functools.partial(log.warning, "%s"),
         )
         self.lead: Lead | None = None
+        self.limits, self.alone = node.limits, node.num_nodes == 1
+        self.port = 0  # where this agent leads, or says who does
+        self._listener: asyncio.Server | None = None
+        self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._commit: dict[str, Any] = {}
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: asyncio.Task[None] | None = None
         self._passed_on = ""  # the newest signal that the ranks got
+        self._for_change = False  # it only asks them to stop for another membership
         self._asked_s = 0.0  # when a signal came to this agent
         self._oom_kills = oom_kills()
         self._over: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
@@ -127,14 +134,20 @@ class Agent:
             die_with_parent(int(parent))
         self.script.check(os.environ, world_size=self.node.world_size)
         settings = self.script.must_match()
+        if self.limits is not None:
+            settings |= {"--nnodes": f"{self.limits.least}:{self.limits.most}"}
+        if self.node.node_rank == 0 or self.limits is not None:
+            await self._listen()
         me = Member(
             token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
             world_size=self.node.world_size, host=self.host, pid=os.getpid(),
             digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
-            left_s=self.options.join_timeout_s, ip=chosen_address(os.environ) if self.node.num_nodes > 1 else "",
+            left_s=self.options.join_timeout_s, ip="" if self.alone else chosen_address(os.environ),
+            serves=self.port if self.limits is not None else 0,
         )
         self.attendance = Attendance(
-            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records
+            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records,
+            silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
@@ -145,8 +158,7 @@ class Agent:
             if self.knows_us:
                 await self.links.open()
             if self.node.node_rank == 0:
-                self.lead = Lead(self, me)
-                await self.lead.listen()
+                self._begin_to_lead()
             self.begin(self._attend())
             self.begin(self._tick())
             return await self._over
@@ -156,13 +168,85 @@ class Agent:
             await self._end_ranks(settle_s=0.0)
             if self.lead is not None:
                 await self.lead.close()
+            if self._listener is not None:
+                self._listener.close()
             await self.server.close()
             self.links.close()
 
+    # Who leads ------------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """On MASTER_PORT where others look for this node there. Raises JoinError and LaunchError."""
+        port = self.node.master_port
+        if self.node.node_rank:
+            try:  # node 0, or another agent, may be on this machine too
+                port = port if await foreign_address(self.node.master_addr) else 0
+                open_port("", port).close()
+            except OSError:
+                port = 0
+        self._listener = await listen(self._greet, ip="127.0.0.1" if self.alone else "", port=port)
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Whoever connects to this agent."""
+        if self.lead is not None:
+            await self.lead.leader.attend(reader, writer)
+            return
+        link, strange = Link(reader, writer), (OSError, LookupError, TypeError, ValueError, asyncio.CancelledError)
+        with contextlib.suppress(*strange):
+            link.send(
+                "leader", version=VERSION, over="this node does not lead", token=self.attendance.me.token,
+                n=self.attendance.basis["n"], at=self.attendance.at,
+            )
+            async with asyncio.timeout(timing.HELLO_S):
+                said = await link.receive()
+                if said["is"] == "leads" and int(said["n"]) >= self.attendance.basis["n"]:
+                    self._elsewhere = link.remote_ip, int(said["port"])
+        link.close()
+
+    def _begin_to_lead(self) -> None:
+        self.lead = Lead(self, self.attendance.me)
+        self.lead.begin()
+
+    def yield_to(self, ip: str, port: int) -> None:
+        """There is a leader that knows a newer membership: be a member there."""
+        if self.lead is not None:
+            log.warning("another node leads, at %s:%d: this one becomes a member there", ip, port)
+            lead, self.lead, self._elsewhere = self.lead, None, (ip, port)
+            lead.give_up()
+
     async def _find_leader(self) -> tuple[str, int]:
         if self.lead is not None:
-            return "127.0.0.1", self.lead.port
-        return self.node.master_addr, self.node.master_port
+            return "127.0.0.1", self.port
+        if self.limits is None:
+            return self.node.master_addr, self.node.master_port
+        return await self._elect()
+
+    async def _elect(self) -> tuple[str, int]:
+        """Where somebody leads; the first member of the last membership that answers does so, which may be this one.
+        Raises OSError where that is to be waited for."""
+        basis, me = self.attendance.basis, self.attendance.me
+        known = {token: (ip, port) for token, ip, port, _ in basis["known"] if token != me.token}
+        places = [*known.values(), (self.claimed.master_addr, self.claimed.master_port)]
+        places += [self._elsewhere] if self._elsewhere else []
+        said = dict(zip(places, await asyncio.gather(*(who_leads(*place) for place in places)), strict=True))
+        told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each.get("at")]
+        if new := [place for place in dict.fromkeys(told) if place not in said]:
+            said |= zip(new, await asyncio.gather(*(who_leads(*place) for place in new)), strict=True)
+        for place, each in said.items():
+            if each and not each["over"] and each["n"] >= basis["n"] and each["token"] != me.token:
+                return place
+        self._elsewhere = None
+        if not basis["n"]:
+            return self.claimed.master_addr, self.claimed.master_port  # which says why not
+        for token, _, _, host in basis["known"]:
+            if token == me.token:
+                log.warning("this node leads from now on: no member before it answers")
+                self._begin_to_lead()
+                return "127.0.0.1", self.port
+            if (each := said[known[token]]) and each["token"] == token:
+                raise ConnectionError(f"{host} is to lead, and does not yet")
+        raise ConnectionError("no leader of the job was found")
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task. A fault of ours in it ends the agent: nobody else would notice it."""
@@ -189,7 +273,9 @@ class Agent:
                 if event["is"] in ("lost", "gone"):
                     self._leave_soon()
             elif event["is"] == "stop":
-                self._pass_on(event["signal"])
+                self._pass_on(event["signal"], change=bool(event.get("change")))
+            elif event["is"] == "spare":
+                log.info("this node is a spare: it waits until a node is needed")
             elif event["is"] == "stacks":
                 self.begin(self._show_stacks())
             elif event["is"] in ("over", "refused"):
@@ -204,7 +290,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self._leave_soon()
         await self._all_ended.wait()
-        mistake = choose_interface(os.environ, event["ip"]) if self.node.num_nodes > 1 else ""
+        mistake = "" if self.alone else choose_interface(os.environ, event["ip"])
         self.attendance.ready(event["n"], mistake=mistake)
 
     # This node's ranks ----------------------------------------------------------------------------------------------
@@ -227,6 +313,10 @@ class Agent:
         self._commit, self._oom_kills = commit, oom_kills()
         if commit["why"]:
             log.warning("%s", commit["why"])
+        if self._for_change:
+            self._passed_on, self._for_change = "", False
+        if self.limits is not None and not self._take_place(commit):
+            return
         self._all_ended.clear()
         for rank in self.ranks:
             rank.running, rank.told, rank.said = True, False, None
@@ -247,6 +337,20 @@ class Agent:
                 os.close(output)
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
+
+    def _take_place(self, commit: Mapping[str, Any]) -> bool:
+        """The numbers of this node's ranks in a membership. Returns False for a spare."""
+        if commit["change"]:
+            log.warning("%s", commit["change"])
+        used, token = commit["basis"]["used"], self.attendance.me.token
+        if token not in used:
+            log.info("this node is a spare: it waits until a node is needed")
+            return False
+        self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
+        for rank in self.ranks:
+            rank.number = self.node.first_rank + rank.local_rank
+            self.records.of(rank.local_rank).clear(rank.number)
+        return True
 
     @property
     def attempt(self) -> str:
@@ -418,12 +522,14 @@ class Agent:
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self._pass_on(name)
 
-    def _pass_on(self, name: str) -> None:
+    def _pass_on(self, name: str, *, change: bool = False) -> None:
+        self._for_change = change and (self._for_change or not self._passed_on)
         if self._passed_on in (name, "SIGTERM", "SIGINT"):
             return
         self._passed_on = name
         running = sum(rank.running for rank in self.ranks)
-        log.info("%s: passed on to %d rank%s", name, running, "" if running == 1 else "s")
+        why = "a node joins: " if change else ""
+        log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self.begin(self._oversee_stop(name))
@@ -491,58 +597,84 @@ class Lead:
     def __init__(self, agent: Agent, me: Member) -> None:
         self.agent = agent
         self.ends = Ends(agent.node.world_size, agent.options.max_restarts, agent.options.restart_on)
-        self.leader = Leader(me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear)
+        self.leader = Leader(
+            me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=agent.limits,
+            outdone=agent.yield_to,
+        )
         self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
-        self.port = 0
         self.again = False  # this job goes on with an earlier one's run
-        self._server: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def listen(self) -> None:
-        """Raises JoinError and LaunchError where the port can't be had."""
-        alone = self.agent.node.num_nodes == 1
-        self._server = await listen(
-            self.leader.attend, ip="127.0.0.1" if alone else "", port=self.agent.node.master_port
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
-        self.agent.begin(self.leader.watch(master="" if alone else self.agent.node.master_addr))
+    def begin(self) -> None:
+        """Decide from now on."""
+        node = self.agent.claimed
+        works = [self.leader.watch(master="" if self.agent.alone or node.node_rank else node.master_addr)]
+        works += [self._report(self.status)] if self.status is not None else []
+        works += [self._call()] if self.agent.limits is not None else []
+        self._tasks = [self.agent.begin(work) for work in works]
+
+    def give_up(self) -> None:
+        """Another one leads."""
+        for task in self._tasks:
+            task.cancel()
+        self.leader.dismiss()
         if self.status is not None:
-            self.agent.begin(self._report(self.status))
+            self.status.release()
+
+    async def _call(self) -> None:
+        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on."""
+        node, me = self.agent.claimed, self.leader.me
+        known = {(node.master_addr, node.master_port)}
+        while True:
+            await asyncio.sleep(timing.CALL_S)
+            here = {(member.ip, member.serves) for member in self.leader.members}
+            known |= {(ip, port) for _, ip, port, _ in self.leader.basis["known"]}
+            await asyncio.gather(*(self._call_one(*place) for place in known - here - {(me.ip, me.serves)}))
+
+    async def _call_one(self, ip: str, port: int) -> None:
+        leader = self.leader
+        words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves}
+        other = await who_leads(ip, port, answer=words)
+        if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
+            self.agent.yield_to(ip, port)
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
         until_s = time.monotonic() + timing.FAREWELL_S
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(timing.POLL_S)
-        if self._server is not None:
-            self._server.close()
         if self.status is not None:
             self.status.release()
 
     async def _report(self, status: RunStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
-            if self.leader.running:
-                status.report()
+            if self.leader.running or self.agent.limits is not None:
+                status.report(nodes=self.leader.nodes())
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
-        verdict = self.ends.judge()
+        verdict = self.ends.judge(changing=self.leader.changing)
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
         if self.agent.knows_us:
             server = self.agent.server
             await server.ready.wait()
-            with open_port("127.0.0.1" if self.agent.node.num_nodes == 1 else "", 0) as listener:
+            with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
                 server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
             port = free_port()
+        self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
+        if self.agent.limits is not None:  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
-            if n == 1:
+            self.status.job, self.status.world_size = self.job, self.ends.world_size
+            if not self.status.owned:
                 self.again = await asyncio.to_thread(self.status.take)
-            self.status.begin(self.ends.restarts, self.leader.members)
+            self.status.begin(self.ends.restarts, self.leader.chosen)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.agent.knows_us, "again": self.again or self.ends.restarts > 0,
@@ -572,3 +704,19 @@ class Lead:
         if self.status is not None:
             self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
         self.leader.tell("over", code=verdict.code, text=verdict.text)
+
+
+async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+        link = await Link.connect(ip, port, timeout_s=timing.PROBE_S)
+        try:
+            async with asyncio.timeout(timing.PROBE_S):
+                said = await secret.greeting(link, secret.read_secret(os.environ))
+            said = {"token": "", "n": 0, "running": False, "at": [], **said, "over": str(said["over"])}
+            if answer is not None:
+                link.send("leads", **answer)
+            return said
+        finally:
+            link.close()
+    return None

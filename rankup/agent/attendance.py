@@ -45,11 +45,14 @@ class Attendance:
     def __init__(
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT,
+        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = SILENT_S,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
         yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
-        this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure."""
+        this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
+        `silent_s`: the leader is lost where it gives no sign of life for so long."""
+        self.basis: dict[str, Any] = {"n": 0, "used": [], "voters": [], "known": [], "job": ""}  # see `Leader`
+        self._silent_s = silent_s
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
@@ -57,7 +60,7 @@ class Attendance:
         self._refused = False
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
-        self._leader = ""  # where it was found
+        self._leader, self.at = "", list[Any]()  # where it was found; as host and port while this is a member
         self._chosen_ip, self._cannot_listen = me.ip, ""
         self._listener: socket.socket | None = None
         self._route: asyncio.Task[str] | None = None
@@ -109,7 +112,7 @@ class Attendance:
                     lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
                 finally:
                     watch.cancel()
-                    self._link = None
+                    self._link, self.at = None, []
                     link.close()
                 if self._clock() > self._until_s:
                     if (silent_s := self._clock() - self._heard_s) > BUSY_S:
@@ -145,12 +148,12 @@ class Attendance:
             self.problem = message["text"]
             self._notice(f"still waiting: {self.problem}")
         elif kind == "propose":
-            self.n = message["n"]
+            self.n, self.basis = message["n"], message.get("basis", self.basis)
             if self._route is not None:
                 self._route.cancel()
             self._route = self._start(self._try_route(message["next"]))
-        elif kind == "commit":
-            self._until_s = math.inf
+        elif kind in ("commit", "spare"):
+            self._until_s, self.basis = math.inf, message.get("basis", self.basis)
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
             self._refused, self._until_s = True, self._clock()
         elif kind == "lost":
@@ -225,9 +228,11 @@ class Attendance:
             link.close()
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
-        link.send("hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings))
+        link.send(
+            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis
+        )
         self._link, self._heard_s = link, self._clock()
-        self._leader = f"{host}:{port}"
+        self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
         return link
 
@@ -238,11 +243,11 @@ class Attendance:
             link.send("alive", ranks=[record.read().sign() for record in self._records().values()])
             await asyncio.sleep(ALIVE_S)
             now_s = self._clock()
-            if now_s - looked_s > FROZEN_S:
+            if now_s - looked_s > ALIVE_S + min(FROZEN_S - ALIVE_S, self._silent_s / 2):
                 self._heard_s = now_s
             looked_s, silent_s = now_s, now_s - self._heard_s
             is_over = now_s > self._until_s + LAST_WORD_S and (self._refused or silent_s > BUSY_S)
-            if silent_s > SILENT_S or is_over:
+            if silent_s > self._silent_s or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"
 

@@ -116,8 +116,9 @@ class Ends:
         for rank in ranks:
             self._ends.setdefault(rank, End(rank, host, KILLED, why))
 
-    def judge(self) -> Verdict:
-        """Decide, once every rank has ended. The next membership begins without ends."""
+    def judge(self, *, changing: bool = False) -> Verdict:
+        """Decide, once every rank has ended. The next membership begins without ends. `changing`: the ranks were asked
+        to stop for it."""
         ends, self._ends = list(self._ends.values()), {}
         self.latest = ends
         if not ends:
@@ -127,8 +128,11 @@ class Ends:
         code = root_cause([end.code for end in explaining], stopped=bool(self.stopped_by), rest_stopped=told)
         if code == FINISHED and any(end.code != FINISHED or end.told for end in ends):
             # Ranks lost each other, and none of them says why
-            code = STOPPED if self.stopped_by else PEER_LOST
+            code = STOPPED if self.stopped_by or changing else PEER_LOST
         cause = next((end for end in ends if end.code == code), ends[0])
+        if code == STOPPED and changing and not self.stopped_by:
+            self.restarts += 1
+            return Verdict(None)
         if self.stopped_by or code in (FINISHED, STOPPED):
             return Verdict(code, self.stopped_by)
         if not (worth_restarting(code) or code in self.restart_on):

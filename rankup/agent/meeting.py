@@ -12,6 +12,14 @@ which to stop (`RecordWriter.may_begin`); a member writes the latter, then reads
 | confirm(n, stop)        | leader  | no rank has begun `stop`, and so none will: stop before it                       |
 | late(n)                 | member  | REACH_S later a rank of mine has not come there: it waits for data, or evaluates |
 | leave(n)                | leader  | keep the last finished step, and leave                                           |
+
+With `Limits` the number of nodes may change. A node keeps its seat, and its ranks are numbered at each proposal: the
+leader's first, then those of the last membership in its order, then newcomers; who is beyond `most` is a spare. A
+newcomer that is needed has all ranks stop before one step, and save.
+
+Two halves of a job never both go on: each proposal carries its basis, which the next one depends on. Of its `voters` a
+majority has to be here, of two equal halves the one with the leader; and of those in use, `used`, one, without whose
+ranks no earlier membership can go on. Who has seen a proposal counts for that one alone.
 """
 
 import asyncio
@@ -24,9 +32,22 @@ from typing import Any
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
 from rankup.env.addresses import is_loopback
+from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
-from rankup.timing import ALIVE_S, ANSWER_S, ENDING_S, FROZEN_S, HELLO_S, NOTICE_S, PAUSE_S, PREPARE_S, SILENT_S, TICK_S
+from rankup.timing import (
+    ALIVE_S,
+    ANSWER_S,
+    ENDING_S,
+    FROZEN_S,
+    GATHER_S,
+    HELLO_S,
+    NOTICE_S,
+    PAUSE_S,
+    PREPARE_S,
+    SILENT_S,
+    TICK_S,
+)
 
 MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
 MOST_HOSTS = 8  # that one line names
@@ -44,6 +65,9 @@ class _Seat:
     link: Link
     member: Member
     heard_s: float
+    claim: range  # of ranks, as it came
+    came_s: float = 0.0
+    unfit: str = ""  # why it is no part of the next membership
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
@@ -55,8 +79,8 @@ class StopAgreement:
     will pass it."""
 
     def __init__(self, members: Iterable[object]) -> None:
-        self._members = frozenset(members)
-        self._waiting = set(self._members)
+        self.members = frozenset(members)
+        self._waiting = set(self.members)
         self.step, self.confirmed = 0, False
         self._margin, self._furthest = MARGIN, -1
 
@@ -74,7 +98,7 @@ class StopAgreement:
         else:
             self.step = self._furthest + self._margin
             self._margin *= 2
-            self._waiting, self._furthest = set(self._members), -1
+            self._waiting, self._furthest = set(self.members), -1
         return True
 
 
@@ -88,6 +112,7 @@ class Leader:
     def __init__(
         self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
         hear: Callable[[Member, Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic,
+        limits: Limits | None = None, outdone: Callable[[str, int], None] = lambda ip, port: None,
     ) -> None:
         """`me`: the member beside the leader; all are refused where they have not met `me.left_s` after the start, or
         after the last loss. `say`: prints a line. `prepare(n)`: what the commit of a membership says beside its
@@ -97,8 +122,16 @@ class Leader:
         `hear(member, message)` gets what is not the meeting's own; where such a message has an `n`, it must be the last
         committed one. A member's loss that the leader has found itself is {"is": "lost", "n", "why"}, after all have
         been told.
+
+        `limits`: None where the number of nodes is fixed. `outdone(ip, port)`: there is a leader that knows a newer
+        membership.
         """
-        self._me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
+        self._limits, self._outdone = limits, outdone
+        self.basis: dict[str, Any] = {"n": 0, "used": [], "voters": [], "known": [], "job": ""}
+        self.changing = False  # the ranks have been asked to stop, for another membership
+        self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
+        self._lost: dict[int, tuple[Member, float, str]] = {}  # by claim: when and why
+        self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running = 0, False
         self._formed = 0  # the last membership that was committed
         self._proposed, self._late = 0, set[_Seat]()  # the membership that is, or 0, and who is not ready for it
@@ -115,6 +148,27 @@ class Leader:
     def members(self) -> list[Member]:
         """Those that are here, by rank."""
         return sorted((seat.member for seat in self._seats.values()), key=lambda member: member.first_rank)
+
+    @property
+    def chosen(self) -> list[Member]:
+        """Those of the membership that runs or is proposed, by rank."""
+        return [seat.member for seat in self._chosen]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """For the user: each node that was here since this leader leads; nothing where their number is fixed."""
+        if self._limits is None:
+            return []
+        now, now_s = time.time(), self._clock()
+        rows = {first: {"host": member.host, "state": "lost", "since": now - (now_s - at_s), "why": why, "ranks": ""}
+                for first, (member, at_s, why) in self._lost.items()}
+        for seat in self._seats.values():
+            used = self.running and seat in self._chosen
+            state = "in use" if used else "left out" if seat.unfit else "spare"
+            rows[seat.claim.start] = {
+                "host": seat.member.host, "state": state, "since": now - (now_s - seat.came_s), "why": seat.unfit,
+                "ranks": ranges(set(seat.member.ranks)) if used else "",
+            }
+        return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def signs(self) -> list[dict[str, Any]]:
         """Where each rank was when its member last said so, by rank: what it said, `host`, and `seen` in seconds of
@@ -139,10 +193,16 @@ class Leader:
             link.close()
 
     async def _attend(self, link: Link) -> None:
-        link.send("leader", version=VERSION, over=self._over)
+        link.send(
+            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.basis["n"], running=self.running
+        )
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await link.receive()
+            if hello["is"] == "leads" and self._limits is not None:
+                if self.yields_to(hello):
+                    self._outdone(link.remote_ip, int(hello["port"]))
+                return
             if hello["is"] != "hello" or self._over:  # it may be early, and wait for the next leader
                 return
             member = self._read(link, hello)
@@ -164,18 +224,25 @@ class Leader:
         """A newcomer introduces itself. None where it can't belong to this job."""
         if hello["version"] != VERSION:
             who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
-            text = f"{who} has another version of rankup than {self._me.who}. Install the same on all nodes."
+            text = f"{who} has another version of rankup than {self.me.who}. Install the same on all nodes."
             self._turn_away(link, text, code=USER_MISTAKE)
             return None
         member = Member.read(hello)
-        if member.world_size != self._me.world_size:
-            others = f"{self._me.who} with WORLD_SIZE={self._me.world_size}. Set the same on all ranks."
+        if member.world_size != self.me.world_size:
+            others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
             self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
+        if not self.running and hello.get("basis", self.basis)["n"] > self.basis["n"]:
+            self.basis = dict(hello["basis"])
         settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
         self._settings.setdefault(member.digest, settings)
         return member
+
+    def yields_to(self, other: Mapping[str, Any]) -> bool:
+        """Whether another leader, which has said so much of itself, takes the place of this one."""
+        ours = (self.basis["n"], self.running, self.me.token)
+        return (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
 
     def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
@@ -205,8 +272,12 @@ class Leader:
             await asyncio.sleep(PAUSE_S)
         if self._over:
             raise ConnectionError
-        self._seats[link] = seat = _Seat(link, member, self._clock())
+        now_s = self._clock()
+        self._seats[link] = seat = _Seat(link, member, now_s, member.ranks, now_s)
         self._seat_of |= dict.fromkeys(member.ranks, seat)
+        self._lost.pop(member.first_rank, None)
+        if self._limits is not None and self.running:
+            link.send("spare")
         self._judge()
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
@@ -225,7 +296,7 @@ class Leader:
         elif kind == "alive":
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "ask":
-            link.send("ranks", ranks=self.signs())
+            link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass
         elif kind == "late":
@@ -241,7 +312,7 @@ class Leader:
     def take(self, kind: str, **values: Any) -> bool:
         """The member beside the leader says something. It is heard before this returns, where the process of both may
         be about to end. Returns False where that member has left."""
-        beside = [link for link, seat in self._seats.items() if seat.member.token == self._me.token]
+        beside = [link for link, seat in self._seats.items() if seat.member.token == self.me.token]
         for link in beside:
             self._take(link, {"is": kind, **values})
         return bool(beside)
@@ -251,10 +322,13 @@ class Leader:
         link.close(at_once=why != ENDED)
         if (seat := self._seats.pop(link, None)) is None:
             return
-        for rank in seat.member.ranks:
+        for rank in seat.claim:
             del self._seat_of[rank]
         if self._over:
             return
+        self._lost[seat.claim.start] = (seat.member, self._clock(), why)
+        if self._limits is not None and seat not in self._chosen:
+            return  # a spare
         if not self.running:
             self._gone[seat.member.first_rank] = (seat.member, why)
             self._void()
@@ -274,18 +348,22 @@ class Leader:
     def tick(self) -> None:
         """Signs of life, deadlines, and who is missing."""
         now_s = self._clock()
+        silent_s = SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self._seats.values()):
-            if now_s - self._ticked_s > FROZEN_S:
+            if now_s - self._ticked_s > min(FROZEN_S, silent_s / 2):
                 seat.heard_s = now_s
-            elif now_s - seat.heard_s > SILENT_S:
+            elif now_s - seat.heard_s > silent_s:
                 self._remove(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
         self._ticked_s = now_s
         if now_s - self._beat_s >= ALIVE_S:
             self._beat_s = now_s
             self.tell("alive")
+        if self._limits is not None:
+            self._judge()
+            self._look_for_change(now_s)
         if self.running or self._over:
             return
-        if now_s - self._begun_s > self._me.left_s and self._preparing is None:
+        if now_s - self._begun_s > self.me.left_s and self._preparing is None:
             how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
             self.refuse(f"{self._missing()}. Was every process started, {how}?")
         elif now_s - self._noticed_s >= NOTICE_S:
@@ -296,32 +374,78 @@ class Leader:
 
     def _judge(self) -> None:
         """Propose a membership once there is a member for each rank; commit it once all are ready for it."""
-        if self.running or self._over or len(self._seat_of) < self._me.world_size:
+        if self.running or self._over:
             return
         if not self._proposed:
-            if len({seat.member.digest for seat in self._seats.values()}) > 1:
+            if not (seats := self._choose()):
+                return
+            if len({seat.member.digest for seat in seats}) > 1:
                 self.refuse(describe_differences(self.members, self._settings), code=USER_MISTAKE)
             else:
-                self._propose()
+                self._propose(seats)
         elif not self._late and self._preparing is None:
             self._preparing = asyncio.create_task(self._commit(self._proposed))
 
-    def _propose(self) -> None:
+    def _choose(self) -> list[_Seat]:
+        """Who can be the next membership, by rank; nobody as long as that is to be waited for."""
+        seats = sorted(self._seats.values(), key=lambda seat: seat.claim.start)
+        if self._limits is None:
+            return seats if len(self._seat_of) == self.me.world_size else []
+        order = {token: place for place, token in enumerate(self.basis["used"])}
+        fit = [seat for seat in seats if not seat.unfit]
+        fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
+        waited = self._clock() - self._begun_s >= self._limits.wait_s
+        enough = self._limits.least if waited else self._limits.most
+        return fit[:self._limits.most] if len(fit) >= enough and not self._outvoted() else []
+
+    def _outvoted(self) -> str:
+        """Why those that are here must not go on: the others might do so too. "" where they may."""
+        here, voters = {seat.member.token for seat in self._seats.values()}, self.basis["voters"]
+        present = [token for token in voters if token in here]
+        twice = 2 * len(present)
+        majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
+        if not voters or (majority and any(token in here for token in self.basis["used"])):
+            return ""
+        return f"{len(present)} of the {len(voters)} nodes of membership {self.basis['n']} are here, no majority"
+
+    def _look_for_change(self, now_s: float) -> None:
+        """Have the ranks stop where a newcomer is needed; those that come together are taken together."""
+        if not self.running or self.changing or self._over or self._limits is None:
+            return
+        new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit]
+        room = len(self._chosen) < self._limits.most and new
+        if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
+            self.changing = True
+            self.stop("SIGTERM", change=True)
+
+    def _propose(self, seats: list[_Seat]) -> None:
         self.membership = self._proposed = self.membership + 1
-        self._late = set(self._seats.values())
-        seats = sorted(self._late, key=lambda seat: seat.member.first_rank)
+        self._late, self._chosen = set(seats), seats
         # Who is beside the leader came by loopback, which others can't use. Behind a Service, the address at which they
         # reached the leader belongs to no interface here; the one at which they arrived does
-        far = (seat.link.local_ip for seat in seats if not is_loopback(seat.member.ip))
+        far = (seat.link.local_ip for seat in self._seats.values() if not is_loopback(seat.member.ip))
         ours = next((ip for ip in far if not is_loopback(ip)), "127.0.0.1")
-        for seat in seats:
+        for seat in self._seats.values():
             if is_loopback(seat.member.ip):
                 seat.member = replace(seat.member, ip=ours, interface=interface_of(ours))
+        more: dict[str, Any] = {}
+        if self._limits is not None:
+            for place, seat in enumerate(seats):
+                size = seat.member.num_ranks
+                seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
+            here = [*seats, *(seat for seat in self._seats.values() if seat not in self._late)]
+            names = [f"node {seat.claim.start // seat.member.num_ranks} on {seat.member.host}" for seat in here]
+            where = [[seat.member.token, seat.member.ip, seat.member.serves] for seat in here]
+            known = [[*place, name] for place, name in zip(where, names, strict=True)]
+            more["basis"] = self._next = {
+                **self.basis, "n": self._proposed, "used": [token for token, *_ in known[:len(seats)]],
+                "voters": [token for token, *_ in known], "known": known,
+            }
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
         for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
             to = following.member
             route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
-            seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip)
+            seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip, **more)
 
     def _void(self) -> None:
         """Somebody came or went: what was proposed will not be."""
@@ -332,14 +456,17 @@ class Leader:
 
     async def _commit(self, n: int) -> None:
         """All are ready. Cancelled where one of them goes."""
-        if problems := sorted(seat.problem for seat in self._seats.values() if seat.problem):
+        if problems := sorted(seat.problem for seat in self._chosen if seat.problem):
             await asyncio.sleep(ENDING_S)
+            if self._limits is not None:
+                self._leave_out()
+                return
             first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             return
         try:
             async with asyncio.timeout(PREPARE_S) as patience:
-                more = await self._prepare(n)
+                more = dict(await self._prepare(n))
         except (UserError, JoinError, PeerLost) as error:
             self.refuse(str(error), code=error.code)
             return
@@ -350,19 +477,52 @@ class Leader:
             return
         self._preparing = None
         self._void()
-        self.running, self._formed = True, n
+        self.running, self._formed, self.changing = True, n, False
         self._gone.clear()
         for seat in self._seats.values():
             seat.finished.clear()
-        on_hosts = itertools.groupby(self.members, key=lambda member: member.host)
+        on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
-        self.tell("commit", n=n, ip=self.members[0].ip, hosts=hosts, **more)
+        if self._limits is not None:
+            change = self._describe_change()
+            self.basis = {**self._next, "job": more["job"]}
+            more |= {"change": change, "basis": self.basis}
+        self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 
-    def stop(self, name: str) -> None:
-        """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at."""
-        self.tell("stop", signal=name)
+    def _leave_out(self) -> None:
+        """Of those whose routes fail, go on without the one that most routes concern, and never without the leader."""
+        blame = dict.fromkeys(self._chosen[1:], 0)
+        for seat, following in zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True):
+            for each in {seat, following} & blame.keys() if seat.problem else ():
+                blame[each] += 1
+        worst = max(reversed(blame), key=lambda seat: blame[seat])
+        worst.unfit = next(seat.problem for seat in self._chosen if seat.problem)
+        self._say(f"{worst.member.who} is left out: {worst.unfit}")
+        for seat in self._chosen:
+            seat.problem = ""
+        self._preparing = None
+        self._void()
+
+    def _describe_change(self) -> str:
+        """For the log of all nodes."""
+        before, now = set(self.basis["used"]), set(self._next["used"])
+        hosts = {token: host for token, _, _, host in [*self.basis["known"], *self._next["known"]]}
+        why = {member.token: reason for member, _, reason in self._lost.values()}
+        if before == now:
+            return ""
+        parts = [f"{hosts[token]} is lost: {why.get(token, 'it is not here')}" for token in sorted(before - now)]
+        parts += [f"{hosts[token]} joins" for token in sorted(now - before)] if before else []
+        spares = len(self._seats) - len(now)
+        parts += [f"{spares} spare"] if spares else []
+        what = f"membership {self._next['n']}: {len(now)} node{'s' * (len(now) > 1)}"
+        return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"
+
+    def stop(self, name: str, **more: Any) -> None:
+        """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at. With
+        `change` it goes on then, in another membership."""
+        self.tell("stop", signal=name, **more)
         if self.running and self._stop is None:
-            self._stop = StopAgreement(self._seats)
+            self._stop = StopAgreement(seat.link for seat in self._chosen)
             self.tell("prepare", n=self._formed, stop=self._stop.step)
 
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
@@ -402,11 +562,23 @@ class Leader:
         if kind == "over":
             self._over = values.get("text") or "the job at this address has just ended"
 
+    def dismiss(self) -> None:
+        """Lead no longer: the members look for another leader."""
+        self._over = self._over or "this node does not lead"
+        self._void()
+        for link in list(self._seats):
+            self._remove(link, "this node does not lead")
+
     def _missing(self) -> str:
+        if self._limits is not None and not self._proposed:
+            here = sum(not seat.unfit for seat in self._seats.values())
+            lost = "; ".join(f"{member.host}: {why}" for member, _, why in [*self._lost.values()][:4])
+            text = self._outvoted() or f"{here} of at least {self._limits.least} nodes are here"
+            return text + (f" (lost: {lost})" if lost else "")
         late = [seat.member for seat in self._seats.values() if self._proposed and seat in self._late]
         gone = [self._gone[first] for first in sorted(self._gone)]
         waited_s = round(self._clock() - self._begun_s)
-        return describe_missing(self.members, gone, late, of=self._me, waited_s=waited_s)
+        return describe_missing(self.members, gone, late, of=self.me, waited_s=waited_s)
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, version, n (last known membership)| leader(version, over): it speaks first                     |
+| hello: a Member, version, n (last known membership)| leader(version, over, ...): it speaks first                |
+|   basis: of that one, see `rankup.agent.meeting`   | leads(n, running, token, port): in place of a hello, from  |
+|                                                    | the leader of a job whose number of nodes may change       |
 |   settings: what must be the same for all          |                                                            |
 | alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
-| ask: where is everybody?                           | ranks(ranks): the newest Sign of each, with host and seen  |
+| ask: where is everybody?                           | ranks(ranks, nodes): the newest Sign of each, with host    |
+|                                                    | and seen; nodes as `Leader.nodes` has them                 |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
 | standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
@@ -17,6 +20,7 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
+|                                                    | spare: the job runs without this member, which waits       |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
 |                                                    | quiet: another member of this host prints that             |
 |                                                    | all else is from Leader.tell: over, stop, ...              |
@@ -46,7 +50,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 3  # of the messages; hello and refused stay as they are
+VERSION = 4  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 
@@ -131,6 +135,7 @@ class Member:
     port: int = 0
     interface: str = ""
     local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
+    serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
 
     @property
     def ranks(self) -> range:

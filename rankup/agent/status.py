@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -268,6 +268,7 @@ class RunStatus:
         self._clock, self._began = PhaseClock("start"), time.time()
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
+        self.owned = False
 
     def take(self) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
@@ -277,6 +278,7 @@ class RunStatus:
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(Lease(self.run_dir, self.job))
+        self.owned = True
         earlier = read_json(self.run_dir / "status.json") or {"code": FINISHED}
         return earlier.get("code") is None or int(earlier["code"]) >= 128
 
@@ -301,8 +303,8 @@ class RunStatus:
         with contextlib.suppress(OSError):
             write_summary(self.run_dir, self.attempt, self.world_size, ends, **more)
 
-    def report(self, *, finished: bool = False) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S."""
+    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
         row = {"phase": self._clock.present()[0], "step": 0, "waiting": False, "for_s": 0.0, "place": "",
                "seen": time.time()}
         report = {
@@ -311,6 +313,7 @@ class RunStatus:
             "seconds": {phase: round(spent, 3) for phase, spent in self._clock.seconds().items()}, "unit": "",
             "per_s": 0.0, "remaining_s": None, "metrics": {}, "open_s": 0.0,
             "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
+            "nodes": list(nodes),
         }
         with contextlib.suppress(OSError):
             path = self.run_dir / "status" / self.attempt / "progress-agent.json"

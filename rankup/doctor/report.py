@@ -57,13 +57,12 @@ def merge(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
     return sorted(ranks.items(), key=lambda item: (stages.index(item[0].stage), -_ORDER.index(item[0].level)))
 
 
-def _line(finding: Finding, *, ranks: str = "") -> str:
-    """One finding for people: what was seen, and below it why it matters and how to mend it."""
+def _line(finding: Finding, *, head: int, ranks: str = "") -> str:
+    """One finding for people: what was seen, and below it why it matters and how to mend it. `head`: of a log line."""
     parts = [(f"{_SHOWN[finding.level]:8} {finding.stage:12} ", f"{ranks}: {finding.seen}" if ranks else finding.seen)]
     if finding.is_problem:
         parts += [(" " * 22 + "why:  ", finding.why), (" " * 22 + "mend: ", finding.remedy)]
-    # The head of a log line stands before it on a terminal
-    width = min(WIDTH, shutil.get_terminal_size().columns - 10) if sys.stdout.isatty() else WIDTH
+    width = min(WIDTH, shutil.get_terminal_size().columns - head) if sys.stdout.isatty() else WIDTH
     return "\n".join(
         textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
                       break_on_hyphens=False)
@@ -79,6 +78,7 @@ class Report:
         self.facts: dict[str, Any] = {"world_size": world_size, "hosts": [host_name()]}
         self._log, self._rank, self._json_out = log, rank, json_out
         self._began_s = time.monotonic()
+        self._head = 10 if world_size > 1 else 0  # characters that stand before each line on a terminal
 
     def add(self, *findings: Finding) -> None:
         """Keep findings of this rank, and print them on rank 0."""
@@ -86,7 +86,7 @@ class Report:
             own = replace(finding, rank=self._rank, host=host_name())
             self.findings.append(own)
             if self._json_out is None:
-                self._log.info(_line(own))
+                self._log.info(_line(own, head=self._head))
 
     def end_together(self, gather: Callable[[Any], list[Any]], path: Path) -> int:
         """Rank 0 prints the verdict of all ranks and writes it to `path`. Collective: every rank calls it.
@@ -99,7 +99,7 @@ class Report:
             for finding, ranks in merge(everything) if self._json_out is None else ():
                 # Rank 0's own findings were printed as they were found
                 if ranks[0] != 0 and finding.is_problem:
-                    self._log.info(_line(finding, ranks=f"rank {ranges(ranks)} on {finding.host}"))
+                    self._log.info(_line(finding, head=self._head, ranks=f"rank {ranges(ranks)} on {finding.host}"))
             self._end(everything)
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
                 write_json(path, self._as_json(everything))
@@ -113,7 +113,7 @@ class Report:
         if self._rank == 0 or not printed_elsewhere:
             if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
                 for finding in (each for each in self.findings if each.is_problem):
-                    self._log.warning(_line(finding))
+                    self._log.warning(_line(finding, head=self._head))
             if self._json_out is None or not printed_elsewhere:
                 self._end(self.findings)
         return exit_code(self.findings)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from rankup.agent.meeting import HINT
 from rankup.agent.status import StatusFile
 from rankup.doctor import group as together
 from rankup.doctor.machine import check_machine
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
-from rankup.env.rank_env import RankEnv, describe, ranges
+from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
@@ -149,8 +150,10 @@ class _Doctor:
         """The finding that an error of the current stage means."""
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
             return (_hang if error.nobody_died else _death)(self.stage, str(error))
-        if isinstance(error, UserError | JoinError):  # it says what to do itself
-            return Finding(self.stage, UNFIT, str(error), "a training ends here too.")
+        if isinstance(error, UserError | JoinError):
+            # Most say themselves what to do. Who looks for a missing rank asks the launcher
+            remedy = how_to_start(self.launch) if isinstance(error, JoinError) and HINT not in str(error) else ""
+            return Finding(self.stage, UNFIT, str(error), "a training ends here too.", remedy)
         return Finding(self.stage, INCOMPLETE, reason(error), "the check itself failed.",
                        "Start the training to see the error where it happens.")
 

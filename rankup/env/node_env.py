@@ -14,6 +14,17 @@ from rankup.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """How many nodes are in use where their number may change. `wait_s`: how long to wait for more than `least`, at the
+    start and after a loss. `silent_s`: a node that gives no sign of life for so long is lost."""
+
+    least: int
+    most: int
+    wait_s: float = 10.0
+    silent_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeEnv:
     """One agent of a job; by default the only one. A machine may hold several agents: each is a node of the job."""
 
@@ -26,6 +37,7 @@ class NodeEnv:
     master_port: int = 0  # 0 only for a single node, which chooses one
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
     warnings: tuple[str, ...] = ()
+    limits: Limits | None = None  # `num_nodes` are then all that may be there, spares too
 
     @property
     def first_rank(self) -> int:
@@ -40,12 +52,13 @@ class NodeEnv:
 
 def read_node_env(
     environ: Mapping[str, str], *, nnodes: int | None = None, nproc: int | None = None, node_rank: int | None = None,
-    master_addr: str | None = None, master_port: int | None = None,
+    master_addr: str | None = None, master_port: int | None = None, limits: Limits | None = None,
 ) -> NodeEnv:
     """Which agent is this? `environ` is os.environ or a test's mapping; the others are options of `launch`.
 
-    An option beats the environment's address and port, but the counts of both have to agree. Raises LaunchError where
-    they do not, where half a set is there, and below a launcher that starts the ranks itself.
+    An option beats the environment's address and port, but the counts of both have to agree. With `limits` the
+    environment's count of nodes may be any, and `nnodes` is of all that may be there. Raises LaunchError where they do
+    not, where half a set is there, and below a launcher that starts the ranks itself.
     """
     for flag, number, least, most in (
         ("--nproc", nproc, 1, 65535), ("--nnodes", nnodes, 1, 65535), ("--master-port", master_port, 0, 65535),
@@ -55,6 +68,8 @@ def read_node_env(
             raise LaunchError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
     _refuse_launcher_of_ranks(environ)
     variables, per_pod = count_pods(environ, num_nodes=nnodes)
+    if limits is not None and "RANK" in variables:
+        variables = {**variables, "WORLD_SIZE": str(nnodes)}
     if (given := 1 if "LOCAL_RANK" in environ else per_pod) and nproc and nproc != given:
         who = f"PET_NPROC_PER_NODE={per_pod}" if per_pod else "LOCAL_RANK: each rank has an agent of its own"
         raise LaunchError(f"--nproc must be {given}, as the environment has {who}, got {nproc}. Leave --nproc out.")
@@ -81,7 +96,7 @@ def read_node_env(
     for flag, name, option, number in (
         ("--nnodes", "WORLD_SIZE", nnodes, env.world_size), ("--node-rank", "RANK", node_rank, env.rank)
     ):
-        if option is not None and option != number:
+        if option is not None and option != number and not (limits is not None and name == "WORLD_SIZE"):
             raise LaunchError(
                 f"{flag} must be {name}={number} (from {env.origins[name]}), got {option}. Leave {flag} out."
             )
@@ -95,8 +110,9 @@ def read_node_env(
     return NodeEnv(
         local_rank=env.local_rank if nproc == 1 and own else 0,
         local_world_size=env.local_world_size * nproc if own and env.local_world_size else None,
-        node_rank=env.rank, num_nodes=env.world_size, nproc=nproc, master_addr=env.master_addr,
-        master_port=env.master_port, run_name=env.run_name, warnings=env.warnings,
+        node_rank=env.rank, num_nodes=env.world_size if limits is None else nnodes or 1, nproc=nproc,
+        master_addr=env.master_addr, master_port=env.master_port, run_name=env.run_name, warnings=env.warnings,
+        limits=limits,
     )
 
 

@@ -24,7 +24,12 @@ def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()
     `run_dir`: where a name that is no path is looked up. Raises UserError where there is nothing to read.
     """
     found = diagnose_files(paths, run_dir=run_dir)
-    text = json.dumps([asdict(each) for each in found]) if as_json else format_report(found)
+    if as_json:
+        text = json.dumps([asdict(each) for each in found])
+    elif found or find_files(paths, run_dir=run_dir):
+        text = format_report(found)
+    else:
+        text = "nothing wrong was found: the run has finished."
     return text, not all(each.harmless for each in found)
 
 

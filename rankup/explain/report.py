@@ -22,8 +22,8 @@ def _lines(diagnoses: list[Diagnosis]) -> Iterator[str]:
             groups.setdefault((each.title, each.name or each.seen), []).append(each)
     if not groups:
         yield "nothing wrong was found in these lines."
-        yield "A process that is killed from outside says nothing: look at its exit code, and at what the launcher, the"
-        yield "scheduler or the kernel (dmesg) said."
+        yield "A process that is killed from outside says nothing: look at its exit code, and"
+        yield "at what the launcher, the scheduler or the kernel (dmesg) said."
     else:
         first, *others = groups.values()
         root = first[0]

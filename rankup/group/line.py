@@ -44,6 +44,7 @@ class Line:
         self._answered = threading.Event()
         self._lost: Mapping[str, Any] = {}
         self._signs: list[dict[str, Any]] = []
+        self.nodes: list[dict[str, Any]] = []  # where their number may change, as they were said with the last signs
 
     def say(self, kind: str, **values: Any) -> bool:
         """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
@@ -60,7 +61,7 @@ class Line:
         elif message["is"] == "leave":
             self.must_leave = True
         elif message["is"] == "ranks":
-            self._signs = message["ranks"]
+            self._signs, self.nodes = message["ranks"], message.get("nodes", [])
             self._answered.set()
 
     def signs(self, *, timeout_s: float = WHERE_S) -> list[dict[str, Any]]:

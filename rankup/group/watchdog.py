@@ -83,6 +83,11 @@ class Watchdog:
         stop.watch = self
         stop.wake()
 
+    @property
+    def nodes(self) -> list[dict[str, Any]]:
+        """Of a job whose number of nodes may change, as they were said with the last signs of life."""
+        return self._line.nodes if self._line is not None else []
+
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, in the order of the ranks.
 

@@ -361,6 +361,10 @@ class Job:
                 self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
                 unit=self.course.unit, check_owner=run.check_owner,
             )
+            commit = (self.group.launch.agent or {}).get("commit", {})
+            if commit.get("change"):
+                used = len(commit["basis"]["used"])
+                self.metrics.membership(self.position.step, number=commit["n"], nodes=used, ranks=self.world_size)
 
         if newest is not None:
             if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:

@@ -6,7 +6,7 @@ into the file of another. Goodput is computed from these files when somebody ask
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Report:
     nobody knows, as yet or at all. `seconds`: of the whole attempt so far, by kind. `finished`: the run ended with
     this attempt. `remaining_s`: estimated; None before the first step. `ranks`: what rank 0 last heard of each.
     `metrics`: the newest values of training and evaluation by name. `open_s`: for how long rank 0 had been in a step by
-    then, or in its wait for data.
+    then, or in its wait for data. `nodes`: see `Leader.nodes`.
     """
 
     run: str
@@ -43,6 +43,7 @@ class Report:
     metrics: dict[str, float]
     ranks: list[dict[str, Any]]
     open_s: float = 0.0
+    nodes: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, run_dir: Path, token: str) -> None:
         """Replace the file of this attempt. `token`: tells it from others, as launchers may give an id twice.
@@ -50,7 +51,7 @@ class Report:
         Raises OSError.
         """
         # Not asdict: it copies what is said of each rank, which takes longer than to write it
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         write_atomically(run_dir / "status" / self.attempt / f"progress-{token}.json", json.dumps(values) + "\n")
 
 
@@ -59,7 +60,7 @@ def read_reports(run_dir: Path) -> list[Report]:
 
     What an earlier run in the same folder left, and what can't be read, is passed over.
     """
-    names = {field.name for field in fields(Report)}
+    names = {each.name for each in fields(Report)}
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
     whole = [Report(**each) for each in found if isinstance(each, dict) and each.keys() == names]
     reports = sorted(whole, key=lambda report: report.began)

@@ -67,17 +67,17 @@ class Metrics:
                     if entry["step"] >= first:
                         self._show(entry)
 
-    def training_entry(self, step: int, loss: float, rate: float, per_s: float) -> dict[str, Any]:
-        """`loss`: the mean over the step's global batch, `rate`: the learning rate, `per_s`: samples per second."""
-        return entry(step, {"train/loss": loss, "train/lr": rate, f"train/{self.unit}_per_s": per_s})
-
     def training(self, entry: dict[str, Any]) -> None:
-        """`entry`: of `training_entry`."""
+        """`entry`: of the function `entry`."""
         self.last = entry
         self._write(entry)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._write(_evaluation_entry(step, metrics))
+
+    def membership(self, step: int, *, number: int, nodes: int, ranks: int) -> None:
+        """From this step on the job has so many nodes and ranks."""
+        self._write(entry(step, {"job/membership": number, "job/nodes": nodes, "job/ranks": ranks}))
 
     def pictures(self, step: int, pictures: dict[str, "torch.Tensor"]) -> None:
         """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""

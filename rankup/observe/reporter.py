@@ -119,7 +119,7 @@ class Reporter:
         if self._trains:
             done = step - first_step
             if done:
-                per_s = done * course.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
+                per_s = speed(self.group, course, step)
                 if total_steps is not None:
                     training_s = sum(by_phase.get(phase, 0.0) for phase in TRAINING)
                     remaining_s = training_s / done * (total_steps - step)
@@ -127,11 +127,12 @@ class Reporter:
             metrics = {name: line[name] for name in line if name.startswith("train/") and line[name] is not None}
             evaluated = (course.progress.metrics or {}).items()
             metrics |= {f"eval/{name}": value for name, value in evaluated if math.isfinite(value)}
+        ranks = self.group.watch.signs_of_life()
         return Report(
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
             first_step=first_step, step=step, total_steps=total_steps, finished=self._finished,
             seconds={kind: round(spent, 3) for kind, spent in seconds.items()},
             unit=course.unit if self._trains else "", per_s=round(per_s, 1),
             remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,
-            ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
+            ranks=ranks, open_s=round(open_s, 3) if phase in ("step", "data") else 0.0, nodes=self.group.watch.nodes,
         )

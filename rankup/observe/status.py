@@ -78,6 +78,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "remaining_s": live.remaining_s if live and state == "running" else None,
         "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
         "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
+        "nodes": live.nodes if live else [],
         "goodput": spent if any(report.total_steps or report.step for report in reports) else None,
         "script": spent if "script" in spent["shares"] else None,
         "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
@@ -147,6 +148,8 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     if run["ranks"]:
         header = ("rank", "host", "step", "phase", "last sign of life")
         parts += ["", _table(header, _rank_rows(run, now))]
+    if run["nodes"]:
+        parts += ["", _table(("node", "host", "state", "since", "ranks", "why"), _node_rows(run, now))]
     if ends := run["restarts"]:
         last = Table.grid(padding=(0, 2, 0, 0))
         for end in ends[-MOST_RESTARTS:]:
@@ -228,6 +231,14 @@ def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
         # A script of the user's own says nothing of its steps
         rows.append((_span(numbers), oldest["host"], _span(steps) if run["total_steps"] else "",
                      _phase(oldest), _sign(oldest, now)))
+    return rows
+
+
+def _node_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for node in run["nodes"]:
+        since = f"{duration(now - node['since'])} ago"
+        rows.append((str(node["node"]), node["host"], node["state"], since, node["ranks"], node["why"]))
     return rows
 
 

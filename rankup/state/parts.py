@@ -248,8 +248,7 @@ def peer_of(rank: int, known: list[Any]) -> int | None:
 def remove(run: str, *, but: int = -1) -> None:
     """Remove the run's parts on this node, but those of one step. Several ranks may do it at once."""
     for name in {path.parent.name for path in _found() if path.parent.name.startswith(f"{run}.")}:
-        rescue.remove(name, above=but)
-        rescue.remove(name, up_to=but - 1)
+        rescue.remove(name, keep=range(but, but + 1))
 
 
 def _name(run: str, rank: int) -> str:

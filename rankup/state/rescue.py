@@ -59,14 +59,13 @@ def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) 
     return "; ".join(problems)
 
 
-def remove(run: str, *, up_to: int | None = None, above: int | None = None) -> None:
-    """Remove this node's rescues of the run up to a step, or above it, or all. Several ranks may do it at once."""
+def remove(run: str, *, keep: range = range(0)) -> None:
+    """Remove this node's rescues of the run, but those of the steps in `keep`. Several ranks may do it at once."""
     for folder in (_folder(place, run) for place in places()):
         if not _is_ours(folder):  # nearly always there is none: a save costs no more than this look
             continue
         for path in list_copies(folder):
-            step = step_of(path)
-            if (up_to is None or step <= up_to) and (above is None or step > above):
+            if step_of(path) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
         if not list_copies(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ on from it, the caller says.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,7 @@ class Run:
 
         self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
-        rescue.remove(self.lineage.run, above=step)
-        rescue.remove(self.lineage.run, up_to=self.saved_step)
+        rescue.remove(self.lineage.run, keep=range(self.saved_step + 1, step + 1))
         parts.remove(self.lineage.run, but=step)
 
     # Saves ----------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Run:
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
         self.saved_step = step
-        rescue.remove(self.lineage.run, up_to=step)
+        rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
         if self.mirror is not None:
             self.mirror.copy(self.saver.folder / f"step-{step:08d}")
         if self.group.is_rank0:

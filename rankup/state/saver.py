@@ -227,7 +227,7 @@ class SecondCopies:
         self._copies = HostCopies(group.device, options.how, say=group.log.debug)
         self._writing = Writing("copy", options.save_s)
         self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
-        self._kept = self._published = 0  # the step of the newest one written here, and of rank 0's newest
+        self._kept = False  # one is written here
         self._said = ""
 
     def begin(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
@@ -245,21 +245,18 @@ class SecondCopies:
 
     def confirm(self, step: int, tensors: str) -> None:
         """Rank 0's copy of this step stands. `tensors`: `fingerprint_tensors` of it."""
-        self._published = step
         if self._held is not None and self._held[0] == step:  # else the copy of this step was left out
             files, self._held = self._held[1], None
             self._writing.start(lambda: self._write(step, files, tensors))
 
     def wait_for_first(self) -> None:
         """Let the first copy get done that is under way: it also says of which run this node's rescues are."""
-        if self._kept == 0:
-            self._writing.join(self._writing.left_s)
+        if not self._kept:
+            self.wait()
 
     def wait(self) -> None:
-        """Let the copy get done, within the deadline of a save, because the training ends. Says if there is none."""
+        """Let the copy get done, within the deadline of a save, because the training ends."""
         self._writing.join(self._writing.left_s)
-        if self._kept < self._published:
-            self._say(f"no second copy of step {self._published}: only rank 0's disk holds that checkpoint")
 
     def _write(self, step: int, files: Mapping[str, Content], tensors: str) -> None:
         def check() -> None:
@@ -278,7 +275,7 @@ class SecondCopies:
                     shutil.rmtree(path, ignore_errors=True)
             staging = copies.create_staging(copies.staging_in(self.folder, step))
             copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
-            self._kept = step
+            self._kept = True
         except Exception as error:  # a copy that fails must not end the training
             text = str(error) if isinstance(error, UserError) else reason(error)
             self._say(text if text.startswith("no second copy") else f"no second copy: {text}")

@@ -8,11 +8,12 @@ not there. `rankup.state.stored_run` says what lies at either.
 """
 
 import contextlib
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
 from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
@@ -28,17 +29,11 @@ SUPERSEDED = "superseded"
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
-class Log(Protocol):
-    def debug(self, text: str, /) -> None: ...
-    def info(self, text: str, /) -> None: ...
-    def warning(self, text: str, /) -> None: ...
-
-
 class SecondPlace(StoredRun):
     """The second place of the run in `folder`. Rank 0 only, for the length of a `with` block."""
 
     def __init__(
-        self, url: str, folder: Path, lease: Lease, log: Log, options: Options, *, required: bool
+        self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
         """`url`: of all runs there. `lease`: of `folder`, which is held already. Raises UserError where the package for
         such an address is missing."""

@@ -24,7 +24,9 @@ from rankup.agent import attendance, meeting, protocol
 from rankup.agent.attendance import Attendance
 from rankup.agent.meeting import Leader, describe_differences, describe_missing
 from rankup.agent.protocol import LONGEST, VERSION, Link, Member
+from rankup.env.node_env import Limits
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
+from rankup.timing import NOTICE_S
 from tests.rigs.jobs import ROOT, free_port
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
@@ -95,13 +97,13 @@ class Puppet:
 class Room:
     """A leader of three ranks that anybody can connect to, and a clock that only the test moves."""
 
-    def __init__(self, me: Member) -> None:
+    def __init__(self, me: Member, limits: Limits | None) -> None:
         self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
         self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
         self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
         self.leader = Leader(
             me, say=self.said.append, prepare=lambda n: self.prepared(n), clock=lambda: self.now_s,
-            hear=lambda member, message: self.heard.put_nowait((member, message)),
+            hear=lambda member, message: self.heard.put_nowait((member, message)), limits=limits,
         )
         self.port, self.links, self.attended = 0, list[Link](), 0
 
@@ -170,8 +172,8 @@ class Room:
 
 
 @contextlib.asynccontextmanager
-async def room(me: Member | None = None) -> AsyncIterator[Room]:
-    made = Room(me or member(0))
+async def room(me: Member | None = None, limits: Limits | None = None) -> AsyncIterator[Room]:
+    made = Room(me or member(0), limits)
     listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)  # as agents do
     server = await asyncio.start_server(made.attend, sock=listener, limit=LONGEST)
     made.port = server.sockets[0].getsockname()[1]
@@ -183,6 +185,80 @@ async def room(me: Member | None = None) -> AsyncIterator[Room]:
             link.close()
         await until(lambda: made.attended == 0)
     assert not made.raised
+
+
+# A number of nodes that may change ------------------------------------------------------------------------------------
+
+ANY = Limits(1, 3, wait_s=2.0)
+
+
+def basis(voters: int, used: int) -> dict[str, Any]:
+    known = [[f"token{node}", "127.0.0.1", 1, f"node {node}"] for node in range(voters)]
+    tokens = [token for token, *_ in known]
+    return {"n": 7, "voters": tokens, "used": tokens[:used], "known": known, "job": "job"}
+
+
+@pytest.mark.parametrize(
+    ("voters", "used", "here", "goes_on"),
+    [
+        (3, 3, (0,), False), (3, 3, (1, 2), True), (3, 2, (1, 2), True), (2, 2, (0,), True), (2, 2, (1,), False),
+        (4, 4, (0, 3), True), (4, 4, (1, 2), False), (5, 2, (2, 3, 4), False), (5, 2, (1, 3, 4), True),
+    ],
+)
+@asynchronous
+async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: tuple[int, ...], goes_on: bool):
+    """A majority, of two halves the one with the leader; and never spares alone."""
+    async with room(member(here[0], of=5), ANY) as there:
+        puppets = [await there.enter(member(node, of=5), n=7, basis=basis(voters, used)) for node in here]
+        await there.pass_time(3.0, *puppets)
+        if goes_on:
+            said = await there.agree(puppets[: len(here)])
+            assert said["n"] == 8
+            assert said["basis"]["used"][0] == f"token{here[0]}"
+        else:
+            await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
+            said = await puppets[0].hears("waiting")
+            assert said["text"].startswith(f"{len(here)} of the {voters} nodes of membership 7 are here, no majority")
+
+
+@asynchronous
+async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
+    async with room(limits=ANY) as here:
+        puppets = await here.three()
+        for puppet, problem in zip(puppets, ("", "no route to node2", "no answer from node0"), strict=True):
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
+        await until(lambda: here.said)
+        await here.pass_time(3.0, *puppets)
+        for puppet in puppets[:2]:
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        said = [await puppet.hears("commit") for puppet in puppets]
+        assert said[0]["hosts"] == [["node0", 1], ["node1", 1]]
+        assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "left out"]
+    assert "node2" in here.said[0]
+
+
+@asynchronous
+async def test_spare_that_is_lost_disturbs_nobody():
+    async with room(limits=Limits(2, 2, wait_s=100.0)) as here:
+        puppets = [await here.enter(member(rank)) for rank in (0, 1)]
+        await here.agree(puppets)
+        spare = await here.enter(member(2))
+        await spare.hears("spare")
+        spare.vanish()
+        await until(lambda: len(here.leader.members) == 2)
+        await here.nothing_is_said_to(*puppets)
+        assert here.leader.running
+        assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "lost"]
+
+
+@asynchronous
+async def test_leader_yields_to_one_that_knows_a_newer_membership():
+    async with room(limits=ANY) as here:
+        puppet = await here.enter(member(0), n=7, basis=basis(3, 3))
+        await here.nothing_is_said_to(puppet)
+        assert here.leader.yields_to({"n": 8, "running": False, "token": ""})
+        assert here.leader.yields_to({"n": 7, "running": True, "token": ""})
+        assert not here.leader.yields_to({"n": 6, "running": True, "token": "z"})
 
 
 # Coming together ------------------------------------------------------------------------------------------------------

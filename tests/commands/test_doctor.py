@@ -117,6 +117,7 @@ def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]
     first, second = cases["wrong_hosts_file"].said(20, 20)
     assert "NOT FIT joined rank 1 of 2 has not joined after 8 s (joined: 0 on node0)" in first
     assert f"NOT FIT joined rank 1 of 2 on node1 could not join within 8 s: master:{PORT} refuses the con" in second
+    assert "mend: Start one process with each RANK from 0 to 1" in second
 
 
 @case
@@ -277,7 +278,7 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
               "connectivity", "group", "versions", "collective", "links"]
     places = [first.index(f"ok {stage} ") for stage in stages]
     assert places == sorted(places), first
-    assert "ok links between nodes: slowest ranks 0 on node0 and 1 on node1 " in first
+    assert re.search(r"ok links 1 between nodes: slowest \S+ .B/s, ranks 0 on node0 and 1 on node1; longest lat", first)
     assert "doctor: fit to train: " in first
     report = json.loads((tmp_path / "runs" / "job" / "doctor" / "report.json").read_text())
     assert (report["exit_code"], report["verdict"], report["hosts"]) == (0, "fit to train", ["node0", "node1"])

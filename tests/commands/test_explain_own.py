@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rankup.explain import diagnose_files
+from rankup.explain import diagnose_files, explain_logs
 from rankup.explain.diagnosis import diagnose
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
@@ -113,3 +113,4 @@ def test_finished_run_is_over_whatever_earlier_attempts_said(tmp_path: Path) -> 
     assert [diagnosis.name for diagnosis in diagnose_files([tmp_path])] == ["cuda-memory"]
     (tmp_path / "status.json").write_text('{"attempt": "20261121T100000-abc123", "state": "finished"}')
     assert diagnose_files([tmp_path]) == []
+    assert explain_logs([tmp_path], as_json=False) == ("nothing wrong was found: the run has finished.", False)

@@ -17,7 +17,7 @@ from tests.rigs.foreign_scripts import (
     Once,
     Script,
     again_if_aborted,
-    by_pytorch,
+    by_torchrun,
     expected,
     result_of,
 )
@@ -49,7 +49,7 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     weights = result_of(output)
     assert weights == expected(script, once, loaded, tmp_path)
     if script.name == "ddp_env":
-        assert weights == by_pytorch([script.path])
+        assert weights == by_torchrun([script.path])
 
 
 # A group of one by env://, processes of its own

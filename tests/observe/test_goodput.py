@@ -80,7 +80,7 @@ def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float)
     spent = {"setup": 5.0, "step": 50.0, "data": 2.0, "save": 41.0}
     for seconds in (spent, dict(reversed(spent.items()))):
         clock = SimpleNamespace(present=lambda: (phase, 40.0), seconds=lambda seconds=seconds: seconds)
-        watch = SimpleNamespace(clock=clock, signs_of_life=list)
+        watch = SimpleNamespace(clock=clock, signs_of_life=list, nodes=[])
         group: Any = SimpleNamespace(attempt="a", watch=watch)
         assert Reporter(group, "r", Course(Position(), 0))._look().open_s == open_s
 

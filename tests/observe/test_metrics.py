@@ -16,7 +16,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from rankup.loop.record import Position
-from rankup.observe.metrics import Metrics, cut_after
+from rankup.observe.metrics import Metrics, cut_after, entry
 from tests.rigs.fork_server import Forks
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
@@ -256,16 +256,16 @@ def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: s
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
-    metrics.training(metrics.training_entry(1, math.nan, math.inf, 3.0))
+    metrics.training(entry(1, {"train/loss": math.nan, "train/lr": math.inf, "train/images_per_s": 3.0}))
     metrics.close()
-    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert (entry["train/loss"], entry["train/lr"], entry["train/images_per_s"]) == (None, None, 3.0)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (line["train/loss"], line["train/lr"], line["train/images_per_s"]) == (None, None, 3.0)
 
 
 def test_without_a_directory_it_only_remembers() -> None:
     metrics = Metrics(None, Position(), saved=Position(), tensorboard=True)
     assert metrics.line(3, 9) == "step 3/9"
-    metrics.training(metrics.training_entry(4, 0.5, 0.1, 1234.0))
+    metrics.training(entry(4, {"train/loss": 0.5, "train/images_per_s": 1234.0}))
     assert metrics.line(4, 9) == "step 4/9  loss 0.5000  1,234 images/s"
     metrics.flush()
     metrics.close()
@@ -281,7 +281,7 @@ def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     metrics._file.close()
     metrics._file = Full()  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
-        metrics.training(metrics.training_entry(1, 1.0, 1.0, 1.0))
+        metrics.training(entry(1, {"train/loss": 1.0}))
 
 
 def test_sums_of_a_run_are_those_of_its_lines(digits: Path) -> None:

@@ -179,7 +179,7 @@ class AtSecondPlace:
         run_dir = self.folder / name / "run"
         run_dir.mkdir(parents=True)
         lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
-        log = SimpleNamespace(info=str, debug=str, warning=str)
+        log: Any = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
             self.url, run_dir, lease, log, Options(keep=1, save_s=60.0), required=self.required
         ) as place:

@@ -6,7 +6,6 @@
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from rankup.state.rescue import places as folders
 from tests.observe.test_metrics import assert_same
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, comparable_metrics, ended, free_port, result, start
+from tests.rigs.jobs import MAIN, comparable_metrics, result
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
@@ -123,18 +122,6 @@ def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, un
     assert codes == [0], output
     assert f"the rescue {path.parent} was passed over: " in output
     assert "resumed from step-00000005" in output
-    assert seen(tmp_path / "run") == undisturbed
-
-
-@pytest.mark.usefixtures("left")
-def test_under_torchrun_ranks_that_its_agent_ends_save_what_they_have(
-    tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    env = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]]) | {"PYTHONWARNINGS": ""}
-    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1")
-    with ended(start(sys.executable, *command, MAIN, *train(tmp_path), env=env)) as job:
-        assert job.wait() == [0], job.output
-    assert "resumed from step 7, rescued by rank 0 on " in job.output
     assert seen(tmp_path / "run") == undisturbed
 
 

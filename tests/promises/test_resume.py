@@ -20,7 +20,7 @@ from tests.rigs.faults import ByHand, Launched, Scene, deliver, random_kills
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, rank_env, result
 
-RUNS = int(os.environ.get("RANKUP_RUNS", "20"))
+RUNS = int(os.environ.get("RANKUP_RUNS", "12"))
 # CI always draws the same kills, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
 SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6) if "RANKUP_RUNS" in os.environ else 1))
 KILLS_PER_JOB = 6

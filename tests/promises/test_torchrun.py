@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.rigs.faults import environ, lives
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, Job, ended, environment, free_port, result, start
+from tests.rigs.jobs import MAIN, ROOT, Job, comparable_metrics, ended, environment, free_port, result, start
 
 PATH = str(ROOT)
 SETTINGS = (
@@ -91,9 +91,10 @@ def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp
     order = {"where": "loss", "call": 8, "rank": 1, "signal": "SIGKILL"}
     with ended(torchrun(run, options=("--max-restarts=1",), order=order)) as job:
         assert job.wait() == [0], job.output
-    assert "rescued by rank 0" in job.output
+    assert "resumed from step 5, rescued by rank 0 on " in job.output
     assert "no finished step was lost" in job.output
     assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
+    assert comparable_metrics(run) == comparable_metrics(tmp_path / "undisturbed")
 
 
 def test_nothing_is_left_when_torchrun_dies_of_a_signal(tmp_path: Path) -> None:

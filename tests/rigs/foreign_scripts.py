@@ -1,6 +1,7 @@
 """Somebody's scripts for tests, in tests/rigs/foreign/: how each is started, and the line that it prints at its end."""
 
 import functools
+import os
 import re
 import runpy
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, Job, ended, free_port, start
+from tests.rigs.jobs import ROOT, ended, free_port, start
 
 Result = TypeVar("Result")
 Once = Callable[[str, Callable[[], str]], str]  # the fixture `once`
@@ -57,7 +58,7 @@ SCRIPTS = {
     script.name: script
     for script in (
         Script("ddp_env"),
-        Script("ddp_local_rank"),
+        Script("ddp_local_rank", "--local-rank={{rank}}"),
         Script(
             "imagenet", "--dist-url env://", "--multiprocessing-distributed --rank 0 --world-size 1 --dist-url {url}",
         ),
@@ -96,11 +97,13 @@ def result_of(output: str) -> str:
 
 
 @again_if_aborted
-def by_pytorch(words: Sequence[str | Path], *, launcher: str = "run", nproc: int = 2) -> str:
-    """The result under PyTorch's own launcher: run is torchrun."""
+def by_torchrun(words: Sequence[str | Path]) -> str:
+    """The result of two processes under PyTorch's own launcher."""
     port = f"--master-port={free_port()}"
-    command = ["-m", f"torch.distributed.{launcher}", f"--nproc-per-node={nproc}", port, *words]
-    return _at_its_end(start(sys.executable, *command, env=WARN))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", port, *words]
+    with ended(start(sys.executable, *command, env=WARN)) as job:
+        assert set(job.wait()) == {0}, job.output
+    return result_of(job.output)
 
 
 def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: int = 2) -> str:
@@ -120,10 +123,15 @@ def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: i
 
 
 def be_script() -> None:
-    """The preload of a forked process, which is then `python WORDS`."""
+    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank. SPAWNED: which of
+    the processes it is that torch.multiprocessing.spawn would start."""
     warnings.simplefilter("default")
-    sys.argv = sys.argv[1:]
+    sys.argv = [word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    if "SPAWNED" in os.environ:
+        import torch.multiprocessing
+
+        torch.multiprocessing.spawn = lambda worker, nprocs, args: worker(int(os.environ["SPAWNED"]), *args)
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
 
@@ -134,24 +142,22 @@ def ddp_tcp(port: int) -> list[list[str]]:
     return [[*words, "--rank", str(rank)] for rank in range(2)]
 
 
-def imagenet_on_two_nodes() -> str:
-    """The result of the example's script, started as its README starts two nodes."""
+def imagenet_on_two_nodes(forks: Forks) -> str:
+    """The result of the example's script, started as its README starts two nodes, of two processes each."""
     words = [str(FOLDER / "imagenet.py"), "--multiprocessing-distributed", "--world-size", "2"]
-    url = f"tcp://127.0.0.1:{free_port()}"
-    return by_hand(*([*words, "--dist-url", url, "--rank", str(node)] for node in range(2)))
+    words += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
+    return by_hand(forks, *([*words, str(node)] for node in (0, 0, 1, 1)), spawned=True)
 
 
 @again_if_aborted
-def by_hand(*lines: Sequence[str]) -> str:
-    """The result of processes that are each started with words of their own, without any launcher."""
-    job = Job()
-    for words in lines:
-        start(sys.executable, *words, env=WARN, job=job)
-    return _at_its_end(job)
-
-
-def _at_its_end(job: Job) -> str:
-    with ended(job):
-        codes = job.wait()
-    assert set(codes) == {0}, job.output
-    return result_of(job.output)
+def by_hand(forks: Forks, *lines: Sequence[str], spawned: bool = False) -> str:
+    """The result of processes that are each started with words of their own, without any launcher. `spawned`: each two
+    are those that one process of a node spawns."""
+    jobs = [
+        forks.start(*words, preload=f"{__name__}:be_script", env={"SPAWNED": str(number % 2)} if spawned else {})
+        for number, words in enumerate(lines)
+    ]
+    codes = [code for job in jobs for code in job.wait()]
+    output = "\n".join(job.output for job in jobs)
+    assert set(codes) == {0}, output
+    return result_of(output)

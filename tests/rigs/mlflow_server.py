@@ -28,13 +28,14 @@ class Server:
     @contextmanager
     def up(self) -> Iterator[None]:
         """The server for the length of the block; what it has been told before is there again."""
+        # `mlflow server` starts this command too, with these variables; that takes two more imports of MLflow
         command = [
-            sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
-            "--artifacts-destination", str(self.folder / "artifacts"),
+            sys.executable, "-m", "uvicorn", "mlflow.server.fastapi_app:app", "--host", "127.0.0.1",
+            "--port", str(self.port), "--workers", "1",
         ]
-        more = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-                "PYTHONWARNINGS": "ignore"}
+        more = {"_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{self.folder}/mlflow.db",
+                "_MLFLOW_SERVER_ARTIFACT_ROOT": str(self.folder / "artifacts"),
+                "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONWARNINGS": "ignore"}
         with (self.folder / "server.log").open("ab") as log:
             process = subprocess.Popen(
                 command, env=environment(more), stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -127,20 +127,19 @@ def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pyt
 
 def test_nothing_is_left_once_a_later_checkpoint_stands(memory: Path) -> None:
     write(7)
-    rescue.remove(RUN, up_to=6)
-    rescue.remove(RUN, above=7)
+    rescue.remove(RUN, keep=range(7, 99))
+    rescue.remove(RUN, keep=range(8))
     assert found() == 7
-    rescue.remove(RUN, up_to=7)
+    rescue.remove(RUN, keep=range(8, 99))
     assert list(memory.iterdir()) == []
     rescue.remove(RUN)
-    rescue.remove(RUN, up_to=9)
 
 
 def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
     with ThreadPoolExecutor(4) as ranks:
         for step in range(1, 60):
             write(step)
-            for done in [ranks.submit(rescue.remove, RUN, up_to=step) for _ in range(4)]:
+            for done in [ranks.submit(rescue.remove, RUN, keep=range(step + 1, 999)) for _ in range(4)]:
                 done.result()
     assert found() is None
 

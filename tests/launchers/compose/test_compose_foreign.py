@@ -25,13 +25,13 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
         yield made
 
 
-def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once) -> None:
+def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once, forks: Forks) -> None:
     """Each node has a line of its own."""
     words = "/code/ddp_tcp.py --dist-url tcp://node0:29500 --world-size 2 --rank"
     nodes.override(f"services: {{node0: {{command: {words} 0}}, node1: {{command: {words} 1}}}}")
     nodes.up()
     assert nodes.codes() == [0, 0], nodes.logs()
-    assert result_of(nodes.logs()) == once("ddp_tcp", lambda: by_hand(*ddp_tcp(free_port())))
+    assert result_of(nodes.logs()) == once("ddp_tcp", lambda: by_hand(forks, *ddp_tcp(free_port())))
 
 
 def test_compose_runs_two_ranks_of_a_script_on_each_node(

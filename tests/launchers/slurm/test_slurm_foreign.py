@@ -24,12 +24,12 @@ def submit(cluster: Cluster, folder: Path, line: str) -> SlurmJob:
 
 @again_if_aborted
 def test_slurm_runs_the_imagenet_script_on_two_nodes(
-    cluster: Cluster, once: Once, tmp_path: Path
+    cluster: Cluster, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     line = f"{FOLDER}/imagenet.py --multiprocessing-distributed --dist-url env://"
     job = submit(cluster, tmp_path, line)
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == once("imagenet_on_two_nodes", imagenet_on_two_nodes)
+    assert result_of(job.output) == once("imagenet_on_two_nodes", lambda: imagenet_on_two_nodes(forks))
 
 
 @again_if_aborted
