@@ -8,6 +8,7 @@ device and does not import torch.
 | an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place    |
 | the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over    |
 | the number may change  | the lost one is replaced by a spare, or not at all; after the leader the next member leads  |
+| and SIGTERM to one     | its node saves with the others, and leaves for good                                         |
 | an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                             |
 """
 
@@ -125,6 +126,7 @@ class Agent:
         self._passed_on = ""  # the newest signal that the ranks got
         self._for_change = False  # it only asks them to stop for another membership
         self._asked_s = 0.0  # when a signal came to this agent
+        self._leaves = False  # for good, and the others go on
         self._oom_kills = oom_kills()
         self._over: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
@@ -435,7 +437,7 @@ class Agent:
                 self.attendance.say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
             self.attendance.say("ask")
-        elif message["is"] == "stop" and not self._passed_on and not rank.told:  # else that was our own SIGTERM
+        elif message["is"] == "stop" and not (self._passed_on or self._leaves or rank.told):  # else it was our SIGTERM
             self._hear_signal(str(message["signal"]))
 
     def _records(self) -> Mapping[int, RecordWriter]:
@@ -517,10 +519,30 @@ class Agent:
             self.finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
             self._asked_s = self._asked_s or now_s
+        if self.limits is not None and name == "SIGTERM" and (self._leaves or self.attendance.say("leaving")):
+            if not self._leaves:
+                self._leaves = True
+                self.begin(self._leave())
+            return
         self.attendance.say("stop", signal=name)
         if not any(rank.running for rank in self.ranks):
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self._pass_on(name)
+
+    async def _leave(self) -> None:
+        """Once this node's ranks have ended with the others."""
+        log.info("SIGTERM: this node leaves, and the job goes on without it")
+        await asyncio.sleep(timing.ENDING_S)  # the leader may have it that all leave
+        while not await self._ended_within(timing.ALIVE_S):
+            self.attendance.say("leaving")  # it may be another leader by now
+        if self._passed_on and not self._for_change:
+            return  # all leave, and hear how the job ends
+        self.attendance.say("left")
+        await asyncio.sleep(timing.ENDING_S)
+        if self.lead is not None:
+            lead, self.lead = self.lead, None
+            lead.give_up()
+        self.finish(Verdict(STOPPED, "this node was asked to leave"))
 
     def _pass_on(self, name: str, *, change: bool = False) -> None:
         self._for_change = change and (self._for_change or not self._passed_on)
@@ -528,7 +550,7 @@ class Agent:
             return
         self._passed_on = name
         running = sum(rank.running for rank in self.ranks)
-        why = "a node joins: " if change else ""
+        why = "nodes change: " if change else ""
         log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":

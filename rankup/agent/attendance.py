@@ -152,8 +152,9 @@ class Attendance:
             if self._route is not None:
                 self._route.cancel()
             self._route = self._start(self._try_route(message["next"]))
-        elif kind in ("commit", "spare"):
-            self._until_s, self.basis = math.inf, message.get("basis", self.basis)
+        elif kind in ("commit", "spare", "basis"):
+            self._until_s = self._until_s if kind == "basis" else math.inf
+            self.basis = message.get("basis", self.basis)
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
             self._refused, self._until_s = True, self._clock()
         elif kind == "lost":

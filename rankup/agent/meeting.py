@@ -68,6 +68,7 @@ class _Seat:
     claim: range  # of ranks, as it came
     came_s: float = 0.0
     unfit: str = ""  # why it is no part of the next membership
+    leaves: bool = False  # was asked to
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
@@ -233,7 +234,7 @@ class Leader:
             self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
-        if not self.running and hello.get("basis", self.basis)["n"] > self.basis["n"]:
+        if not self.running and _age(hello.get("basis", self.basis)) > _age(self.basis):
             self.basis = dict(hello["basis"])
         settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
         self._settings.setdefault(member.digest, settings)
@@ -295,6 +296,13 @@ class Leader:
                 self._judge()
         elif kind == "alive":
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
+        elif kind == "leaving" and self._limits is not None:
+            self._let_go(seat)
+        elif kind == "left" and self._limits is not None:  # it has no say any more, and its ranks have ended for good
+            voters = [token for token in self.basis["voters"] if token != seat.member.token]
+            left = self.basis.get("left", False) or seat.member.token in self.basis["used"]
+            self.basis = {**self.basis, "voters": voters, "left": left}
+            self.tell("basis", basis=self.basis)
         elif kind == "ask":
             link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
@@ -404,9 +412,28 @@ class Leader:
         present = [token for token in voters if token in here]
         twice = 2 * len(present)
         majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
-        if not voters or (majority and any(token in here for token in self.basis["used"])):
+        ended = self.basis.get("left") or any(token in here for token in self.basis["used"])
+        if not voters or (majority and ended):
             return ""
         return f"{len(present)} of the {len(voters)} nodes of membership {self.basis['n']} are here, no majority"
+
+    def _let_go(self, seat: _Seat) -> None:
+        """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
+        seat.unfit, seat.leaves = "it was asked to leave", True
+        if not self.others_stay:
+            for each in self._seats.values():
+                each.unfit = ""  # all of them say how the job ends
+            self._hear(seat.member, {"is": "stop", "signal": "SIGTERM"})
+        elif seat in self._chosen and self.running and not self.changing:
+            self.changing = True
+            self.stop("SIGTERM", change=True)
+        elif seat in self._chosen and not self.running:
+            self._void()
+
+    @property
+    def others_stay(self) -> bool:
+        """Whether there are members that were not asked to leave."""
+        return not all(seat.leaves for seat in self._seats.values())
 
     def _look_for_change(self, now_s: float) -> None:
         """Have the ranks stop where a newcomer is needed; those that come together are taken together."""
@@ -433,12 +460,12 @@ class Leader:
             for place, seat in enumerate(seats):
                 size = seat.member.num_ranks
                 seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
-            here = [*seats, *(seat for seat in self._seats.values() if seat not in self._late)]
+            here = [*seats, *(seat for seat in self._seats.values() if seat not in self._late and not seat.leaves)]
             names = [f"node {seat.claim.start // seat.member.num_ranks} on {seat.member.host}" for seat in here]
             where = [[seat.member.token, seat.member.ip, seat.member.serves] for seat in here]
             known = [[*place, name] for place, name in zip(where, names, strict=True)]
             more["basis"] = self._next = {
-                **self.basis, "n": self._proposed, "used": [token for token, *_ in known[:len(seats)]],
+                "job": self.basis["job"], "n": self._proposed, "used": [token for token, *_ in known[:len(seats)]],
                 "voters": [token for token, *_ in known], "known": known,
             }
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
@@ -567,7 +594,7 @@ class Leader:
         self._over = self._over or "this node does not lead"
         self._void()
         for link in list(self._seats):
-            self._remove(link, "this node does not lead")
+            self._remove(link, ENDED)
 
     def _missing(self) -> str:
         if self._limits is not None and not self._proposed:
@@ -579,6 +606,11 @@ class Leader:
         gone = [self._gone[first] for first in sorted(self._gone)]
         waited_s = round(self._clock() - self._begun_s)
         return describe_missing(self.members, gone, late, of=self.me, waited_s=waited_s)
+
+
+def _age(basis: Mapping[str, Any]) -> tuple[int, int]:
+    """The larger, the newer: who leaves takes its vote away."""
+    return int(basis["n"]), -len(basis["voters"])
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,16 @@ The script does not import torch; `tests/promises` has what a training makes of 
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.agent.test_launch import HEAD, until
+from tests.rigs import namespaces
 from tests.rigs.jobs import Job, ended, free_port, start
+from tests.rigs.namespaces import Net
 
 # Each rank writes down who it is, and waits
 TEXT = HEAD + """
@@ -27,7 +31,8 @@ while not (shared / "go").exists(): time.sleep(0.01)
 class Nodes:
     """Agents of one job on this machine, one rank each."""
 
-    def __init__(self, folder: Path, limits: str, *options: str) -> None:
+    def __init__(self, folder: Path, limits: str, *options: str, net: Net | None = None) -> None:
+        self.net, self.master = net, net.nodes[0].ip if net is not None else "127.0.0.1"
         self.folder, self.job, self.port = folder, Job(), free_port()
         self.limits, self.options = (f"--nnodes={limits}", "--lost-after-s=3", "--join-timeout-s=100"), options
         self.agents: dict[int, psutil.Process] = {}
@@ -35,9 +40,10 @@ class Nodes:
         (folder / "job.py").write_text(TEXT)
 
     def add(self, node: int) -> None:
-        line = ("-m", "rankup", "launch", *self.limits, f"--node-rank={node}", "--master-addr=127.0.0.1",
+        line = ("-m", "rankup", "launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
                 f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options)
-        start(sys.executable, *line, self.folder / "job.py", self.folder / "shared", job=self.job)
+        prefix = self.net.nodes[node].prefix if self.net is not None else []
+        start(*prefix, sys.executable, *line, self.folder / "job.py", self.folder / "shared", job=self.job)
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
     def kill(self, node: int) -> None:
@@ -62,6 +68,11 @@ class Nodes:
 
     def jobs(self) -> set[str]:
         return {path.read_text().split()[0] for path in (self.folder / "shared").glob("*-of-*")}
+
+    def ranks(self, node: int) -> int:
+        """How many ranks of that node run."""
+        lines = [" ".join(process.cmdline()) for process in self.agents[node].children(recursive=True)]
+        return sum("job.py" in line for line in lines)
 
     def go(self) -> None:
         (self.folder / "shared/go").touch()
@@ -134,6 +145,34 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
     assert "gave no sign of life" in job.outputs[0]
 
 
+def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:
+    """Node 0 too, which led."""
+    nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1")
+    with ended(nodes.job) as job:
+        for node in range(3):
+            nodes.add(node)
+        attempt = nodes.attempt(3)
+        for node, left in ((2, 2), (0, 1)):
+            nodes.agents[node].terminate()
+            attempt = nodes.attempt(left, after=attempt)
+            assert job.processes[node].wait(100) == 143
+        nodes.go()
+        assert job.wait() == [143, 0, 143], job.output
+    assert "this node leaves, and the job goes on without it" in job.outputs[0]
+    assert len(nodes.jobs()) == 1
+
+
+def test_job_stops_where_all_nodes_are_asked_to_leave(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2")
+    with ended(nodes.job) as job:
+        for node in range(2):
+            nodes.add(node)
+        nodes.attempt(2)
+        for agent in nodes.agents.values():
+            agent.terminate()
+        assert job.wait() == [143, 143], job.output
+
+
 def test_fewer_nodes_than_the_least_wait_and_say_so(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
     with ended(nodes.job) as job:
@@ -141,17 +180,11 @@ def test_fewer_nodes_than_the_least_wait_and_say_so(tmp_path: Path) -> None:
             nodes.add(node)
         first = nodes.attempt(2)
         nodes.kill(1)
-        until(lambda: _runs(nodes) == 0, "the rank does not end")
+        until(lambda: nodes.ranks(0) == 0, "the rank does not end")
         nodes.add(2)
         nodes.attempt(2, after=first)
         nodes.go()
         assert job.wait() == [0, -9, 0], job.output
-
-
-def _runs(nodes: Nodes) -> int:
-    """How many ranks of node 0 run."""
-    lines = [" ".join(process.cmdline()) for process in nodes.agents[0].children(recursive=True)]
-    return sum("job.py" in line for line in lines)
 
 
 def test_spare_and_limits_must_fit(tmp_path: Path) -> None:
@@ -160,3 +193,54 @@ def test_spare_and_limits_must_fit(tmp_path: Path) -> None:
         with ended(start(sys.executable, "-m", "rankup", "launch", words, "job.py", cwd=tmp_path)) as job:
             assert job.wait() == [2], job.output
         assert text in job.output
+
+
+# Cut networks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def net(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Net]:
+    if reason := namespaces.missing():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    made = Net(tmp_path / "net", request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("net", [3], indirect=True)
+@pytest.mark.parametrize("cut", [0, 2])
+def test_of_a_cut_network_the_majority_goes_on_and_the_other_part_joins_it_again(
+    cut: int, net: Net, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1", net=net)
+    with ended(nodes.job) as job:
+        for node in range(3):
+            nodes.add(node)
+        first = nodes.attempt(3)
+        net.cut(cut)
+        second = nodes.attempt(2, after=first)
+        until(lambda: nodes.ranks(cut) == 0, "ranks go on where they are cut off")
+        net.mend(cut)
+        nodes.attempt(3, after=second)
+        nodes.go()
+        assert job.wait() == [0, 0, 0], job.output
+    assert not list((tmp_path / "shared").glob("*-of-1")), job.output
+    assert len(nodes.jobs()) == 1
+
+
+@pytest.mark.parametrize("net", [2], indirect=True)
+def test_of_two_nodes_that_are_cut_apart_the_one_that_leads_goes_on(net: Net, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2", "--wait-for-node=1", net=net)
+    with ended(nodes.job) as job:
+        for node in range(2):
+            nodes.add(node)
+        first = nodes.attempt(2)
+        net.cut(1)
+        second = nodes.attempt(1, after=first)
+        until(lambda: nodes.ranks(1) == 0, "ranks go on where they are cut off")
+        net.mend(1)
+        nodes.attempt(2, after=second)
+        nodes.go()
+        assert job.wait() == [0, 0], job.output
+    assert len(list((tmp_path / "shared").glob("*-of-1"))) == 1, job.output
+    assert len(nodes.jobs()) == 1

@@ -115,6 +115,38 @@ class Pair:
             node.close()
 
 
+class Net:
+    """Machines on one switch, node0 at 192.168.77.1 and so on."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.nodes = [
+            Node(f"node{number}", folder, ip=f"192.168.77.{number + 1}", aux_ip=f"172.30.{number}.9")
+            for number in range(count)
+        ]
+        self._switch = Node("switch", folder, ip="", aux_ip="172.30.99.9")
+        self._switch.run("ip link add br0 type bridge", "ip link set br0 up")
+        for number, node in enumerate(self.nodes):
+            cable = f"ip link add eth0 netns {node.pid} type veth peer name port{number} netns {self._switch.pid}"
+            subprocess.run(cable.split(), check=True)
+            self._switch.run(f"ip link set port{number} master br0", f"ip link set port{number} up")
+            node.run(f"ip addr add {node.ip}/24 dev eth0", "ip link set eth0 up")
+            for other in self.nodes:
+                if other is not node:
+                    node.know(other.name, other.ip)
+
+    def cut(self, number: int) -> None:
+        """The switch drops what that node sends and gets."""
+        self._switch.run(f"ip link set port{number} down")
+
+    def mend(self, number: int) -> None:
+        self._switch.run(f"ip link set port{number} up")
+
+    def close(self) -> None:
+        for node in [*self.nodes, self._switch]:
+            node.close()
+
+
 def enter(environ: Mapping[str, str] = os.environ) -> None:
     """Move this process, which must have a single thread, to the node that its environment names."""
     folder = os.getcwd()
