@@ -1,25 +1,51 @@
 """Starts PyTorch jobs anywhere and keeps them alive. It knows nothing about models or data.
 
-`job = rankup.init("runs/mine", seed=0)` is the library's way in, see `loop.md`. It imports torch.
+`job = rankup.init("runs/mine", seed=0)` is the library's way in, see `loop.md`. It imports torch. The names below are
+all that a program may rely on.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankup import cli as cli
+    from rankup import seeds as seeds
+    from rankup import urls as urls
+    from rankup.env.rank_env import RankEnv as RankEnv
     from rankup.errors import JoinError as JoinError
     from rankup.errors import PeerLost as PeerLost
     from rankup.errors import Stopped as Stopped
     from rankup.errors import UserError as UserError
+    from rankup.group.group import Group as Group
+    from rankup.group.stop import start_worker as start_worker
     from rankup.job import init as init
+    from rankup.job import open_checkpoint as open_checkpoint
+    from rankup.job import open_job as open_job
     from rankup.loop.job import Job as Job
+    from rankup.loop.job import Settings as Settings
+    from rankup.places.cache import cache_roots as cache_roots
+    from rankup.program import Program as Program
+    from rankup.state.reading import Copy as Copy
+    from rankup.state.stored_run import fetched as fetched
 
-__all__ = ["Job", "JoinError", "PeerLost", "Stopped", "UserError", "init"]
+# Name -> the module that has it, imported when it is asked for: `python -m rankup.errors`, which shell files run, must
+# find it not imported yet, and a command line must not wait for torch
+_HOMES = {
+    # A loop of your own
+    "init": "job", "Job": "loop.job",
+    "JoinError": "errors", "PeerLost": "errors", "Stopped": "errors", "UserError": "errors",
+    # A program of your own, with settings and a command line
+    "Program": "program", "RankEnv": "env.rank_env", "Group": "group.group",
+    "Settings": "loop.job", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
+    "fetched": "state.stored_run", "cache_roots": "places.cache", "start_worker": "group.stop",
+    # Modules
+    "cli": "cli", "seeds": "seeds", "urls": "urls",
+}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'rankup' has no attribute {name!r}")
-    # Not before: `python -m rankup.errors`, which shell files run, must find it not imported yet
-    module = {"init": "rankup.job", "Job": "rankup.loop.job"}.get(name, "rankup.errors")
-    return getattr(import_module(module), name)
+    module = import_module(f"rankup.{_HOMES[name]}")
+    return module if name == _HOMES[name] else getattr(module, name)

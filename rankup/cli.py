@@ -230,46 +230,28 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from rankup.loop.record import check_record
-    from rankup.state.export import export, find_copy
+    from rankup.job import open_checkpoint
+    from rankup.state.export import export
     from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
-    copy = find_copy(named, run_dir, warn=log.warning, check=check_record)
-    log.info(export(copy, Path(given.file), item=given.item))
+    log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
     return FINISHED
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from rankup.agent.logs import guard, setup_logging
-    from rankup.agent.processes import die_with_parent
-    from rankup.env.rank_env import RankEnv, check_loopback, read_rank_env, without_launcher
-    from rankup.group.stop import StopRequest
+    from rankup.program import Program
 
-    stop = StopRequest().install()
-    found: RankEnv | UserError
-    run_dir = runs_folder(given.run_dir) / (given.name or "doctor")
-    try:
-        found = read_rank_env(without_launcher(os.environ) if given.alone else os.environ)
-        setup_logging(rank=found.rank, world_size=found.world_size)
-        check_loopback(found, False)
-        run_dir = runs_folder(given.run_dir) / (given.name or found.run_name or "doctor")
-        if found.parent_pid:
-            die_with_parent(found.parent_pid)
-    except UserError as error:
-        found = error
-    if not given.as_json:  # else its output is its result
-        guard("stdout")
-    stop.print_through(log)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # 20 lines of C++ frames for each connection that ends
-    from rankup.doctor.stages import Plan, doctor
-
-    plan = Plan(
+    program = Program().begin()
+    program.read_rank(alone=given.alone)
+    named = given.name or getattr(program.found, "run_name", "") or "doctor"
+    program.start(guarded=() if given.as_json else ("stdout",))  # there its output is its result
+    return program.doctor(
+        runs_folder(given.run_dir) / named, as_json=given.as_json,
         device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
         join_timeout_s=given.join_timeout_s, stage_timeout_s=given.stage_timeout_s,
     )
-    return doctor(found, run_dir, plan, stop=stop, log=log, as_json=given.as_json)
 
 
 def runs_folder(text: str) -> Path:

@@ -3,30 +3,32 @@
 Where the run stands is its position: the number of finished steps, the epoch, and how many batches each loader gave.
 `job.step` commits: what its block changed and the new position become the state, in one instant. A copy holds the state
 and the position of the last commit, whenever it is made.
+
+A program that has settings of its own joins first (`rankup.Program`), and opens its job then: `open_job`.
 """
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.logs import line_head, open_log, setup_logging
-from rankup.agent.processes import die_with_parent
-from rankup.agent.status import StatusFile
-from rankup.env.rank_env import read_rank_env
+from rankup.agent.status import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.group.joining import join
-from rankup.group.stop import StopRequest
 from rankup.loop.ends import Ends
-from rankup.loop.job import Job, Settings
+from rankup.loop.job import RESULT, Job, Settings
 from rankup.loop.record import check_random_scheme, check_record
+from rankup.observe import tracker
+from rankup.places.files import read_json
+from rankup.places.lineage import Lineage
+from rankup.program import Program
 from rankup.seeds import derive_seed, seed_everything
+from rankup.state.export import find_copy
 from rankup.state.options import Options
+from rankup.state.reading import Check, Copy, no_check, share
 from rankup.state.run import open_run
 
 log = logging.getLogger("rankup")
@@ -57,30 +59,22 @@ def init(
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))
-    settings = Settings(**{name: value for name, value in given.items() if name != "memory_every_steps"})
-    ends = Ends(run)
-    stop = StopRequest().install()
-    stop.print_through(log)
-    launch = read_rank_env(os.environ)
-    ends.head = line_head(launch.rank, launch.world_size)
-    file = open_log(run / "logs" / f"rank-{launch.rank}.log")
-    setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
-    if launch.parent_pid:
-        die_with_parent(launch.parent_pid)
-    group = ends.stack.enter_context(join(
-        launch, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
-        status=StatusFile(run, launch), stop=stop, log=log, device=None if device == "auto" else device,
+    settings = Settings(
+        **{name: value for name, value in given.items() if name != "join_timeout_s"},
+        fits=lambda path, record: _check_seed(path, record, seed),
+    )
+    program = Program()
+    ends = Ends(program)
+    program.stop.install()
+    program.read_rank()
+    program.start(run, guarded=(), simulated_nodes=True)
+    group = ends.stack.enter_context(program.join(
+        run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
+        device=None if device == "auto" else device,
         longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
-        needs_process_group=True,  # DistributedDataParallel needs one, even of one rank
     ))
     ends.take_errors()
-    options = Options(
-        sharded=True, fresh=fresh, keep=keep, memory_every=memory_every_steps, setup_s=setup_timeout_s,
-        save_s=save_timeout_s, start=launch.start, check=check_record,
-        fits=lambda path, record: _check_seed(path, record, seed),
-        wanted=lambda other: group.restarted,
-    )
-    job = ends.stack.enter_context(open_job(group, settings, options, owned=group.status.claim))
+    job = ends.stack.enter_context(open_job(group, settings))
     job._ends = ends
     ends.finish, ends.behind = job.finish, lambda: job.live.behind
     seed_everything(derive_seed(seed), group.device)
@@ -98,7 +92,6 @@ def script_name() -> str:
 
 def _check_seed(path: Path, record: dict[str, Any], seed: int) -> None:
     """Raises UserError where a run with this seed can't go on from the copy `path`."""
-    check_random_scheme(path, record)
     if record["seed"] != seed:
         raise UserError(
             f"{path.parents[1]} was begun with other settings: seed was {record['seed']}, is {seed}. "
@@ -107,10 +100,29 @@ def _check_seed(path: Path, record: dict[str, Any], seed: int) -> None:
 
 
 @contextlib.contextmanager
-def open_job(
-    group: Group, settings: Settings, options: Options, *, owned: Callable[[Any], None] = lambda owner: None
-) -> Iterator[Job]:
-    """The job of a group of ranks that has met, for the length of the block. See `rankup.state.run.open_run`."""
+def open_job(group: Group, settings: Settings) -> Iterator[Job]:
+    """Own the run in the folder of the group for the length of the block, and find where it stands. All ranks call it.
+
+    `job.run.finished`: nothing is left to do. `job.run.newest`: the copy from which `job.track` will restore.
+    Raises UserError on all ranks where another attempt is alive, or where the run can't be gone on with.
+    """
+    def owned(owner: Any) -> None:
+        group.status.claim(owner, copy=getattr(owner, "copy_status", None))
+        if settings.tracker != "none":
+            tracker.check(settings.tracker)
+
+    def fits(path: Path, record: dict[str, Any]) -> None:
+        check_random_scheme(path, record, begin_anew=settings.begin_anew)
+        settings.fits(path, record)
+
+    options = Options(
+        store=settings.store, mirror=settings.mirror, fresh=settings.fresh, how=settings.save,
+        sharded=settings.sharded, keep=settings.keep, memory_every=settings.memory_every_steps,
+        setup_s=settings.setup_timeout_s, save_s=settings.save_timeout_s, start=group.launch.start,
+        check=_checked(settings.check, settings.begin_anew), fits=fits,
+        wanted=lambda other: _begun_by_this_launch(other, group),
+        finished=lambda newest: settings.finished(newest, read_json(group.run_dir / RESULT) or {}),
+    )
     with open_run(group.run_dir, group, options, owned=owned) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)
@@ -121,3 +133,47 @@ def open_job(
                 job.close(type(error))
             raise
         job.close(None)
+
+
+def _checked(more: Check, begin_anew: str) -> Check:
+    def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+        check_record(path, record, begin_anew=begin_anew)
+        more(path, record, tracked)
+
+    return check
+
+
+def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
+    """Whether this attempt is a restart that finds what its own launch began anew, and has to go on with that.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
+    """
+    if group.launch.start:
+        return found.start == group.launch.start
+    if not group.restarted or not group.launch.numbers_attempts:
+        return group.restarted
+    return job_of(found.begun_by) == job_of(group.attempt)
+
+
+def open_checkpoint(
+    place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", group: Group | None = None,
+    check: Check = no_check, warn: Callable[[str], None] = log.warning, timeout_s: float = 1800.0,
+) -> Copy:
+    """The checkpoint at `place`, a folder or an address; without one the newest good one of the run in `run_dir`.
+
+    Its `tracked` has the state of each tracked object by its name, on the CPU, also where ranks wrote parts of it.
+    `group`: rank 0 alone reads it, and sends it to the other ranks, which all call this. `check`: called with path,
+    record and tracked state; raises UserError for what the caller can't use. Raises UserError where there is none, and
+    PeerLost where a store does not answer within `timeout_s`.
+    """
+    def read() -> Copy:
+        return find_copy(
+            str(place), Path(run_dir), warn=warn, check=_checked(check, "train anew"), timeout_s=timeout_s
+        )
+
+    if group is None:
+        return read()
+    found: Copy = group.on_rank0(read, share=lambda found: share(found, group))
+    return found

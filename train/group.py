@@ -1,34 +1,32 @@
 """The group of ranks of this program: what its settings mean for `rankup.group`."""
 
 import contextlib
+import hashlib
 import importlib.util
 import json
-import logging
 from pathlib import Path
+from typing import Any
 
-from rankup.agent.status import StatusFile
-from rankup.env.rank_env import RankEnv
-from rankup.group.group import Group
-from rankup.group.joining import code_of, join
-from rankup.group.stop import StopRequest
+from rankup import Group, Program
 
 from .config import Config
 
+
+def code_of(*files: Path) -> str:
+    """A digest of these files."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
 # As they are imported: a rank may be forked from a process that has imported them days ago
-CODE = code_of(Path(__file__).parent)
+CODE = code_of(*sorted(Path(__file__).parent.rglob("*.py")))
 # Paths may differ from node to node, and so may what is shown
 OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "progress", "report_every_s", "num_workers"}
 
 
-def join_group(
-    config: Config, launch: RankEnv, *, log: logging.Logger, stop: StopRequest, status: StatusFile,
-    needs_process_group: bool = False,
-) -> Group:
-    """See `rankup.group.joining.join`."""
-    return join(
-        launch, settings=same_settings(config), timeout_s=config.join_timeout_s, device=device_of(config),
-        backend=backend_of(config), longest_phase_s=longest_phase_s(config), status=status, stop=stop, log=log,
-        needs_process_group=needs_process_group,
+def join_group(config: Config, program: Program, run_dir: Path, **more: Any) -> Group:
+    """See `rankup.Program.join`."""
+    return program.join(
+        run_dir, settings=same_settings(config), timeout_s=config.join_timeout_s, **join_options(config), **more
     )
 
 
@@ -43,16 +41,13 @@ def same_settings(config: Config) -> dict[str, str]:
     return {"program code": code, **settings}
 
 
-def device_of(config: Config) -> str | None:
-    """DataParallel wants the module on the first of its devices."""
-    if config.device_ids:
-        return f"cuda:{config.device_ids.split(',')[0]}"
-    return None if config.device == "auto" else config.device
-
-
-def backend_of(config: Config) -> str | None:
-    """None: torch's default."""
-    return None if config.backend == "auto" else config.backend
+def join_options(config: Config) -> dict[str, Any]:
+    """Device, backend and deadline of the group."""
+    device = None if config.device == "auto" else config.device
+    if config.device_ids:  # DataParallel wants the module on the first of its devices
+        device = f"cuda:{config.device_ids.split(',')[0]}"
+    return {"device": device, "backend": None if config.backend == "auto" else config.backend,
+            "longest_phase_s": longest_phase_s(config)}
 
 
 def longest_phase_s(config: Config) -> float:

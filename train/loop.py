@@ -1,6 +1,5 @@
 """The training, top to bottom: `build` makes all that it needs, `train` loops over the steps. Start reading here."""
 
-import logging
 import os
 import time
 from copy import deepcopy
@@ -11,17 +10,11 @@ import torch
 import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optimizer: too late for the fork server
 from torch import nn
 
-from rankup.agent.status import StatusFile
-from rankup.doctor import machine
-from rankup.env.rank_env import RankEnv
-from rankup.group.stop import StopRequest
-from rankup.loop.job import Job
-from rankup.observe.step_clock import DATA, WAITING
+from rankup import Job, Program
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.shards import check_shared
 
 from .config import Config, check_world_size
-from .data.loader import Loader, free_shared_memory
+from .data.loader import Loader
 from .group import join_group
 from .parallel import load_method, method_name, start_method
 from .parallel.allocator import keep_freed_memory
@@ -40,13 +33,13 @@ from .workloads import Workload, load
 from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
-def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger, stop: StopRequest) -> None:
+def train(config: Config, program: Program, *, run_dir: Path) -> None:
     """Train to the end, or to where a stop was asked for.
 
     Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `rankup.errors`.
     """
-    began_s = time.monotonic()
-    check_world_size(config, launch.world_size)
+    began_s, log, world_size = time.monotonic(), program.log, program.rank_env.world_size
+    check_world_size(config, world_size)
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     if config.deterministic:
@@ -54,10 +47,9 @@ def train(config: Config, launch: RankEnv, *, run_dir: Path, log: logging.Logger
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    needs_group = load_method(method_name(config, launch.world_size)).needs_process_group
-    status = StatusFile(run_dir, launch)
+    needs_group = load_method(method_name(config, world_size)).needs_process_group
     with (
-        join_group(config, launch, log=log, stop=stop, status=status, needs_process_group=needs_group) as group,
+        join_group(config, program, run_dir, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
         open_run_directory(config, group, method) as job,
     ):
@@ -88,13 +80,9 @@ def build(config: Config, job: Job, method: Method) -> Training:
     log, device = group.log, group.device
     group.watch.enter("setup", config.setup_timeout_s)
     # What is likely to be slow, or to fail later
-    num_devices = torch.accelerator.device_count() if device.type != "cpu" and method.one_device_per_rank else 0
-    ranks = group.launch.local_world_size
-    lines = machine.before_training(ranks=ranks or 1, threads=config.num_threads)
-    for line in [*lines, *machine.idle_devices(ranks, num_devices)] if group.launch.local_rank == 0 else ():
-        log.warning(line)
+    job.warn_of_limits(num_threads=config.num_threads, one_device_per_rank=method.one_device_per_rank)
     if config.checkpoint_format == "sharded":
-        check_shared(job.run_dir / "checkpoints", group)
+        job.check_shared_folder()
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)
@@ -134,7 +122,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
     job.clock.link = method.exchange
 
     # Batches ----------------------------------------------------------------------------------------------------
-    free_bytes = free_shared_memory()  # before workers fill it
     position = job.position
     batches = all_batches(
         config, group, workload, order, step=position.step, evaluated=position.evaluated, total_steps=total_steps
@@ -144,7 +131,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
         num_workers=config.num_workers, warn=log.warning,
     )
     # After the workers have started: they prepare the first batches during the warm-up.
-    batch = first_batch(config, group, workload, order, free_bytes=free_bytes)
+    batch = first_batch(group, workload, order)
     _warm_up(config, job, method, workload, plain, model, batch)
 
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
@@ -169,17 +156,14 @@ def step(t: Training) -> bool:
     Returns False, and updates nothing, where a process alone was asked to stop while it waited for data. Several ranks
     have agreed on the step to stop at before.
     """
-    config, job, group, clock = t.config, t.job, t.group, t.job.clock
-    clock.start()
+    config, job = t.config, t.job
     batches: list[Any] = []
-    with group.watch.clock.during("data"), t.advice.waiting():
-        alone = group.world_size == 1
+    with job.loading(), t.advice.waiting():
+        alone = job.world_size == 1
         while len(batches) < config.accumulate and (batch := t.loader.next(until_stop=alone)) is not None:
             batches.append(batch)
-    clock.lap(DATA)
     if len(batches) < config.accumulate:
         return False
-    clock.has_batch()
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, job.step_number, job.rank), job.device)
     total = torch.zeros((), device=job.device)
@@ -187,11 +171,8 @@ def step(t: Training) -> bool:
         with t.method.micro_batch(t.model, last=number == config.accumulate):
             with autocast(config, job.device):
                 loss = t.workload.loss(t.model, batch) / divisor
-            group.watch.wait_for_others(True)  # backward holds the all-reduce of the gradients
-            clock.split_backward(loss)
-            t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            group.watch.wait_for_others(False)
-            clock.mark(WAITING)
+            with job.backward(loss):  # it holds the all-reduce of the gradients
+                t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
     rate = rate_at(config, job.step_number, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
     with job.step(loss=total, lr=rate):
@@ -202,7 +183,7 @@ def step(t: Training) -> bool:
 
 def evaluate_and_save(t: Training) -> None:
     """After a step, and before the first: what is due there. Raises Stopped, see `evaluate_and_report`."""
-    config, job, progress = t.config, t.job, t.progress
+    config, job, progress = t.config, t.job, t.job.position
     due = is_evaluated(config, progress.step, t.total_steps, t.steps_per_epoch)
     if due and progress.step > progress.evaluated:
         evaluate_and_report(t)

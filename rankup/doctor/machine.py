@@ -192,22 +192,5 @@ def idle_devices(ranks: int | None, num_devices: int) -> list[str]:
     ]
 
 
-def small_shared_memory(
-    *, ranks: int, num_workers: int, prefetch_factor: int, batch_bytes: int, free_bytes: int
-) -> list[str]:
-    """Whether /dev/shm has room for the batches that the workers of all ranks of this node prepare ahead.
-
-    `batch_bytes`: of a training batch or an evaluation batch, whichever is larger.
-    """
-    ahead = ranks * num_workers * prefetch_factor
-    if ahead * batch_bytes <= free_bytes:
-        return []
-    return [
-        f"/dev/shm has {free_bytes / MIB:.1f} MiB free, but {_processes(ranks)} x {num_workers} workers x "
-        f"{prefetch_factor} batches may need {ahead * batch_bytes / MIB:.1f} MiB: they would end with a bus "
-        f"error. {ENLARGE_SHM}, or set fewer --num-workers."
-    ]
-
-
 def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"

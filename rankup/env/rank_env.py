@@ -18,7 +18,7 @@ from rankup.env.launchers import FIVE, NAMES, Variables, given
 from rankup.errors import LaunchError
 
 WHO_SETS_THEM = (
-    "torchrun, `python -m train.main launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
+    "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 )
 MANY = 10**18
 _ON_EACH = "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."

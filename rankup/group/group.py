@@ -9,6 +9,8 @@ import dis
 import io
 import json
 import logging
+import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import LOST_PEER
+from rankup.agent.limits import cpu_quota
 from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
@@ -65,6 +68,13 @@ class Group:
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
+
+    @property
+    def cpus(self) -> int:
+        """CPUs that this rank may use: its part of those that this process is allowed."""
+        # By name too: started by hand, or as two nodes on one machine, ranks don't know how many share it
+        ranks = max(self.launch.local_world_size or 1, list(self.hosts).count(self.hosts[self.rank]))
+        return math.floor(cpu_quota() or os.cpu_count() or 1) // ranks
 
     @property
     def attempt(self) -> str:

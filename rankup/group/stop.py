@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rankup.agent.processes import leave
+from rankup.agent.processes import die_with_parent, leave
 from rankup.errors import STOPPED
 from rankup.group import stacks
 from rankup.timing import PARTING_S, REPEAT_S
@@ -60,6 +60,10 @@ class StopRequest:
     def fileno(self) -> int:
         """For select: readable once a stop was requested."""
         return self._requested.fileno()
+
+    @property
+    def installed(self) -> bool:
+        return hasattr(self, "_reader")
 
     def install(self) -> "StopRequest":
         """Take over the signals. Main thread only, once a process."""
@@ -104,7 +108,7 @@ class StopRequest:
 
     def uninstall(self) -> "StopRequest":
         """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
-        if hasattr(self, "_reader"):
+        if self.installed:
             signal.set_wakeup_fd(-1)
             for name in SIGNALS:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -181,3 +185,16 @@ class StopRequest:
             self._log.info(why)
         else:
             print(why, file=sys.stderr, flush=True)
+
+
+def start_worker(parent: int, number: int) -> None:
+    """The first line of a worker process of a rank, a DataLoader's for one: it lives and dies with its parent alone.
+
+    It ignores the signals that a job gets, since a batch system signals the whole process group: if workers died of
+    one, the loop could not save. `parent`: the rank's process id. `number`: of the worker, in stacks.
+    """
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    die_with_parent(parent)
+    stacks.open_worker(number)

@@ -6,27 +6,22 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
-from rankup.agent.processes import finish
-from rankup.agent.status import tell_end, what_next
+from rankup.program import Program
 
 log = logging.getLogger("rankup")
 
 
 class Ends:
-    """Takes over the end of this process. `stack`: closed with the error that ends it. `head`: who this rank is.
-    `run_dir`: the run's folder.
+    """Takes over the end of this process. `stack`: closed with the error that ends it.
 
     `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
     `behind`: whether the run went on behind an epoch's last batch, and no step has come since.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.stack = contextlib.ExitStack()
-        self.over, self.head = False, ""
+    def __init__(self, program: Program) -> None:
+        self.program, self.stack, self.over = program, contextlib.ExitStack(), False
         self.finish: Callable[[], None] = lambda: None
         self.behind: Callable[[], bool] = lambda: False
         self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
@@ -70,9 +65,4 @@ class Ends:
             self.stack.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:  # the cause, where another rank is to blame
             error = failure
-        finish(tell_end(error, self.head, log=log, advice=self._advice))
-
-    def _advice(self, text: str) -> str:
-        from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
-
-        return f"{advice(text)}\n{what_next(self.run_dir)}".lstrip()
+        self.program.exit(self.program.end(error))

@@ -1,31 +1,37 @@
 """The job of a loop: its state, its steps, its stop. `rankup.init` makes one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.errors import Stopped, UserError
+from rankup.doctor import machine
+from rankup.errors import Stopped, UserError, disk_error
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Source, evaluation_batches
 from rankup.loop.ends import Ends
 from rankup.loop.layout import fix_bucket_order
 from rankup.loop.passes import Batches, Live
-from rankup.loop.record import BEGIN_ANEW, Position
+from rankup.loop.record import BEGIN_ANEW, Position, versions
 from rankup.loop.saving import LOADERS, Saving
 from rankup.loop.tracked import Tracked, copied
+from rankup.observe.goodput import one_line
 from rankup.observe.metrics import Metrics, entry
 from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import COMPUTE, WAITING, StepClock
+from rankup.observe.step_clock import COMPUTE, DATA, WAITING, StepClock
 from rankup.observe.stragglers import RankReports
-from rankup.observe.tracker import Facts
+from rankup.observe.tracker import Facts, address_of
+from rankup.places.files import write_atomically, write_json
 from rankup.seeds import derive_seed, seed_everything
+from rankup.state.reading import Check, Copy, no_check
 from rankup.state.run import Run
+from rankup.state.shards import check_shared
 
+RESULT = "result.json"  # in the folder of the run
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
 
 
@@ -33,9 +39,15 @@ WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to
 class Settings:
     """The arguments of `init`, and what else a program may set that opens its job itself.
 
-    `begin_anew`, `again`: how its user begins a run anew, and goes on with one. `gather`, `share_all`: see `Tracked`.
-    `can_rescue`: a rank that lost another one still holds the whole last commit. `load`: see
-    `rankup.observe.stragglers.Window`. `tracker`: its name; it is shown the settings `shown`.
+    `store`: an address below which the run lies too. `mirror`: a folder or an address for second copies. `save`: sync,
+    async or auto. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `share_all`: rank 0's
+    buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a rank that lost another
+    one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings `shown`.
+    `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
+
+    `check`: called with path and record of a copy, and once it is read with the tracked state too; raises UserError for
+    a copy of another program, ValueError for a damaged one. `fits`: the same, where this attempt may not go on from it.
+    `finished`: whether nothing is left to do after a copy, given what `result.json` says.
     """
 
     seed: int
@@ -45,17 +57,23 @@ class Settings:
     log_every_steps: int = 10
     compare_every_steps: int | None = None
     tensorboard: bool = True
-    join_timeout_s: float = 300.0
     setup_timeout_s: float = 1800.0
     step_timeout_s: float = 600.0
     save_timeout_s: float = 600.0
-    begin_anew: str = BEGIN_ANEW
-    again: str = "The same command"
-    gather: bool = False
+    memory_every_steps: int | None = None
+    store: str = ""
+    mirror: str = ""
+    save: str = "auto"
+    sharded: bool = True
     share_all: bool = False
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
+    begin_anew: str = BEGIN_ANEW
+    again: str = "The same command"
+    check: Check = no_check
+    fits: Check = no_check
+    finished: Callable[[Copy, dict[str, Any]], bool] = lambda copy, result: False
 
 
 class Job:
@@ -70,7 +88,7 @@ class Job:
         self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
         self.rank, self.local_rank, self.world_size = group.rank, group.local_rank, group.world_size
         self.position = Position.of(run.newest.record if run.newest is not None else None)
-        self.tracked = Tracked(gather=settings.gather, share_all=settings.share_all)
+        self.tracked = Tracked(gather=not settings.sharded, share_all=settings.share_all)
         self.saving = Saving(
             group, run, self.tracked, self.position, seed=settings.seed, begin_anew=settings.begin_anew,
             again=settings.again,
@@ -153,7 +171,7 @@ class Job:
         for item in items.values():
             if isinstance(item, DistributedDataParallel):
                 self.clock.watch(item)
-        self.run.saver.sharded = self.tracked.split and not self.settings.gather
+        self.run.saver.sharded = self.tracked.split and self.settings.sharded
         self.run.parts.wanted = self.tracked.split
         self.saving.can_rescue = self.settings.can_rescue and not self.tracked.split
         if self.run.newest is not None:
@@ -217,6 +235,7 @@ class Job:
             self.stop_here()
             self.live.begin_epoch()
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
+                self.tracked.check_unchanged(after_epoch=True)
                 with self.changing:
                     self._commit()
             if self.settings.save_every_steps is None:
@@ -357,6 +376,8 @@ class Job:
         run, newest = self.run, self.run.newest
 
         def open_files() -> None:
+            with contextlib.suppress(OSError):
+                (self.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
             self.saving.metrics = Metrics(
                 self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
                 unit=self.course.unit, check_owner=run.check_owner,
@@ -417,6 +438,25 @@ class Job:
         self.save(wait=True)
         return Stopped(self.saving.stopped())
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the wait for a batch, in a loop that does without `job.batches`: a slow loader shows in the status."""
+        self.clock.start()
+        with self.group.watch.clock.during("data"):
+            yield
+        self.clock.lap(DATA)
+        self.clock.has_batch()
+
+    @contextlib.contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around the backward pass of `loss`, in a loop whose module `job.track` can't find in DDP: a rank that waits
+        there for the others is not taken for a slow one."""
+        self.group.watch.wait_for_others(True)
+        self.clock.split_backward(loss)
+        yield
+        self.group.watch.wait_for_others(False)
+        self.clock.mark(WAITING)
+
     # Beside the loop ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -449,6 +489,55 @@ class Job:
         """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
         assert self._reporter is not None
         return self._reporter.goodput()
+
+    def goodput_line(self) -> str:
+        """The same in words, once `goodput` was asked for."""
+        return one_line(self.goodput())
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file in the folder of the run, whole or not at all. All ranks call this, rank 0 writes. Raises
+        UserError on all ranks where it can't."""
+        def write() -> None:
+            try:
+                write_atomically(self.run_dir / name, text)
+            except OSError as error:
+                what = error.strerror or error
+                raise UserError(f"run_dir: {self.run_dir} must be writable, got {what}.") from None
+
+        self.group.on_rank0(write)
+
+    def result(self, **values: Any) -> dict[str, Any]:
+        """Write `result.json` of a run that came to its end: `values`, beside what every run says. Returns all of it.
+        Rank 0 only. Raises UserError where the disk is full, and PeerLost where another attempt owns the run by now."""
+        group, run, position = self.group, self.run, self.position
+        result = {
+            "attempt": group.attempt, "run": run.address, "step": position.step, "metrics": position.metrics or {},
+            f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
+            "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": versions(),
+            "goodput": self.goodput(), **values,
+        }
+        if address := address_of(self.run_dir, run.lineage.run):
+            result["tracker"] = address
+        self.metrics.flush()
+        run.check_owner()
+        try:
+            write_json(self.run_dir / RESULT, result)
+        except OSError as error:
+            raise disk_error(RESULT, self.run_dir, error) from None
+        return result
+
+    def warn_of_limits(self, *, num_threads: int, one_device_per_rank: bool = True) -> None:
+        """Log which limit of this node will be in the way of its ranks, with `num_threads` threads in each."""
+        ranks, device = self.group.launch.local_world_size, self.device
+        if self.local_rank == 0:
+            devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
+            lines = machine.before_training(ranks=ranks or 1, threads=num_threads)
+            for line in [*lines, *machine.idle_devices(ranks, devices)]:
+                self.group.log.warning(line)
+
+    def check_shared_folder(self) -> None:
+        """Raises UserError on all ranks where one does not see what rank 0 writes into the folder of the run."""
+        check_shared(self.run_dir / "checkpoints", self.group)
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.

@@ -5,7 +5,6 @@ from typing import Any
 
 from rankup.loop.batches import Source, Split, source_of
 from rankup.loop.record import Position
-from rankup.observe.step_clock import DATA
 from rankup.seeds import derive_seed
 
 
@@ -72,7 +71,7 @@ class Batches:
             with job.changing:  # what follows the last batch of a pass has run
                 job._commit()
         number, skip, state = live.open(self._source)
-        streams, clock = live.streams, job.clock
+        streams = live.streams
         seed = derive_seed(job.settings.seed, live.epoch, number)
         pairs = self._source.open(seed, epoch=live.epoch, skip=skip, state=state)
         if order := self._source.fingerprint():
@@ -84,11 +83,8 @@ class Batches:
         try:
             while True:
                 job.stop_here()
-                clock.start()
-                with group.watch.clock.during("data"):
+                with job.loading():
                     found = next(pairs, None)
-                clock.lap(DATA)
-                clock.has_batch()
                 if found is None:
                     if skip and streams[number] == skip:
                         live.behind = True

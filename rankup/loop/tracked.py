@@ -138,10 +138,11 @@ class Tracked:
         if self._checks:
             self._versions, self._contents = self._count_changes(), self._digests()
 
-    def check_unchanged(self) -> None:
-        """Raises UserError where a tracked object has changed since the last commit. Called before a batch is used and
-        before a step. All but schedules are looked at in the first steps alone."""
-        for name, schedule in self._schedules.items():
+    def check_unchanged(self, *, after_epoch: bool = False) -> None:
+        """Raises UserError where a tracked object has changed since the last commit. Called before a batch is used,
+        before a step, and after what follows the last batch of an epoch, where schedules may have changed. All but
+        schedules are looked at in the first steps alone."""
+        for name, schedule in [] if after_epoch else self._schedules.items():
             if schedule.get("last_epoch") != getattr(self.items[name], "last_epoch", None):
                 raise self._changed(name)
         if self._checks:
@@ -156,7 +157,7 @@ class Tracked:
     def _changed(self, name: str) -> UserError:
         return UserError(
             f"track: {name} must change inside job.step alone, got a change between two steps, which a copy would "
-            "lose. Move the change into the block."
+            "lose. Move the change into the block, or behind the last batch of an epoch into job.change."
         )
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,17 +25,26 @@ def runs_folder(run_dir: str) -> Path:
 
 
 def cache_root() -> Path:
-    """The folder of this machine for copies of what is kept elsewhere: RANKUP_CACHE, or the user's cache.
+    """The first of `cache_roots`."""
+    return cache_roots()[0]
 
-    Raises UserError where another user may have prepared it.
+
+def cache_roots() -> list[Path]:
+    """The folders of this machine for copies of what is kept elsewhere, the preferred one first: RANKUP_CACHE alone if
+    it is set, else the user's cache, and one in the temporary directory. None need exist.
+
+    Raises UserError where another user may have prepared all of them.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # For a user without a home directory ~ stays as it is
     shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
-    root = Path(cache_folder() or (shared if base.startswith("~") else Path(base, "rankup")))
-    if not is_own(root):
-        raise UserError(f"cache: {root} must belong to this user, got another's. Set RANKUP_CACHE to another folder.")
-    return root
+    # For a user without a home directory ~ stays as it is
+    roots = [shared] if base.startswith("~") else [Path(base, "rankup"), shared]
+    roots = [Path(wanted)] if (wanted := cache_folder()) else roots
+    if not (own := [root for root in roots if is_own(root)]):
+        raise UserError(
+            f"cache: {roots[0]} must belong to this user, got another's. Set RANKUP_CACHE to another folder."
+        )
+    return own
 
 
 def is_own(folder: Path) -> bool:

@@ -91,7 +91,7 @@ def measure(loop: Any) -> None:
     def report(t: Any, *values: Any, **more: Any) -> None:
         if t.group.is_rank0:
             per_s = (len(ends) - WARM) * BATCH / (ends[-1] - ends[WARM - 1])
-            found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.progress.step}
+            found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.job.step_number}
             found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             Path(os.environ["MEASURED"]).write_text(json.dumps(found))
         write_result(t, *values, **more)
@@ -101,7 +101,7 @@ def measure(loop: Any) -> None:
 
 def load(checkpoints: Path) -> float:
     """Seconds to read, verify and unpack the newest checkpoint, whose files the system still has in memory."""
-    from train.run.checkpoints import load_newest
+    from tests.rigs.checkpoints import load_newest
 
     began_s = time.perf_counter()
     load_newest(checkpoints, print)

@@ -60,13 +60,13 @@ def measure() -> None:
         setattr(owner, name, timed_function)
 
     def step(t: Any, step: Callable[[Any], bool] = loop.step) -> bool:
-        exchanges[0] = t.group.world_size == 1 or t.progress.step % 2 == 0
+        exchanges[0] = t.group.world_size == 1 or t.job.step_number % 2 == 0
         now.clear()
         began_s = time.perf_counter()
         finished = step(t)
         whole_s = time.perf_counter() - began_s
         steps.append({**now, "step": whole_s, "Python": whole_s - sum(now.values()), "exchanges": exchanges[0]})
-        if t.progress.step == t.total_steps:
+        if t.job.step_number == t.total_steps:
             folder, name = Path(os.environ[FOLDER]), f"rank-{t.group.rank}.json"
             (folder / name).write_text(json.dumps(medians(steps[WARM_STEPS:])))
         return finished

@@ -78,7 +78,7 @@ def alternate() -> None:
         if not clocks:
             without = StepClock(t.group.device, world_size=1)
             clocks.extend([without, t.job.clock, without])
-        number = t.progress.step
+        number = t.job.step_number
         t.job.clock = clocks[number % len(WAYS)]
         began_s = time.perf_counter()
         finished = usual(t)

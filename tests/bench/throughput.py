@@ -64,8 +64,7 @@ def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[s
     """Size, and the medians of saving (write, sync, rename) and loading (verify), with SGD's momentum."""
     import torch
 
-    from tests.rigs.checkpoints import save_checkpoint, training_state
-    from train.run.checkpoints import load_newest
+    from tests.rigs.checkpoints import load_newest, save_checkpoint, training_state
     from train.workloads.vision_models import build_model
 
     model = build_model(model_name, channels=3, size=32, num_classes=10, dropout=0.0)

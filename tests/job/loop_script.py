@@ -112,6 +112,8 @@ for _epoch in job.epochs(6):
     with job.change():
         best["accuracy"] = max(best["accuracy"], accuracy)
         best["epochs"] += 1
+    if mistake == "epoch":
+        best["epochs"] += 1
 if job.is_main:
     state = {**net.state_dict(prefix="body."), **head.module.state_dict(prefix="head.")}
     total = hashlib.sha256(repr((best, scaler.state_dict(), scheduler.state_dict()["last_epoch"])).encode())

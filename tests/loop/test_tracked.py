@@ -121,6 +121,7 @@ def test_change_between_two_steps_is_noticed() -> None:
     items["schedule"].step()
     with pytest.raises(UserError, match=r"schedule must change inside job\.step alone"):
         tracked.check_unchanged()
+    tracked.check_unchanged(after_epoch=True)
     tracked.commit()
     with torch.no_grad():
         next(items["ema"].parameters()).add_(1)

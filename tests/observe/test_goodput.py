@@ -126,7 +126,7 @@ def report_often_and_die_at_step_13() -> None:
     step = train.loop.step
 
     def dying(training: Any) -> Any:
-        while training.progress.step == 13:
+        while training.job.step_number == 13:
             if any(report.step == 13 for report in read_reports(training.job.run_dir)):
                 training.job.run.saver.wait()  # the checkpoint of step 10 is there
                 os.kill(os.getpid(), signal.SIGKILL)

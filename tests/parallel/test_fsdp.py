@@ -18,12 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rankup.errors import UserError
 from tests.rigs import recording_workload
+from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.parallel import fsdp
 from train.parallel.model import prepare
-from train.run.checkpoints import load_checkpoint
 from train.workloads import Workload, vision_models
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",

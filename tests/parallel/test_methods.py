@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import checkpoint as recompute
 
 from rankup.errors import UserError
+from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
@@ -19,7 +20,6 @@ from train.parallel import METHODS, load_method, method_name
 from train.parallel.method import Method
 from train.parallel.warm_up import warm_up
 from train.run import CHOICES
-from train.run.checkpoints import load_checkpoint
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
 # differences

@@ -21,9 +21,8 @@ from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
 from rankup.state.options import Options
 from rankup.state.second import SecondPlace
-from tests.rigs.checkpoints import save, steps
+from tests.rigs.checkpoints import load_checkpoint, save, steps
 from tests.rigs.object_store import BUCKET, S3
-from train.run.checkpoints import load_checkpoint
 
 SEED = 20261124
 WAITS_S = 100  # for a busy machine

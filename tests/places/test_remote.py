@@ -178,7 +178,9 @@ def test_commands_read_checkpoints_at_their_address(machines: Machines, tmp_path
     folder = next(key.split("/")[5] for key in machines.names() if key.endswith("manifest.json"))
     assert "accuracy" in machines.run("second", command="evaluate")
     exported, address = tmp_path / "model.pt", f"{machines.url}/{name}/{folder}"
-    machines.run("second", "--output", str(exported), "--checkpoint", address, command="export")
+    env = {**machines.door.env, "RANKUP_CACHE": str(tmp_path / "cache")}
+    codes, output = machines.forks.run("export", address, exported, "--item", "model", env=env)
+    assert codes == [0], output
     assert exported.stat().st_size > 0
     output = machines.run("second", "--epochs", "1", "--name", "other", "--init-from", f"{machines.url}/run")
     assert f"started from {machines.url}/run: 4 of 4 tensors" in output

@@ -136,8 +136,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
             if given.script not in ("train/main.py", "train.main"):
                 continue
             words = given.arguments or ["train"]
-        own = words[:2] in (["export", "--name"], ["export", "--checkpoint"])  # the program's command of that name
-        if words[0] in cli.COMMANDS and not own:
+        if words[0] in cli.COMMANDS:
             if words[1:] != ["--help"]:
                 cli.parser(words[0]).parse(words[1:])
             continue

@@ -10,7 +10,9 @@ import tokenize
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
+import rankup
 from tests.rigs.jobs import ROOT, environment
 from train.commands.table import without_collections
 
@@ -20,7 +22,7 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "loop", "job", "integrations", "cli", "__main__",
+        "program", "loop", "job", "integrations", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]
@@ -77,6 +79,28 @@ def test_imports_run_one_way_between_folders() -> None:
         for name in names
         if places[folder_of(name)] > places[folder_of(importer)]
     ]
+    assert wrong == []
+
+
+def test_imports_of_the_program_are_public_names() -> None:
+    """So is what a program of a user's own needs: the names of `rankup`, and the modules among them."""
+    modules = [f"rankup.{name}" for name in rankup.__all__ if isinstance(getattr(rankup, name), ModuleType)]
+    assert len(rankup.__all__) < 20
+    wrong = []
+    for path in (ROOT / "train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "rankup" and not node.level:
+                public = node.module in modules or all(
+                    node.module == "rankup" and alias.name in rankup.__all__ for alias in node.names
+                )
+            elif isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names if alias.name.partition(".")[0] == "rankup"]
+                public = all(name in ("rankup", *modules) for name in named)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rankup":
+                public = node.attr in rankup.__all__
+            else:
+                continue
+            wrong += [] if public else [f"{path.relative_to(ROOT)}:{node.lineno}"]
     assert wrong == []
 
 

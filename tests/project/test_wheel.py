@@ -78,6 +78,7 @@ def test_wheel_trains_and_explains_beside_an_own_train_py(installed: Path, own: 
         job = rankup(installed, own, *started, *line, "--fresh")
         assert job.codes == [0], job.output
         assert result(own / "runs" / "run")["world_size"] == world_size
+    assert "(rankup show lists all)" in rankup(installed, own, "train", "--stpes", "1").output
     (own / "job.log").write_text("CUDA out of memory\n")
     job = rankup(installed, own, "explain", "job.log")
     assert "the GPU's memory was not enough" in job.output

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -143,9 +144,9 @@ def test_demo_interrupted_saves_and_goes_on_next_time(clone: Path) -> None:
         assert ("resumed from step-" in demo.output) == bool(steps)
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_demo_fails_and_leaves_nothing_when_an_agent_is_killed(demo: Job, node: int) -> None:
-    tree = tree_of(demo)
+def test_demo_fails_and_leaves_nothing_when_an_agent_is_killed(demo: Job) -> None:
+    """Either of them: each run of the tests draws one."""
+    tree, node = tree_of(demo), random.randrange(2)
     agents = agents_of(demo)
     assert sorted(agents) == ["0", "1"]
     agents[str(node)].kill()

@@ -1,23 +1,35 @@
 """Checkpoints for tests: states in which only one field matters, files to save, to look at and to damage."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rankup.job import _checked
 from rankup.loop.record import FORMAT, RANDOM_SCHEME, Position, versions
-from rankup.state import copies
+from rankup.state import copies, reading
 from rankup.state.copies import STATE, Content, list_copies, to_json
 from rankup.state.tree import to_files
 from train.config import Config
-from train.run.checkpoints import load_newest
+from train.run.checkpoints import BEGIN_ANEW, check
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
 SETTINGS = (
     "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule", "constant",
     "--log-every-steps", "1", "--tensorboard=false", "--join-timeout-s", "30",
 )
+
+
+def load_checkpoint(path: Path) -> reading.Copy:
+    """Read one checkpoint folder as the program does. Raises UserError where it is damaged, or not the program's."""
+    return reading.load(path, _checked(check, BEGIN_ANEW))
+
+
+def load_newest(directory: Path, warn: Callable[[str], None]) -> reading.Copy | None:
+    """The newest checkpoint in `directory` that verifies."""
+    return reading.load_newest(directory, warn, _checked(check, BEGIN_ANEW))
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:

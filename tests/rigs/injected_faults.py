@@ -117,7 +117,7 @@ def dies_in_step_8() -> None:
     step = train.loop.step
 
     def dying(training: Any) -> Any:
-        if training.progress.step == 7:
+        if training.job.step_number == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         return step(training)
 

@@ -121,7 +121,7 @@ def _hook_loop(loop: Any) -> None:
     step, evaluate = loop.step, loop.evaluate_and_report
 
     def hooked_step(t: Any) -> Any:
-        Now.step = t.progress.step + 1
+        Now.step = t.job.step_number + 1
         hooks = _inside_step(t)
         try:
             return step(t)

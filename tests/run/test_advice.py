@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from rankup.group import group
 from rankup.seeds import random_state_kept
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -70,7 +71,7 @@ def always() -> None:
     """In the process of a rank: everything is worth a line, on a CPU that has bf16, beside idle ones."""
     advice.LEAST_GAIN = 1e-9
     advice.has_bf16 = lambda device: True
-    advice.cpu_quota = lambda: 6.0
+    group.cpu_quota = lambda: 6.0
 
 
 def train(forks: Forks, run: Path, *arguments: str, preload: str = "always", world_size: int = 1) -> list[str]:

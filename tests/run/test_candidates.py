@@ -12,6 +12,8 @@ import torch
 
 from rankup.errors import UserError
 from rankup.group.group import Group
+from rankup.job import _checked
+from rankup.loop.record import check_random_scheme
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
@@ -19,7 +21,7 @@ from rankup.state.copies import list_copies
 from rankup.state.options import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.checkpoints import check
+from train.run.checkpoints import BEGIN_ANEW, check
 from train.run.run_directory import _check_settings
 
 RUN = "0123456789abcdef"
@@ -76,12 +78,13 @@ class Node:
             self.checkpoint(*newest)
 
         def fits(path: Path, record: dict[str, Any]) -> None:
+            check_random_scheme(path, record)
             _check_settings(path, record, Config())
 
         group: Any = self
         return find_origin(
             group, self.run_dir, known, line(0, run="new"), "", found_in(list_copies(self.run_dir / "checkpoints")), {},
-            Options(check=check, fits=fits, fresh=fresh),
+            Options(check=_checked(check, BEGIN_ANEW), fits=fits, fresh=fresh),
         )
 
 

@@ -13,11 +13,20 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.state.copies import find_problem, fingerprint, list_copies
-from tests.rigs.checkpoints import SETTINGS, flip, newest, save, save_checkpoint, steps, train, training_state
+from tests.rigs.checkpoints import (
+    SETTINGS,
+    flip,
+    load_newest,
+    newest,
+    save,
+    save_checkpoint,
+    steps,
+    train,
+    training_state,
+)
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.run import weights
-from train.run.checkpoints import load_newest
 
 FILES = ("model.safetensors", "optimizer.safetensors", "tree.json", "state.json", "manifest.json")
 

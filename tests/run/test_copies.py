@@ -21,10 +21,9 @@ from rankup.state.choice import SECOND
 from rankup.state.copies import fingerprint_tensors, to_json
 from rankup.state.options import Options
 from rankup.state.saver import SecondCopies
-from tests.rigs.checkpoints import SETTINGS, flip, save, save_checkpoint, steps, training_state
+from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, save_checkpoint, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
-from train.run.checkpoints import load_checkpoint
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 # In step 9: the ranks agree to stop two steps after the one that they are in

@@ -15,10 +15,9 @@ import torch
 from rankup.places.lineage import Lineage
 from rankup.state import rescue
 from rankup.state.copies import Content, fingerprint
-from tests.rigs.checkpoints import files_of, train, training_state
+from tests.rigs.checkpoints import files_of, load_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
 from train.data.sources import cache
-from train.run.checkpoints import load_checkpoint
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
 LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])

@@ -223,7 +223,7 @@ def fail_on_rank_1() -> None:
         step = train.loop.step
 
         def failing(training: Any) -> Any:
-            if training.progress.step == 5:
+            if training.job.step_number == 5:
                 raise ZeroDivisionError("a fault in step 5")
             return step(training)
 

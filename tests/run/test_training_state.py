@@ -11,9 +11,8 @@ import torch
 from rankup.errors import UserError
 from rankup.loop.record import FORMAT, RANDOM_SCHEME, Position, write_record
 from rankup.state.copies import find_problem, fingerprint, list_copies
-from tests.rigs.checkpoints import save_checkpoint, training_state
+from tests.rigs.checkpoints import load_checkpoint, load_newest, save_checkpoint, training_state
 from tests.rigs.fork_server import Forks
-from train.run.checkpoints import load_checkpoint, load_newest
 
 # 8 steps an epoch
 SETTINGS = (

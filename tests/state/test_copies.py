@@ -15,11 +15,10 @@ import pytest
 from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.copies import find_problem
-from tests.rigs.checkpoints import flip, newest, save, steps, train
+from tests.rigs.checkpoints import flip, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 from tests.rigs.small_filesystems import small_disk
-from train.run.checkpoints import load_newest
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 
@@ -221,7 +220,7 @@ def fill_at_step_10() -> None:
     step = train.loop.step
 
     def filling(training: Any) -> Any:
-        if training.progress.step == 10:
+        if training.job.step_number == 10:
             fill(Path(os.environ["DISK"]))
         return step(training)
 

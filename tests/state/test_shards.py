@@ -18,12 +18,12 @@ from rankup import cli
 from rankup.state import copies, shards
 from rankup.state.copies import find_problem, fingerprint, list_copies
 from rankup.state.shards import Shards
+from tests.rigs.checkpoints import load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import small_disk
 from tests.run.test_saver import HELD, hold, in_step
 from train.run import weights
-from train.run.checkpoints import load_checkpoint, load_newest
 
 # 8 steps an epoch
 LINE = (
@@ -192,10 +192,10 @@ def test_parts_are_plain_safetensors(trained: Path) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path, named: bool) -> None:
-    where = ("--checkpoint", newest(trained)) if named else ("--name", "run", "--run-dir", trained)
-    codes, output = forks.run("export", *where, "--output", tmp_path / "new" / "w.pt")
+    where = (newest(trained),) if named else ("run", "--run-dir", trained)
+    codes, output = forks.run("export", *where, tmp_path / "new" / "w.pt", "--item", "model")
     assert codes == [0], output
-    assert f"the weights of step 12, 4 tensors, 0.0 MB, digest {digest(trained)[:16]}" in output
+    assert "the weights of step 12, 4 tensors, 0.0 MB" in output
     model = plain_model()
     model.load_state_dict(torch.load(tmp_path / "new" / "w.pt"))
     assert weights.digest(model.state_dict()) == digest(trained)
@@ -209,22 +209,15 @@ def test_export_is_one_plain_file(forks: Forks, trained: Path, tmp_path: Path, n
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("--checkpoint", "/nowhere"), "/nowhere must be a whole checkpoint, got a damaged one: manifest.json is"),
-        (("--run-dir", "/nowhere"), "checkpoints must hold one, got none. Train first, or name one."),
-        (("--output", "/dev/null/w.pt"), "export: the file must be one that can be written, got /dev/null/w.pt: "),
+        (("run", "w.pt", "--run-dir", "/nowhere"), "checkpoints must hold one, got none. Train first, or name one."),
+        (("run", "/dev/null/w.pt"), "export: the file must be one that can be written, got /dev/null/w.pt: "),
     ],
 )
-def test_export_of_nothing_is_one_line(forks: Forks, trained: Path, line: tuple[str, str], message: str) -> None:
-    codes, output = forks.run("export", "--name", "run", "--run-dir", trained, *line)
+def test_export_of_nothing_is_one_line(forks: Forks, trained: Path, line: tuple[str, ...], message: str) -> None:
+    codes, output = forks.run("export", "--run-dir", trained, *line)
     assert codes == [2]
     assert message in output
     assert "Traceback" not in output
-
-
-def test_export_under_a_launcher_is_refused(forks: Forks, trained: Path) -> None:
-    codes, output = forks.run("export", "--name", "run", "--run-dir", trained, world_size=2)
-    assert codes == [2, 2]
-    assert "export must be started by hand, once" in output
 
 
 def test_evaluation_reads_it(forks: Forks, trained: Path) -> None:

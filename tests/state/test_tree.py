@@ -16,8 +16,7 @@ from torch import nn
 from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.tree import TensorFile, encode, from_files, to_files
-from tests.rigs.checkpoints import save
-from train.run.checkpoints import load_newest
+from tests.rigs.checkpoints import load_newest, save
 
 
 def contents(tracked: dict[str, Any]) -> dict[str, bytes]:

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.foreign_scripts import WARN, again_if_aborted
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, ended, result, start
 from tests.rigs.migrations import FOLDER, NAMES, diff, with_diffs
-from train.run.checkpoints import load_checkpoint
 
 SIDES = ("before", "after")
 # Those that show the diffs

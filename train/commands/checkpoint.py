@@ -1,24 +1,18 @@
-"""A trained model from its checkpoint, and the commands `evaluate` and `export` of it."""
+"""A trained model from its checkpoint, and the command `evaluate`."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from rankup.agent.status import StatusFile
-from rankup.errors import Stopped, UserError
-from rankup.group.group import Group
+import rankup
+from rankup import Copy, Group, Stopped, UserError
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.export import export as export_copy
-from rankup.state.export import find_copy
-from rankup.state.reading import Copy, share
-from rankup.urls import is_url
 
 from ..config import Config
-from ..config.options import EvaluateOptions, ExportOptions
+from ..config.options import EvaluateOptions
 from ..group import join_group
 from ..parallel.model import prepare
 from ..run import weights
@@ -40,31 +34,22 @@ class CheckpointModel:
     checkpoint: Copy
 
 
-def read_checkpoint(place: str, context: Context) -> Copy:
-    """The checkpoint in `place`, or the newest good one of the run if it is empty; sharded ones are put together.
-
-    `place`: a folder or an address. Raises UserError, and PeerLost where a store does not answer.
-    """
-    config, log, run_dir = context.config, context.log, context.run_dir
-    if not place and is_url(config.run_dir):
-        place = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
-    return find_copy(place, run_dir, warn=log.warning, check=check, timeout_s=config.setup_timeout_s)
-
-
 @contextmanager
 def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
     """Join the group and load the checkpoint on all ranks. Collective: every rank calls it.
 
-    `path`: as for `read_checkpoint`; rank 0 alone reads it. Raises UserError for a checkpoint that can't be read, or
-    that does not fit the data or the model, and JoinError and PeerLost as training does.
+    `path`: a folder or an address, or the newest good one of the run if it is empty; rank 0 alone reads it. Raises
+    UserError for a checkpoint that can't be read, or that does not fit the data or the model, and JoinError and
+    PeerLost as training does.
     """
-    config, log = context.config, context.log
+    config, log, run_dir = context.config, context.log, context.run_dir
+    if not path and rankup.urls.is_url(config.run_dir):
+        path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
-    status = StatusFile(context.run_dir / "evaluations", context.launch, shared=False)
-    with join_group(config, context.launch, log=log, stop=context.stop, status=status) as group:
+    with join_group(config, context.program, run_dir / "evaluations", needs_process_group=False, trains=False) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
-        checkpoint: Copy = group.on_rank0(
-            lambda: read_checkpoint(path, context), share=lambda found: share(found, group)
+        checkpoint = rankup.open_checkpoint(
+            path, run_dir=run_dir, group=group, check=check, warn=log.warning, timeout_s=config.setup_timeout_s
         )
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)
@@ -81,7 +66,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
             raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
         # No rank trains here: batch norm uses its stored statistics, and sync_bn would need ranks to compute others
         prepare(workload, settings.model_copy(update={"sync_bn": False}), group)
-        context.stop.finish_step_first()
+        group.stop.finish_step_first()
         yield CheckpointModel(settings, group, workload, checkpoint)
 
 
@@ -115,7 +100,7 @@ def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
         result = evaluate(opened.config, group, workload, workload.model)
         if result is None:
-            raise Stopped(f"{context.stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
+            raise Stopped(f"{group.stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
         digest = weights.digest(workload.model.state_dict())
         text, details = workload.report(result.tables) if workload.report else ("", {})
         if group.is_rank0:
@@ -127,10 +112,3 @@ def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
             path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
             context.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
-
-
-def export(context: Context, options: ExportOptions) -> None:
-    """Write a state dict that `load_state_dict` of the plain module takes. See `rankup.state.export`."""
-    checkpoint = read_checkpoint(options.checkpoint, context)
-    written = export_copy(checkpoint, Path(options.output), item="model")
-    context.log.info(f"{written}, digest {weights.digest(checkpoint.tracked['model'])[:16]}")

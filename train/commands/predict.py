@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rankup.errors import Stopped, UserError
-from rankup.places.files import staged
+from rankup import Stopped, UserError
 
 from ..config.options import PredictOptions
 from ..data import Samples
@@ -87,7 +87,9 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
 def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
     """The complete file or none. Raises UserError if it can't be written."""
     try:
-        with staged(path) as staging, staging.open("w", encoding="utf-8", newline="") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_name(f".{path.name}.{os.getpid()}")
+        with staging.open("w", encoding="utf-8", newline="") as file:
             if path.suffix == ".csv":
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(("input", "label", "probability"))
@@ -96,5 +98,6 @@ def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
                 for name, label, probability in rows:
                     line = {"input": name, "label": label, "probability": round(probability, 6)}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        staging.replace(path)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rankup.errors import UserError
+from rankup import UserError
 from rankup.urls import is_url
 
 from .settings import Settings

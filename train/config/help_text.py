@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from pydantic.fields import FieldInfo
 
 from .options import OPTIONS, Options
-from .schema import NO_CHOICES, Choices, facts, fields_of, flag, kind
+from .schema import NO_CHOICES, PROGRAM, Choices, facts, fields_of, flag, kind
 from .settings import TOPICS, Settings
 from .yaml_text import dump_value
 
-PROGRAM = "python -m train.main"
 # The settings that a first training meets
 COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
           "parallel", "seed", "name", "run_dir", "fresh")
@@ -27,7 +26,6 @@ EXAMPLES = {
     "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
     "evaluate": ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110"),
     "predict": ("predict --name mine --output predictions.csv", "predict --name mine --input photos/"),
-    "export": ("export --name mine --output model.pt",),
     "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json"),
     "doctor": ("doctor", "doctor --alone --json"),
 }

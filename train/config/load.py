@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from .contradictions import contradictions
 from .schema import (

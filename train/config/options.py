@@ -56,12 +56,6 @@ class PredictOptions(CheckpointOptions, RankOptions):
                           rule="a .csv or .jsonl file")
 
 
-class ExportOptions(CheckpointOptions):
-    """Write the weights of a checkpoint, plain or sharded, to one file."""
-
-    output: str = setting("model.pt", "Where to write the weights.", min_length=1, metavar="FILE", rule="a file's name")
-
-
 class ShowOptions(JsonOptions):
     """Print all settings as they would be used, with help, range and unit."""
 
@@ -75,6 +69,6 @@ class DoctorOptions(JsonOptions, RankOptions):
 
 
 OPTIONS: dict[str, type[Options]] = {
-    "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions,
-    "export": ExportOptions, "show": ShowOptions, "doctor": DoctorOptions,
+    "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "show": ShowOptions,
+    "doctor": DoctorOptions,
 }

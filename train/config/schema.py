@@ -16,7 +16,9 @@ from rankup.urls import must_hold_no_secrets, secrets_in
 from .settings import INT32_MAX
 from .yaml_text import describe, scalar
 
-SHOW_HINT = "(python -m train.main show lists all)"
+# How this program is called: an installed rankup has it inside
+PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
+SHOW_HINT = f"({PROGRAM} show lists all)"
 KIND_WORDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}  # pydantic's names of bounds, in declarations and in errors
 

@@ -168,7 +168,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
         None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.",
         unit="steps", ge=0)
     tensorboard: bool = setting(True, "Write TensorBoard files.")
-    # Its choices are in rankup/observe/tracker.py, given in the same way.
+    # Its choices are given in the same way.
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")

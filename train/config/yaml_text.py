@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from rankup.errors import UserError
+from rankup import UserError
 
 _CORE = "tag:yaml.org,2002:"
 _NUMBER = r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"

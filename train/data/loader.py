@@ -12,7 +12,6 @@ import multiprocessing.connection
 import multiprocessing.process
 import os
 import queue
-import shutil
 import signal
 import sys
 import threading
@@ -23,19 +22,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from rankup.agent.processes import die_with_parent
-from rankup.doctor.machine import ENLARGE_SHM
-from rankup.errors import PeerLost, UserError
-from rankup.group.stacks import open_worker
-from rankup.group.stop import STOP_SIGNALS, StopRequest
+from rankup import PeerLost, UserError, start_worker
 
 from .order import BatchIndex
 from .samples import Samples, tensors, to_device
 
 SHM_FULL = (
-    f"/dev/shm must hold the batches of all DataLoader workers, got no space left on it. {ENLARGE_SHM}, or set "
-    "--num-workers 0."
+    "/dev/shm must hold the batches of all DataLoader workers, got no space left on it. Enlarge it (docker run "
+    "--shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm), or set --num-workers 0."
 )
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # they ask the loop to stop
 # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and the loop
 # below could not tell which of them died.
 FORKS = sys.platform == "linux"
@@ -58,9 +54,10 @@ class Loader:
 
     def __init__(
         self, samples: Samples, batches: Iterable[BatchIndex], *, evaluation: Samples | None = None,
-        device: torch.device, stop: StopRequest, num_workers: int, warn: Callable[[str], None] = print,
+        device: torch.device, stop: Any, num_workers: int, warn: Callable[[str], None] = print,
     ) -> None:
-        """`evaluation`: the samples of batches that have no epoch; None: those are of `samples` too.
+        """`evaluation`: the samples of batches that have no epoch; None: those are of `samples` too. `stop`: its
+        `requested` says whether the loop is to stop.
 
         Raises PeerLost where workers do not begin.
         """
@@ -154,11 +151,6 @@ def uses_workers(samples: Samples, num_workers: int) -> bool:
     return num_workers > 0 and not getattr(samples, "in_memory", False)
 
 
-def free_shared_memory() -> int:
-    """Bytes free in /dev/shm, through which workers send their batches."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else sys.maxsize
-
-
 class _Batches(Dataset[Any]):
     """Samples of training and of evaluation as a torch Dataset whose items are whole batches."""
 
@@ -203,13 +195,8 @@ def _hanging(workers: Collection[multiprocessing.process.BaseProcess], said: Any
 
 
 def _start_worker(parent: int, said: Any, worker: int) -> None:
-    """Runs first in each worker: it ignores the signals that are meant for the loop, and dies with the loop."""
-    for number in STOP_SIGNALS:
-        # A batch system signals the whole process group. If workers died of it, the loop could not save.
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    die_with_parent(parent)
-    open_worker(worker)
+    """Runs first in each worker."""
+    start_worker(parent, worker)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
     said[3 * worker + PID] = os.getpid()
 
@@ -222,7 +209,7 @@ def _signals_held() -> Iterator[None]:
     that moment, even in a save; the thread that waits for the workers notices the death within five seconds anyway.
     """
     on_child = signal.getsignal(signal.SIGCHLD)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
-from rankup.errors import UserError
+from rankup import UserError
 from rankup.seeds import derive_seed, seed_host
 
 # The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.

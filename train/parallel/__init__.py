@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ..config import Config
 
 if TYPE_CHECKING:
-    from rankup.group.group import Group
+    from rankup import Group
 
     from .method import Method
 

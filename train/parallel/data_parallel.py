@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from .method import Method
 

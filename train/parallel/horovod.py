@@ -13,14 +13,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
-from rankup.agent.network import address_of
-from rankup.errors import JoinError, UserError
-from rankup.group.group import Group
-from rankup.timing import BEHIND_OURS_S
+from rankup import Group, JoinError, UserError
 
+from ..group import longest_phase_s
 from .method import Method
 
 INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."
@@ -67,8 +66,7 @@ class Horovod(Method):
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
         os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # we report a lost peer ourselves, by its name
         # Behind our own deadlines, which know the phase; torch's group has the same
-        longest_s = max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)
-        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(longest_s + BEHIND_OURS_S))
+        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(longest_phase_s(config) + 120))
         with _rendezvous(group):
             try:
                 horovod.init()
@@ -104,9 +102,7 @@ class Horovod(Method):
     def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Wait for the averages first: clipping and the loss scaler look at the gradients before `optimizer.step()`
         would wait for them."""
-        self.group.watch.wait_for_others(True)
-        optimizer.synchronize()  # type: ignore[attr-defined]
-        self.group.watch.wait_for_others(False)
+        self.group.collective(optimizer.synchronize)  # type: ignore[attr-defined]
         with optimizer.skip_synchronize():  # type: ignore[attr-defined]
             super().step(plain, optimizer, scaler)
 
@@ -122,7 +118,7 @@ def _rendezvous(group: Group) -> Iterator[None]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     server = None
     if group.is_rank0:
-        host = address_of(interface) if interface else socket.gethostbyname(socket.gethostname())
+        host = _address_of(interface) if interface else socket.gethostbyname(socket.gethostname())
         server = RendezvousHTTPServer((host, 0), RendezvousHandler, False)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -139,3 +135,9 @@ def _rendezvous(group: Group) -> Iterator[None]:
     if server is not None:
         server.shutdown()
         server.server_close()
+
+
+def _address_of(interface: str) -> str:
+    """The address that gloo takes."""
+    found = {address.family: address.address for address in psutil.net_if_addrs()[interface]}
+    return found.get(socket.AF_INET) or found[socket.AF_INET6]

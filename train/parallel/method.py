@@ -1,13 +1,12 @@
 """What a method of training in parallel decides. The loop calls these hooks and knows no method by name."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from rankup.group.group import Group
-from rankup.observe.step_clock import Link
+from rankup import Group
 
 from ..config import Config
 
@@ -35,8 +34,8 @@ class Method:
 
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
-        # What exchanges gradients beside torch, in the middle of backward: it says how long this rank waited there
-        self.exchange: Link | None = None
+        # What exchanges gradients beside torch, in the middle of backward: its `waited_s` says how long it waited there
+        self.exchange: Any = None
 
     @property
     def every_rank_has_all(self) -> bool:

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rankup.errors import UserError
-from rankup.group.group import Group
+from rankup import Group, UserError
 
 from ..config import Config
 from ..config.contradictions import NOT_WITH

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import record_function
 
-from rankup.group.group import Group
+from rankup import Group
 
 PART = 2**18  # numbers that are exchanged at a time: a megabyte, which stays in the caches
 BYTES = 2 * 2 * PART * torch.float32.itemsize

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankup.errors import UserError
+from rankup import UserError
 
 
 def warm_up(

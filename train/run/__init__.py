@@ -1,9 +1,7 @@
 """A run of this program. No torch here: the settings whose choices are a table in another folder, which `config` may
 not import, so that it is given these."""
 
-from rankup.observe.tracker import TRACKERS
-
 from ..data.sources import SOURCES
 from ..parallel import METHODS
 
-CHOICES = {"dataset": tuple(SOURCES), "parallel": ("auto", *METHODS), "tracker": ("none", *TRACKERS)}
+CHOICES = {"dataset": tuple(SOURCES), "parallel": ("auto", *METHODS), "tracker": ("none", "mlflow", "wandb")}

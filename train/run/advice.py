@@ -9,7 +9,6 @@ copy of the model, and puts the random state back: weights, gradients, buffers a
 """
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankup.agent.limits import cpu_quota
-from rankup.errors import reason
-from rankup.group.group import Group
+from rankup import Group
 from rankup.seeds import random_state_kept
 
 from ..config import Config
@@ -85,20 +82,17 @@ class Advice:
                 for line in self._lines():
                     self.group.log.info(f"advice: {line}")
         except Exception as error:  # a model that can't be copied, too little memory: no reason to end a training
-            self.group.log.debug(f"no advice: {reason(error)}")
+            self.group.log.debug(f"no advice: {type(error).__name__}: {error}")
         self._subject = None
 
     def _lines(self) -> Iterator[str]:
         config, group = self.config, self.group
-        # By name too: started by hand, or as two nodes on one machine, ranks don't know how many share it
-        ranks = max(group.launch.local_world_size or 1, list(group.hosts).count(group.hosts[group.rank]))
         step_s, wait_s = statistics.median(self._steps_s), statistics.median(self._waits_s)
-        cpus = math.floor(cpu_quota() or os.cpu_count() or 1) // ranks  # for this rank
         if not getattr(self.workload.train, "in_memory", False):
             # A GPU's rank computes elsewhere, so its workers may have all CPUs
-            free = cpus - config.num_workers - (config.num_threads if group.device.type == "cpu" else 0)
+            free = group.cpus - config.num_workers - (config.num_threads if group.device.type == "cpu" else 0)
             yield from on_workers(config.num_workers, step_s=step_s, wait_s=wait_s, free=free)
-        threads = min(cpus, MOST_THREADS)
+        threads = min(group.cpus, MOST_THREADS)
         times = self._measure(step_s, threads)
         if "bf16" in times:
             yield from on_setting("--precision bf16", "It rounds more: compare the losses.", step_s, times, "bf16")

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankup.errors import UserError
-from rankup.group.group import Group
+from rankup import Group, UserError
 
 from ..config import Config
 from ..data import Samples

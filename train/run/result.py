@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 
-from rankup.errors import disk_error
-from rankup.group.group import Group
-from rankup.loop.record import versions
-from rankup.observe.goodput import one_line
-from rankup.observe.reporter import speed
-from rankup.observe.tracker import address_of
-from rankup.places.files import write_json
+from rankup import Group
 
 from ..config import Config
 from ..data.order import Order
@@ -56,37 +50,26 @@ def write_result(t: Training, *, seconds: float) -> None:
     `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns
     the run by now.
     """
-    config, job, group, workload, progress = t.config, t.job, t.group, t.workload, t.progress
+    config, job, group, workload = t.config, t.job, t.group, t.workload
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
     if not group.is_rank0:
         return
-    result = {
-        "attempt": group.attempt, "run": job.run.address, "step": progress.step, "steps_per_epoch": t.steps_per_epoch,
-        "metrics": progress.metrics or {}, f"{workload.unit}_per_s": round(speed(group, job.course, progress.step), 1),
-        "seconds": round(seconds, 1), "peak_memory_mb": round(max(peaks)),
-        "world_size": group.world_size, "hosts": sorted(set(group.hosts)),
-        "digest": weights.digest(state), "data": workload.data_name,
-        "parallel": method_name(config, group.world_size), "versions": versions(), "goodput": job.goodput(),
-    }
-    if address := address_of(job.run_dir, job.run.lineage.run):
-        result["tracker"] = address
     if workload.pictures is not None and t.tables and config.tensorboard:
         if t.whole is not t.plain:
             t.whole.load_state_dict(state)
         t.whole.eval()
         device = next(t.whole.parameters()).device
         pictures = workload.pictures(t.whole, t.tables, device)
-        job.metrics.pictures(progress.step, pictures)
-    shown = shown_settings(config, method=result["parallel"], world_size=group.world_size)
-    job.metrics.hyperparameters(shown)
-    job.metrics.flush()
-    job.run.check_owner()
-    try:
-        write_json(job.run_dir / "result.json", result)
-    except OSError as error:
-        raise disk_error("result.json", job.run_dir, error) from None
-    group.log.info(_table(result, workload.unit, tensorboard=config.tensorboard))
+        job.metrics.pictures(job.step_number, pictures)
+    method = method_name(config, group.world_size)
+    job.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
+    result = job.result(
+        steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
+        digest=weights.digest(state), data=workload.data_name, parallel=method,
+    )
+    goodput = job.goodput_line()
+    group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
 
 
 def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
@@ -113,7 +96,7 @@ def _peak_memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
-def _table(result: dict[str, Any], unit: str, *, tensorboard: bool) -> str:
+def _table(result: dict[str, Any], unit: str, *, goodput: str, tensorboard: bool) -> str:
     metrics = result["metrics"]
     rows = {name.replace("_", " "): f"{metrics[name]:.4f}" for name in sorted(metrics)}
     rows |= {
@@ -122,7 +105,7 @@ def _table(result: dict[str, Any], unit: str, *, tensorboard: bool) -> str:
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
     }
     rows |= {
-        "goodput": one_line(result["goodput"]),
+        "goodput": goodput,
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if tensorboard else ''})",
     }

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from rankup.group.group import Group
-from rankup.loop.job import Job
-from rankup.loop.record import Position
+from rankup import Group, Job
 
 from ..config import Config
 from ..data.loader import Loader
@@ -39,7 +37,3 @@ class Training:
     @property
     def group(self) -> Group:
         return self.job.group
-
-    @property
-    def progress(self) -> Position:
-        return self.job.position

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from rankup.errors import UserError
-from rankup.group.group import Group
-from rankup.state.copies import FILE, MANIFEST
-from rankup.state.stored_run import fetched
+import rankup
+from rankup import Group, UserError
 
 from ..config import Config
-from .checkpoints import load_checkpoint
+from .checkpoints import check
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
@@ -46,7 +44,7 @@ def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
     place = config.init_from or ""
 
     def load() -> None:
-        with fetched(place, warn=group.log.warning, timeout_s=0.9 * config.setup_timeout_s) as path:
+        with rankup.fetched(place, warn=group.log.warning, timeout_s=0.9 * config.setup_timeout_s) as path:
             init_from(plain, path, group.log.info, place=place)
 
     group.on_rank0(load)
@@ -62,8 +60,9 @@ def _read(path: Path, place: str) -> Any:
     """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
     from safetensors.torch import load_file
 
-    if path.is_dir() and ((path / MANIFEST).exists() or not any((path / name).exists() for name in HUGGING_FACE)):
-        return load_checkpoint(path).as_plain().tracked["model"]
+    ours = (path / "manifest.json").exists() or not any((path / name).exists() for name in HUGGING_FACE)
+    if path.is_dir() and ours:
+        return rankup.open_checkpoint(path, check=check).tracked["model"]
     try:
         if path.is_dir():
             return {name: tensor for file in _files_of(path) for name, tensor in load_file(file).items()}
@@ -84,7 +83,7 @@ def _files_of(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / HUGGING_FACE[0]]
     names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    if not all(FILE.fullmatch(name) for name in names):
+    if any(Path(name).name != name for name in names):
         raise ValueError(f"{index.name} names files elsewhere")
     return [folder / name for name in names]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, TensorDataset
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ..config import Config
 from ..data import MapSamples, Samples, TensorSamples

@@ -4,14 +4,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from rankup.doctor import machine
-from rankup.errors import UserError
-from rankup.group.group import Group
+from rankup import Group, UserError
 
 from ..config import Config
-from ..data.loader import AHEAD, uses_workers
 from ..data.order import BatchIndex, Order, evaluation_batches
-from ..data.samples import num_bytes, to_device
+from ..data.samples import to_device
 from .workload import Workload
 
 
@@ -61,21 +58,8 @@ def is_evaluated(config: Config, step: int, total_steps: int, steps_per_epoch: i
     return step >= total_steps or step % (steps_per_epoch * config.evaluate_every_epochs) == 0
 
 
-def first_batch(config: Config, group: Group, workload: Workload, order: Order, *, free_bytes: int) -> Any:
-    """The first micro-batch of the first epoch, on the device. The warm-up uses it on every start, wherever it resumes.
-
-    Warns where /dev/shm looks too small for the batches that workers will put there, now that one shows its size.
-    `free_bytes`: what was free there before workers began to fill it.
-    """
+def first_batch(group: Group, workload: Workload, order: Order) -> Any:
+    """The first micro-batch of the first epoch, on the device. The warm-up uses it on every start, wherever it
+    resumes."""
     epoch, indices = next(order.batches(0, 1))
-    batch = to_device(workload.train.batch(indices, epoch), group.device)
-    if uses_workers(workload.train, config.num_workers):
-        num_samples = max(len(indices), min(config.eval_batch_size, len(workload.evaluation)))
-        lines = machine.small_shared_memory(
-            ranks=group.launch.local_world_size or 1, num_workers=config.num_workers,
-            prefetch_factor=AHEAD, batch_bytes=num_bytes(batch) * num_samples // len(indices),
-            free_bytes=free_bytes,
-        )
-        for line in lines if group.launch.local_rank == 0 else ():
-            group.log.warning(line)
-    return batch
+    return to_device(workload.train.batch(indices, epoch), group.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ..config import Config
 

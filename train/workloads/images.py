@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ..config import Config
 from ..config.settings import Augment

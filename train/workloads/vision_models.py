@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ..config.schema import nearest
 

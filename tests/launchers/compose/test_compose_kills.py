@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import Project, digest_by_forks, docker, project, wait_for
+from tests.rigs.foreign_scripts import Once
 from tests.rigs.fork_server import Forks
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
@@ -26,9 +27,9 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(once: Once, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the same job without any kill."""
-    return digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), JOB)
+    return once("compose", lambda: digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), JOB))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from tests.launchers.compose.test_compose_kills import JOB
 from tests.rigs.containers import Project, clean_environment, digest_by_forks, project
+from tests.rigs.foreign_scripts import Once
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 from tests.rigs.object_store import BUCKET, S3, Door
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), JOB)
+def undisturbed(once: Once, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return once("compose", lambda: digest_by_forks(forks, tmp_path_factory.mktemp("undisturbed"), JOB))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ...config import Config
 from ...config.schema import is_choice

@@ -12,7 +12,7 @@ import torch
 import torchvision  # noqa: F401 (it registers torch.ops.image)
 from PIL import ExifTags, Image
 
-from rankup.errors import UserError
+from rankup import UserError
 
 # PIL's name of a format -> torchvision's operator, which is faster: JPEG 1.2 to 2 times, WebP 1.6 times; PNG would not
 # be. MPO is what many phones write: a JPEG with more pictures behind it. The functions in torchvision.io warn, for each

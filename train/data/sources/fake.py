@@ -2,7 +2,7 @@
 
 import torch
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankup.errors import UserError
+from rankup import UserError
 
 Say = Callable[[str], None]
 

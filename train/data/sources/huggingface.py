@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rankup.errors import UserError
+from rankup import UserError
 from rankup.urls import is_url
 
 from ...config import Config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ...config import Config
 from ..file_samples import FileSamples

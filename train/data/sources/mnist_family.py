@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples

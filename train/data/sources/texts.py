@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankup.errors import UserError
+from rankup import UserError
 
 from ...config import Config
 
