@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
@@ -49,8 +50,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, command: Command) -> None:
         examples = "".join(f"\n  rankup {name} {line}".rstrip() for line in command.examples)
         super().__init__(
-            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", description=command.about,
-            epilog=f"examples:{examples}", formatter_class=_Formatter, allow_abbrev=False,
+            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", description=fill(command.about, 78),
+            epilog=f"examples:{examples}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )
         for names, details in command.options:
             self.add_argument(*names, **details)
@@ -76,16 +77,6 @@ class Parser(argparse.ArgumentParser):
         ):
             message = re.sub(theirs, ours, message)
         raise UserError(f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Wraps the texts, and leaves the examples as they are."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> str:
@@ -118,51 +109,44 @@ def _launch(given: argparse.Namespace) -> int:
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
-    from rankup.agent.status import tell_platform, what_next
+    from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
 
     guard("stdout", "stderr")
-    try:
-        least, most = given.nnodes or (None, None)
-        limits = None
-        if least is not None and most is not None and (least < most or given.spares):
-            limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
-        elif given.spares:
-            raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
-        node = read_node_env(
-            os.environ, nnodes=most + given.spares if most else None, nproc=given.nproc, node_rank=given.node_rank,
-            master_addr=given.master_addr, master_port=given.master_port, limits=limits,
-        )
-        setup_logging(rank=None, world_size=node.num_nodes)
-        script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
-        _make_folder(given.work_dir)
-        options = Options(
-            join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-            restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
-            work_dir=given.work_dir, start=given.start,
-        )
-        for warning in node.warnings:
-            log.warning("%s", warning)
-        run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
-        if given.preflight:
-            from rankup.doctor.machine import preflight
+    least, most = given.nnodes or (None, None)
+    limits = None
+    if least is not None and most is not None and (least < most or given.spares):
+        limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
+    elif given.spares:
+        raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
+    node = read_node_env(
+        os.environ, nnodes=most + given.spares if most else None, nproc=given.nproc, node_rank=given.node_rank,
+        master_addr=given.master_addr, master_port=given.master_port, limits=limits,
+    )
+    setup_logging(rank=None, world_size=node.num_nodes)
+    script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
+    _make_folder(given.work_dir)
+    options = Options(
+        join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
+        restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
+        work_dir=given.work_dir, start=given.start,
+    )
+    for warning in node.warnings:
+        log.warning("%s", warning)
+    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
+    if given.preflight:
+        from rankup.doctor.machine import preflight
 
-            code, why = preflight(run_dir, ranks=node.nproc, log=log)
-            if code:
-                log.error("%s (exit code %d)", why, code)
-                tell_platform(why, code)
-                return code
-        verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
-    except (UserError, JoinError) as error:
-        tell_platform(str(error), error.code)
-        raise
+        code, why = preflight(run_dir, ranks=node.nproc, log=log)
+        if code:
+            log.error("%s (exit code %d)", why, code)
+            return code
+    verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not knows_us:
-        if code not in (FINISHED, STOPPED, USER_MISTAKE):
-            log.info("%s", what_next(run_dir))
-        tell_platform(verdict.text, code)
+    if not knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
+        log.info("%s", what_next(run_dir))
     return code
 
 

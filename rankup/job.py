@@ -152,7 +152,7 @@ def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
     """
     if group.launch.start:
         return found.start == group.launch.start
-    if not group.restarted or not group.launch.numbers_attempts:
+    if not group.restarted or group.launch.agent is None:
         return group.restarted
     return job_of(found.begun_by) == job_of(group.attempt)
 

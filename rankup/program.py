@@ -48,7 +48,7 @@ class Program:
 
     def __init__(self) -> None:
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
-        self._head, self._run_dir = "", Path()
+        self._run_dir = Path()
 
     def begin(self) -> "Program":
         """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save they end the process with code 143 and
@@ -79,7 +79,7 @@ class Program:
         `init_method`, `rank`, `world_size`: given in place of MASTER_ADDR and MASTER_PORT, RANK, and WORLD_SIZE in the
         environment. `alone`: it shall be no rank, whoever has started it.
         """
-        from rankup.agent.logs import line_head, setup_logging
+        from rankup.agent.logs import setup_logging
         from rankup.env.rank_env import read_rank_env, with_options, without_launcher
         from rankup.errors import UserError
 
@@ -90,7 +90,6 @@ class Program:
             self.found = error
             setup_logging()
         else:
-            self._head = line_head(launch.rank, launch.world_size)
             setup_logging(rank=launch.rank, world_size=launch.world_size)
 
     @property
@@ -172,7 +171,7 @@ class Program:
         """Print an end that is no success, as its kind deserves, tell it to the launcher, and return the exit code."""
         from rankup.agent.status import tell_end
 
-        return tell_end(error, self._head, log=self.log, advice=self._advice)
+        return tell_end(error, log=self.log, advice=self._advice)
 
     def _advice(self, text: str) -> str:
         from rankup.agent.status import what_next

@@ -69,7 +69,6 @@ LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and 
 # of ours runs. Long, as the thread that ends it properly may need most of CAUSE_S + REPORT_END_S on a busy machine
 LOCKED_GRACE_S = 60.0
 REARM_S = 5.0  # a phase that is entered anew at every step would set the kernel's timer thousands of times a second
-WORKERS_S, WORKERS_TICK_S = 0.5, 0.02  # for the stacks of DataLoader workers, and between two looks at them
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
 DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -42,13 +43,14 @@ from rankup.agent.processes import (
     has_handler,
     reap_orphans,
     state_of,
+    within,
 )
 from rankup.agent.protocol import KILLED, VERSION, Link, Links, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import (
     STACKS,
-    RunStatus,
+    ScriptStatus,
     announce_stacks,
     attempt_of,
     new_job,
@@ -419,7 +421,8 @@ class Agent:
         """Its process has ended; its last words may not be read yet."""
 
         async def read(pump: Pump) -> None:
-            await pump.drained(timing.LAST_WORD_S)  # what it left behind may hold its output open
+            # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
+            await pump.drained(timing.PRINT_S + timing.LAST_WORD_S)
             self._ended(local_rank, code)
 
         if (pump := self.ranks[local_rank].pump) is None:
@@ -459,7 +462,7 @@ class Agent:
             cause = last_exception(rank.pump.tail, self._error_file(rank))
         end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
-            write_end(self.run_dir, self.attempt, end)
+            within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, self.attempt, end))
             if end.explains and code != FINISHED and (advice := self.helpers.advice(rank.pump.tail)):
                 log.warning("%s", advice)
         self.attendance.say("end", n=self._commit["n"], **end.message())
@@ -623,7 +626,7 @@ class Lead:
             me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=agent.limits,
             outdone=agent.yield_to,
         )
-        self.status = None if agent.knows_us else RunStatus(agent.run_dir, agent.node.world_size)
+        self.status = None if agent.knows_us else ScriptStatus(agent.run_dir, agent.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
         self.again = False  # this job goes on with an earlier one's run
         self._tasks: list[asyncio.Task[None]] = []
@@ -667,13 +670,14 @@ class Lead:
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(timing.POLL_S)
         if self.status is not None:
-            self.status.release()
+            within(timing.LAST_WORD_S, self.status.release)
 
-    async def _report(self, status: RunStatus) -> None:
+    async def _report(self, status: ScriptStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
             if self.leader.running or self.agent.limits is not None:
-                status.report(nodes=self.leader.nodes())
+                report = functools.partial(status.report, nodes=self.leader.nodes())
+                await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
@@ -723,8 +727,8 @@ class Lead:
                 self._end(Verdict(STOPPED, self.ends.stopped_by))
 
     def _end(self, verdict: Verdict) -> None:
-        if self.status is not None:
-            self.status.end(verdict.code or 0, verdict.text, self.ends.latest)
+        if (status := self.status) is not None:  # the disk may hang, and nobody else would hear of the end
+            within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
         self.leader.tell("over", code=verdict.code, text=verdict.text)
 
 

@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,6 +88,7 @@ class ForkServer:
         variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
         self._env, self._received = dict(env), b""
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self.ready.clear()
         self._channel, theirs = socket.socketpair()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
@@ -99,7 +101,8 @@ class ForkServer:
             )
         self.pid = self._process.pid
         self._channel.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._channel, self._hear)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel, self._hear)
 
     def start_rank(
         self, local_rank: int, argv: Sequence[str], *, env: Mapping[str, str], name: str, cwd: str = "",
@@ -125,7 +128,8 @@ class ForkServer:
     async def close(self) -> None:
         """End the server and all that it has started. No callback follows."""
         if self._channel.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._channel)
+            self._loop.remove_reader(self._channel)
+            self._loop.remove_writer(self._channel)
         self._channel.close()
         for patience_s in (LAST_WORD_S, KILL_S):
             await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
@@ -133,18 +137,33 @@ class ForkServer:
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
         data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
-        try:
-            if socket.send_fds(self._channel, [data], descriptors) < len(data):
-                raise BlockingIOError
-        except OSError:  # it is gone, which the event loop will see, or it reads nothing any more
-            self._process.kill()
+        self._unsent.append((data, [os.dup(each) for each in descriptors]))
+        self._send()
+
+    def _send(self) -> None:
+        """Requests of a large job name all its nodes, and a server that imports torch reads none of them."""
+        self._loop.remove_writer(self._channel)
+        while self._unsent:
+            data, descriptors = self._unsent.popleft()
+            try:
+                sent = socket.send_fds(self._channel, [data], descriptors)
+            except BlockingIOError:
+                sent = 0
+            except OSError:  # it is gone, which the event loop will see
+                sent = len(data)
+            while sent and descriptors:
+                os.close(descriptors.pop())
+            if sent < len(data):
+                self._unsent.appendleft((data[sent:], descriptors))
+                self._loop.add_writer(self._channel, self._send)
+                return
 
     def _hear(self) -> None:
         data = b""
         with contextlib.suppress(OSError):
             data = self._channel.recv(65536)
         if not data:
-            asyncio.get_running_loop().remove_reader(self._channel)
+            self._loop.remove_reader(self._channel)
             self._burial = asyncio.create_task(self._bury())
             return
         *lines, self._received = (self._received + data).split(b"\n")

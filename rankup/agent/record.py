@@ -29,7 +29,6 @@ NAME = "rankup-records"
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
 SIZE = 512  # of one record
-TRIES = 100  # of a reader, while the rank enters one phase after the other
 # Limits of the health check. A rank that gives no sign of life for SILENT_S is stopped or frozen, or a call of it holds
 # the interpreter's lock. No step of a healthy job takes HEALTHY_STEP_S, and its deadline is far later;
 # RANKUP_HEALTHY_STEP_S sets another
@@ -41,28 +40,20 @@ class _Phase(ctypes.Structure):
 
 
 class _Cell(ctypes.Structure):
-    """A record in memory, in the machine's own alignment: a number is written as a whole.
-
-    The phase lies in one of two places, for an even and an odd `sequence`, which counts how often one was entered. A
-    rank writes the other place and then the number, so that what the number points to is whole, whenever the rank is
-    killed or stopped.
-    """
+    """A record in memory, in the machine's own alignment: a number is written as a whole. A phase is one copy of 80
+    bytes, which no other thread of the rank can come between."""
 
     _fields_ = (
         ("rank", ctypes.c_int64), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
         ("stop", ctypes.c_int64),  # the step before which to stop
         ("confirmed", ctypes.c_int64),  # which of those is confirmed
-        ("signed_s", ctypes.c_double), ("sequence", ctypes.c_uint64), ("phases", _Phase * 2),
+        ("signed_s", ctypes.c_double), ("phase", _Phase),
         ("waiting", ctypes.c_bool), ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
         ("place", ctypes.c_char * 256),
     )
 
     def read(self) -> "Record":
-        for _ in range(TRIES):
-            before = self.sequence
-            phase = _Phase.from_buffer_copy(self.phases[before % 2])
-            if self.sequence == before:
-                break
+        phase = _Phase.from_buffer_copy(self.phase)
         return Record(
             rank=self.rank, phase=phase.name.decode(errors="replace"), step=self.step,
             place=self.place.decode(errors="replace"), entered_s=max(phase.entered_s, self.began_s),
@@ -233,9 +224,7 @@ class RecordWriter:
         self._write(entered_s, time.monotonic() - entered_s + timeout_s, now.phase)
 
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
-        sequence = self._cell.sequence + 1
-        self._cell.phases[sequence % 2] = (entered_s, timeout_s, phase.encode(errors="replace")[:64])
-        self._cell.sequence = sequence
+        self._cell.phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
     def set_place(self, text: str) -> None:
         """Say where in the program this rank is: a sign of life too. Any thread."""

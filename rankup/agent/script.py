@@ -192,7 +192,7 @@ def safe_imports(script: str | Path) -> list[str]:
             names += [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
             names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
-        elif not isinstance(statement, ast.ImportFrom) and not _is_boilerplate(statement):
+        elif not isinstance(statement, ast.ImportFrom) and ast.get_docstring(ast.Module([statement], [])) is None:
             break
     folders = {str(Path(script).resolve().parent), os.getcwd()}
     packages = SAFE & {name.partition(".")[0] for name in names}
@@ -215,15 +215,6 @@ def own_imports(script: str | Path) -> tuple[list[str], str]:
     while (folder / "__init__.py").is_file():
         folder, package = folder.parent, f"{folder.name}.{package}"
     return [package + name.removeprefix(".") if name.startswith(".") else name for name in names], str(folder)
-
-
-def _is_boilerplate(statement: ast.stmt) -> bool:
-    """A text, or what is done where the script is no part of a package."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Constant)
-    return isinstance(statement, ast.If) and any(
-        isinstance(node, ast.Name) and node.id == "__package__" for node in ast.walk(statement.test)
-    )
 
 
 def _installed(package: str, folders: set[str]) -> bool:

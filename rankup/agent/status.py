@@ -1,10 +1,9 @@
 """What the files say of a run and of its ranks, for whoever looks from outside. No torch here.
 
-| status.json                            | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
-| status/<attempt>/rank-N.json           | how each rank ended: by its agent, or by the rank itself         |
-| status/<attempt>/progress-*.json       | how the attempt goes                                             |
-| the file in RANKUP_LAST_WORD           | one line that Kubernetes shows of a container that has ended     |
-| the file in TORCHELASTIC_ERROR_FILE    | what torchrun's summary shows                                    |
+| status.json                         | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
+| status/<attempt>/rank-N.json        | how each rank ended: by its agent, or by the rank itself                 |
+| status/<attempt>/progress-*.json    | how the attempt goes                                                     |
+| the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows                                            |
 
 `status.json` has the attempt's id in it. A reader that finds no file, or another attempt's id, takes the run for
 failed: yesterday's success must never be read as today's.
@@ -29,26 +28,13 @@ from rankup.agent.processes import start_of
 from rankup.agent.protocol import Member
 from rankup.agent.record import PhaseClock
 from rankup.env.rank_env import RankEnv
-from rankup.errors import (
-    FINISHED,
-    JOIN_FAILED,
-    OURS,
-    PEER_LOST,
-    USER_MISTAKE,
-    JoinError,
-    PeerLost,
-    Stopped,
-    exit_code,
-    reason,
-    root_cause,
-)
+from rankup.errors import FINISHED, OURS, USER_MISTAKE, JoinError, PeerLost, Stopped, exit_code, root_cause
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
 
 STACKS = "stacks"  # the folder in that of the run
 MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
-LONGEST = 2000  # bytes of a last word; the kubelet keeps the last 4096
 
 # Attempts -------------------------------------------------------------------------------------------------------------
 
@@ -77,17 +63,6 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
 
 
-def write_summary(
-    run_dir: Path, attempt: str, world_size: int, ends: Iterable[End], *, code: int | None = None, why: str = "",
-) -> None:
-    """Write `status.json`. A run without a `code` is running. Raises OSError."""
-    write_json(run_dir / "status.json", {
-        "attempt": attempt, "state": "running" if code is None else state_of(code), "world_size": world_size,
-        "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "ranks": {str(end.rank): end.entry() for end in sorted(ends, key=lambda end: end.rank)},
-    })
-
-
 class Owner(Protocol):
     """What says whether the run directory still belongs to this attempt: the lease of `rankup.places.lease`."""
 
@@ -95,7 +70,7 @@ class Owner(Protocol):
 
 
 class StatusFile:
-    """What one rank may write of its end into a run directory that other attempts may use too; rank 0 also of the run.
+    """`status.json` of a run directory that other attempts may use too. Rank 0 writes it; other ranks only their ends.
 
     `attempt`: its id; the ranks take over rank 0's when they meet. `begun`: until that is set a mistake of the user is
     that of a command, and no end of the run.
@@ -119,32 +94,29 @@ class StatusFile:
         self._owner, self._copy = owner, copy or self._copy
         self.write_summary([])
 
-    def write_end(self, end: End) -> None:
-        """How this rank ended."""
-        write_end(self.run_dir, self.attempt, end)
-        tell_platform(f"rank {end.rank} of {self.world_size} on {end.host}: {end.cause}", end.code)
-
-    def write_summary(self, ends: Iterable[End]) -> None:
+    def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
         """Write `status.json`, on rank 0 and where it may: without ends while the run goes on, then with all.
 
-        Its code and reason are those of the rank that ended the run, not of the ranks that lost that rank.
+        `code`, `why`: of the run. By default those of the rank that ended it, not of the ranks that lost that rank.
         """
         earlier = read_json(self.run_dir / "status.json") or {} if self.rank == 0 else {}
         if self.rank != 0 or not self._may_write(earlier):
             return
         if earlier.get("state") in ("finished", "stopped") and earlier.get("attempt") != self.attempt:
             self._ended = earlier
-        ends = list(ends)
-        code = root_cause([end.code for end in ends])
+        ends = sorted(ends, key=lambda end: end.rank)
+        if code is None and ends:
+            code = root_cause([end.code for end in ends])
+            why = next(end.cause for end in ends if end.code == code)
+        summary = {
+            "attempt": self.attempt, "state": "running" if code is None else state_of(code),
+            "world_size": self.world_size, "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ranks": {str(end.rank): end.entry() for end in ends},
+        }
+        if code == USER_MISTAKE and not self.begun and self._ended is not None:
+            summary = self._ended
         with contextlib.suppress(OSError):
-            if code == USER_MISTAKE and not self.begun and self._ended is not None:
-                write_json(self.run_dir / "status.json", self._ended)
-            else:
-                cause = next((end for end in ends if end.code == code), None)
-                write_summary(
-                    self.run_dir, self.attempt, self.world_size, ends, code=cause.code if cause else None,
-                    why=cause.cause if cause else "",
-                )
+            write_json(self.run_dir / "status.json", summary)
             self._copy(self.run_dir / "status.json")
 
     def _may_write(self, earlier: dict[str, Any]) -> bool:
@@ -153,22 +125,6 @@ class StatusFile:
         if self._owner is not None:
             return self._owner.is_ours()
         return not self.shared or earlier.get("state") != "running" or earlier.get("attempt") == self.attempt
-
-
-def tell_platform(text: str, code: int) -> None:
-    """Write why a process of this container ends with `code`, as one line over what stands in RANKUP_LAST_WORD.
-
-    `kubectl describe pod` shows it as the message of the terminated container. The manifests in k8s/ name that file;
-    elsewhere nothing is written. A rank that only lost another one does not hide what the other said, which may be in
-    the same container.
-    """
-    if not (name := os.environ.get("RANKUP_LAST_WORD")):
-        return
-    path, victim = Path(name), code in (JOIN_FAILED, PEER_LOST)
-    line = " ".join(f"{text} (exit code {code})".split()).encode()[:LONGEST].decode(errors="ignore")
-    with contextlib.suppress(OSError):  # it is no reason to end in another way
-        if not (victim and path.read_text(encoding="utf-8", errors="ignore")):
-            path.write_text("" if code == FINISHED else f"{line}\n", encoding="utf-8")
 
 
 def tell_torchrun(error: BaseException) -> None:
@@ -191,17 +147,14 @@ def tell_torchrun(error: BaseException) -> None:
                 write_json(Path(path), record)
 
 
-def tell_end(error: BaseException, head: str, *, log: logging.Logger, advice: Callable[[str], str]) -> int:
-    """Print an end of this process that is no success, as its kind deserves, tell it to whoever started the process,
-    and return its exit code. `head`: who this rank is. `advice`: what a text of a fault has to do with known ones."""
+def tell_end(error: BaseException, *, log: logging.Logger, advice: Callable[[str], str]) -> int:
+    """Print an end of this process that is no success, as its kind deserves, tell it to torchrun, and return its exit
+    code. `advice`: what a text of a fault has to do with known ones."""
     tell_torchrun(error)
     code = exit_code(error)
-    elsewhere = getattr(error, "printed_elsewhere", False)
-    if not elsewhere:
-        tell_platform(f"{head}{reason(error)}", code)
     if isinstance(error, Stopped):
         log.info(str(error))
-    elif elsewhere:
+    elif getattr(error, "printed_elsewhere", False):
         log.debug(str(error))
     elif isinstance(error, OURS):
         log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
@@ -259,16 +212,15 @@ def announce_stacks(
 # The run of a script --------------------------------------------------------------------------------------------------
 
 
-class RunStatus:
-    """`status.json` and the progress of a script that does not import rankup. Node 0's agent alone."""
+class ScriptStatus(StatusFile):
+    """The same of a script that does not import rankup, and how it goes. Node 0's agent alone."""
 
     def __init__(self, run_dir: Path, world_size: int) -> None:
-        self.run_dir, self.world_size = run_dir, world_size
-        self.job, self.attempt = new_job(), ""
+        super().__init__(run_dir, RankEnv(world_size=world_size))
+        self.job, self.begun = self.attempt, True
         self._clock, self._began = PhaseClock("start"), time.time()
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
-        self.owned = False
 
     def take(self) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
@@ -277,10 +229,13 @@ class RunStatus:
         128 on.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(Lease(self.run_dir, self.job))
-        self.owned = True
+        self._owner = self._stack.enter_context(Lease(self.run_dir, self.job))
         earlier = read_json(self.run_dir / "status.json") or {"code": FINISHED}
         return earlier.get("code") is None or int(earlier["code"]) >= 128
+
+    @property
+    def owned(self) -> bool:
+        return self._owner is not None
 
     def release(self) -> None:
         self._stack.close()
@@ -292,16 +247,12 @@ class RunStatus:
         if restarts:
             self._clock, self._began = PhaseClock("script"), time.time()
         self._clock.enter("script")
-        self._write([])
+        self.write_summary([])
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         """How the job ended."""
-        self._write(ends, code=code, why=why)
+        self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
-
-    def _write(self, ends: Iterable[End], **more: Any) -> None:
-        with contextlib.suppress(OSError):
-            write_summary(self.run_dir, self.attempt, self.world_size, ends, **more)
 
     def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
         """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""

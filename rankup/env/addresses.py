@@ -9,38 +9,24 @@ from pathlib import Path
 
 from rankup.errors import LaunchError
 
-# The kernel hands these out to outgoing connections, so that a port among them may be taken at any moment.
-DEFAULT_EPHEMERAL = range(32768, 61000)
 # torchrun's default too. The nodes of a launch by hand must agree on a port without talking to each other first.
 PORT_OF_LAUNCH = 29400
 # Services one meets on cluster nodes: Webmin, node agents, memcached, Ollama, RabbitMQ, API servers, the default of a
 # training operator, GlusterFS, Redis Sentinel, FlexLM, MongoDB and torch's own defaults.
 _TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, PORT_OF_LAUNCH, 29500}
 _TAKEN |= set(range(27000, 27020))
-# Below DEFAULT_EPHEMERAL on every system that did not change it, above the ports that need root.
+# Below those that Linux gives to outgoing connections, from 32768 on; above the ports that need root.
 _PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
 
 
-def ephemeral_range(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> range:
-    """This machine's ports for outgoing connections; Linux's default where the file cannot be read."""
-    try:
-        first, last = (int(number) for number in file.read_text().split())
-    except (OSError, ValueError):
-        return DEFAULT_EPHEMERAL
-    return range(first, last + 1)
-
-
-def port_for(job_id: int, *, restart: int = 0, step: int = 0, ephemeral: range | None = None) -> int:
-    """A port for rank 0, the same on every node of a job, outside `ephemeral` and away from well-known services.
+def port_for(job_id: int, *, restart: int = 0, step: int = 0) -> int:
+    """A port for rank 0, the same on every node of a job, away from well-known services.
 
     Jobs whose ids are less than 19000 apart get different ports, and so do a job's restarts, as the earlier attempt may
-    still hold its port. Nodes whose ephemeral ranges differ agree unless the first choice lies in one of them.
+    still hold its port.
     """
-    ephemeral = ephemeral_range() if ephemeral is None else ephemeral
-    start = job_id + 7919 * restart + 3571 * step  # primes, so that neighbouring jobs, restarts and steps differ
-    tries = (_PORTS[(start + distance * 4999) % len(_PORTS)] for distance in range(len(_PORTS)))
-    # The fallback: the site gave every port to outgoing connections
-    return next((port for port in tries if port not in ephemeral), _PORTS[start % len(_PORTS)])
+    # Primes, so that neighbouring jobs, restarts and steps differ
+    return _PORTS[(job_id + 7919 * restart + 3571 * step) % len(_PORTS)]
 
 
 def free_port() -> int:

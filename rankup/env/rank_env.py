@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankup.env import launchers
-from rankup.env.addresses import ephemeral_range, is_host, is_loopback, parse_url
+from rankup.env.addresses import is_host, is_loopback, parse_url
 from rankup.env.launchers import FIVE, NAMES, Variables, given
 from rankup.errors import LaunchError
 
@@ -63,11 +63,6 @@ class RankEnv:
         return self.launcher != "python"
 
     @property
-    def numbers_attempts(self) -> bool:
-        """Whether the ids of attempts are our agents', so that they tell which attempts belong together."""
-        return self.agent is not None
-
-    @property
     def has_horovod_rendezvous(self) -> bool:
         """Whether the launcher already serves what Horovod's ranks meet by."""
         return self.launcher == "horovodrun"
@@ -79,7 +74,7 @@ class RankEnv:
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     """Who is this process? `environ` is os.environ or a test's mapping.
 
-    Beside it only /proc's port range and the parent's process id are read. Raises LaunchError with every mistake, one
+    Beside it only the parent's process id is read. Raises LaunchError with every mistake, one
     on a line.
     """
     agent, parent = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_PARENT", "")
@@ -87,7 +82,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
     ours: dict[str, Any] = {
         "agent": agent, "agent_store": agent is not None, "restart_count": commit.get("restarts", 0),
-        "attempt": f"{commit['job']}-{commit['restarts']}" if agent else environ.get("RANKUP_ATTEMPT", ""),
+        "attempt": f"{commit['job']}-{commit['restarts']}" if agent else "",
         "start": environ.get("RANKUP_START", ""), "run_name": launchers.run_name(environ),
         "parent_pid": int(parent) if parent.isdecimal() else None,
     }
@@ -99,12 +94,6 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         ours["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         ours["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     numbers = _checked(found)
-    port, ports = numbers["master_port"], ephemeral_range()
-    if not file and found.origins["MASTER_PORT"] == "environment" and port in ports:
-        found.warnings.append(
-            f"MASTER_PORT={port} is one of this machine's ports for outgoing connections "
-            f"({ports.start}-{ports.stop - 1}) and may be taken at any moment. Choose one below {ports.start}."
-        )
     return RankEnv(
         master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, origins=found.origins,
         warnings=tuple(found.warnings), file=file, **numbers, **ours,

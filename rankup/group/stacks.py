@@ -8,8 +8,7 @@ The stacks stand in `stacks/rank-N.txt` of the run, once somebody asks, and at e
 - SIGRTMAX has faulthandler's own handler write, in C, inside the signal. It works while a call holds the lock and no
   thread of Python can run. It reads what other threads may be changing at that moment, so it comes second.
 
-A line `# {...}` before each dump says why it was made, and where this rank stood. What its DataLoader workers do
-follows.
+A line `# {...}` before each dump says why it was made, and where this rank stood.
 """
 
 import contextlib
@@ -28,15 +27,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
 
-import psutil
-
 from rankup.agent.record import RecordWriter
 from rankup.agent.status import announce_stacks
 from rankup.env.rank_env import ranges
-from rankup.timing import WORKERS_S, WORKERS_TICK_S
 
 ASK, ASK_C = signal.SIGUSR2, getattr(signal, "SIGRTMAX", None)  # macOS has none of the second kind
-MEMORY = "rankup-stacks-"  # a DataLoader worker's
 
 # The stacks of this process ------------------------------------------------------------------------------------------
 
@@ -69,18 +64,15 @@ def follow(record: RecordWriter) -> None:
     _record = record
 
 
-def dump(why: str, *, workers: bool = True) -> Path | None:
-    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk.
-
-    `workers`: ask the DataLoaders' too, which takes some hundredths of a second.
-    """
+def dump(why: str) -> Path | None:
+    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk."""
     if _file is None:
         return None
     with _lock:
         life = _record.read() if _record is not None else None
         phase, step = (life.phase, life.step) if life is not None else ("", 0)
         said = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "why": why, "phase": phase, "step": step}
-        _file.write(f"# {json.dumps(said)}\n{_stacks()}{_ask_workers() if workers else ''}")
+        _file.write(f"# {json.dumps(said)}\n{_stacks()}")
         _file.flush()  # faulthandler's own handler writes beside this object, to the file's number
     return Path(_file.name)
 
@@ -97,45 +89,6 @@ def _stacks() -> str:
         faulthandler.dump_traceback(memory, all_threads=True)
         memory.seek(0)
         return memory.read().decode(errors="replace")
-
-
-# A worker keeps its own in memory without a name, which its rank finds through /proc. So nothing is written to a disk
-# before somebody asks, although workers are started anew for each evaluation.
-
-
-def open_worker(number: int) -> None:
-    """From now on this process, the worker of that number, writes its stacks when its rank asks. Main thread only."""
-    signal.signal(ASK, signal.SIG_IGN)  # the rank's; a batch system signals the whole process group
-    if ASK_C is not None and hasattr(os, "memfd_create"):
-        faulthandler.register(ASK_C, os.memfd_create(f"{MEMORY}{number}"), all_threads=True)
-
-
-def _ask_workers() -> str:
-    """The stacks of this process's workers, a line `# {"worker": 0}` before each. Takes WORKERS_S at most."""
-    workers: list[tuple[int, Path, int]] = []  # number, memory, and what stands there already
-    for child in psutil.Process().children():
-        with contextlib.suppress(OSError):  # it has just ended
-            for link in Path(f"/proc/{child.pid}/fd").iterdir():
-                if found := re.match(rf"/memfd:{MEMORY}(\d+)", os.readlink(link)):
-                    workers.append((int(found[1]), link, link.stat().st_size))
-                    os.kill(child.pid, int(ASK_C or 0))  # a child keeps its number until this process takes its end
-    workers.sort()
-    texts, before = [""] * len(workers), [""]
-    until_s = time.monotonic() + WORKERS_S
-    # Each is written word by word: it is whole once nothing has come since the last look
-    while time.monotonic() < until_s and not (all(texts) and texts == before):
-        time.sleep(WORKERS_TICK_S)
-        before, texts = texts, [_behind(size, memory) for _, memory, size in workers]
-    return "".join(
-        f"# {json.dumps({'worker': number})}\n{text}" for (number, _, _), text in zip(workers, texts, strict=True)
-    )
-
-
-def _behind(size: int, memory: Path) -> str:
-    try:
-        return memory.read_bytes()[size:].decode(errors="replace")
-    except OSError:  # it has just ended
-        return ""
 
 
 # Places --------------------------------------------------------------------------------------------------------------
@@ -171,18 +124,13 @@ KNOWN = (
 # Whoever reads the place wants to know who called these
 HELPERS = ("/rankup/group/", "/train/group.py", "/program/group.py", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
-WORKER_LOOP = "torch/utils/data/_utils/worker.py"
-FETCH = "torch/utils/data/_utils/fetch.py"
 
 
 def place(stack: Stack) -> str:
     """Where that thread is: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an empty stack."""
     if not stack:
         return ""
-    worker = _ends(stack, WORKER_LOOP)
-    if worker and not _ends(stack, FETCH):
-        return "idle"
-    name = "" if worker else _known(stack)
+    name = _known(stack)
     own = [frame for frame in stack if not _library(frame.file)]
     caller = next((f for f in own if not any(part in f.file for part in HELPERS)), own[0] if own else stack[0])
     where = f"{os.path.basename(caller.file)}:{caller.line} {caller.function}"
@@ -205,10 +153,6 @@ def _known(stack: Stack) -> str:
 def _library(file: str) -> bool:
     """Whether that file is neither this project's, installed or not, nor the user's."""
     return not re.search(r"/site-packages/rankup/", file) and any(part in file for part in LIBRARIES)
-
-
-def _ends(stack: Stack, end: str) -> bool:
-    return any(frame.file.endswith(end) for frame in stack)
 
 
 def own_place() -> str:

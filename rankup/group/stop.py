@@ -187,14 +187,13 @@ class StopRequest:
             print(why, file=sys.stderr, flush=True)
 
 
-def start_worker(parent: int, number: int) -> None:
+def start_worker(parent: int) -> None:
     """The first line of a worker process of a rank, a DataLoader's for one: it lives and dies with its parent alone.
 
     It ignores the signals that a job gets, since a batch system signals the whole process group: if workers died of
-    one, the loop could not save. `parent`: the rank's process id. `number`: of the worker, in stacks.
+    one, the loop could not save. `parent`: the rank's process id.
     """
-    for each in STOP_SIGNALS:
+    for each in (*STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(parent)
-    stacks.open_worker(number)

@@ -17,7 +17,7 @@ from rankup.agent.ends import End
 from rankup.agent.logs import host_name
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
 from rankup.agent.record import NO_LIMIT, RecordWriter
-from rankup.agent.status import StatusFile, tell_torchrun
+from rankup.agent.status import StatusFile, tell_torchrun, write_end
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
 from rankup.group.line import Line, Suspect, describe, root_exit_code
@@ -184,7 +184,7 @@ class Watchdog:
         own = End(self.rank, host_name(), code, why, step, suspect=suspect)
         if self._line is not None:
             self._line.say("end", **own.message())
-        self.status.write_end(own)
+        write_end(self.status.run_dir, self.status.attempt, own)
         others = self._line.reported() if self._line is not None else []
         ends = [own, *(
             End(each.rank, self.hosts[each.rank], each.code, each.why, step)
@@ -295,7 +295,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(STACKS_S, lambda: stacks.dump(why, workers=hung))  # first: an answer of the others takes longer
+        file = within(STACKS_S, lambda: stacks.dump(why))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")

@@ -55,15 +55,11 @@ class Writer:
 
 @dataclass(frozen=True)
 class Answer:
-    """The newest dump of one rank. `text`: all threads, empty where it has written none. `problem`: or why not.
-
-    `workers`: number and text of each of its DataLoaders'. Two have one number while it evaluates.
-    """
+    """The newest dump of one rank. `text`: all threads, empty where it has written none. `problem`: or why not."""
 
     writer: Writer
     path: Path
     text: str = ""
-    workers: tuple[tuple[int, str], ...] = ()
     time: str = ""
     why: str = ""
     moment: str = ""  # " of step 413"
@@ -101,7 +97,6 @@ def report(run_dir: Path, *, full: bool = False) -> str:
         lines += ["", *([] if full else [f"All threads: --full, or the files in {run_dir / STACKS}."])]
     for answer in with_stacks if full else ():
         lines.append(f"rank {answer.writer.rank} on {answer.writer.host}:\n{answer.text}")
-        lines += [f"rank {answer.writer.rank} worker {number}:\n{text}" for number, text in answer.workers]
     return "\n".join(lines)
 
 
@@ -114,15 +109,8 @@ def _gone(answer: Answer) -> str:
 
 
 def places(answers: Iterable[Answer]) -> list[str]:
-    """Where the ranks are, a line for each place, and then what their workers do, if anything."""
-    answers = list(answers)
-    lines = compare({answer.writer.rank: answer.place for answer in answers})
-    for answer in answers:
-        for number, text in answer.workers:
-            where = place(_main_stack(text, "") or [])
-            if where != "idle":
-                lines.append(f"rank {answer.writer.rank} worker {number}: {where or 'does not answer'}")
-    return lines
+    """Where the ranks are, a line for each place."""
+    return compare({answer.writer.rank: answer.place for answer in answers})
 
 
 def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
@@ -219,22 +207,15 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
 
 
 def _newest(answer: Answer, text: str) -> Answer:
-    """The last whole dump of `text`: one ends with the main thread, and its workers follow."""
-    workers: list[tuple[int, str]] = []
-    # Pairs from the end on: what a line says, and what stands behind it. The handler in C writes no such line
-    pieces = ["{}", *LINE.split(text)]
-    for said, behind in zip(pieces[-2::-2], pieces[::-2], strict=True):
-        facts = json.loads(said)
-        if "worker" in facts:
-            workers.insert(0, (facts["worker"], behind))
-            continue
-        if _main_stack(behind, answer.writer.main) is None:
-            break
-        return replace(
-            answer, text=behind, workers=tuple(workers), time=facts.get("time", ""), why=facts.get("why", ""),
-            moment=moment(facts.get("phase", ""), facts.get("step", 0)),
-        )
-    return answer
+    """The last dump of `text`, where it is whole: it ends with the main thread."""
+    *_, said, behind = ["{}", *LINE.split(text)]  # the handler in C writes no such line
+    if _main_stack(behind, answer.writer.main) is None:
+        return answer
+    facts = json.loads(said)
+    return replace(
+        answer, text=behind, time=facts.get("time", ""), why=facts.get("why", ""),
+        moment=moment(facts.get("phase", ""), facts.get("step", 0)),
+    )
 
 
 def _main_stack(text: str, main: str) -> Stack | None:

@@ -410,6 +410,15 @@ def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_pa
     assert rig.gone == 0
 
 
+def test_requests_that_the_server_does_not_read_yet_wait(light: Rig, tmp_path: Path) -> None:
+    """As of a job of 1,000 nodes, all of which each request names, while the server imports torch."""
+    file, more = script(tmp_path, "import os\nprint(len(os.environ['MORE']))"), "x" * 60_000
+    os.kill(light.server.pid, signal.SIGSTOP)
+    ranks = [light.start([file], env={"MORE": more}) for _ in range(8)]
+    os.kill(light.server.pid, signal.SIGCONT)
+    assert [light.end(rank).out for rank in ranks] == ["60000\n"] * 8
+
+
 # The server ends ----------------------------------------------------------------------------------------------------
 
 
@@ -532,7 +541,7 @@ def test_server_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
          ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
-        ("if not __package__:\n    import sys\nfrom . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
+        ("from . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
         ("import os\nos.environ['X'] = '1'\nimport torch", []),
         ("try:\n    import torch\nexcept ImportError: pass\nimport yaml", []),
         ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),

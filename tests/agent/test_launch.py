@@ -3,13 +3,11 @@
 The scripts do not import torch, so that a test takes a second.
 """
 
-import asyncio
 import importlib.util
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +20,10 @@ import psutil
 import pytest
 
 from rankup.agent.limits import cpu_quota
-from rankup.agent.protocol import in_thread
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
-from tests.rigs.jobs import Job, ended, free_port, lives, start
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import Job, ended, environment, free_port, lives, start
 
 HEAD = """
 import json, os, pathlib, signal, sys, time
@@ -155,6 +153,41 @@ def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> Non
         (tmp_path / "go").touch()
         assert job.processes[0].wait(240) == 0
     assert status(tmp_path)["attempt"].endswith("-1")
+
+
+def test_last_lines_of_a_rank_are_in_its_file_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
+    """The rank ends while its reader waits for the terminal."""
+    text = "print(('x' * 99 + '\\n') * 1100, end='')\nraise ValueError('the last line')"
+    with ended(Job()) as job:
+        job.processes.append(subprocess.Popen(  # nobody reads its pipe
+            [sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", write(tmp_path, text)],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        ))
+        assert job.processes[0].wait(240) == 1
+    assert "ValueError: the last line" in (tmp_path / "runs/job/logs/rank-0.log").read_text()
+    assert status(tmp_path)["ranks"]["0"]["why"] == "ValueError: the last line"
+
+
+def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
+    script = write(tmp_path, "wait_for('hangs')")
+    codes, output = forks.run(
+        "launch", "--run-dir", tmp_path / "runs", script, env={"HANGS": f"{tmp_path}/hangs"},
+        preload="tests.agent.test_launch:hang_from_the_first_report_on",
+    )
+    assert codes == [0], output
+
+
+def hang_from_the_first_report_on() -> None:
+    from rankup.agent import status
+
+    write, hangs = status.write_json, Path(os.environ["HANGS"])
+
+    def hang(*_: Any) -> None:
+        hangs.touch()
+        threading.Event().wait()
+
+    status.write_atomically = hang
+    status.write_json = lambda *value: hang() if hangs.exists() else write(*value)
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------
@@ -356,15 +389,6 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
 
 
-def test_disk_that_hangs_holds_nobody() -> None:
-    """Not even the end of the event loop, which waits for the threads of its own pool."""
-    hangs = threading.Event()
-    with pytest.raises(TimeoutError):
-        asyncio.run(in_thread(hangs.wait, timeout_s=0.05))
-    assert not hangs.is_set()
-    hangs.set()
-
-
 def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
     with ended(Job()) as job:
         add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
@@ -473,16 +497,6 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert sorted([*first.wait(), *second.wait()]) == [0, 2]
     assert "is owned by a live attempt" in first.output + second.output
-
-
-def test_port_of_another_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with ended(Job()) as job:
-            add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=taken.getsockname()[1])
-            assert job.wait() == [170], job.output
-    assert re.search(rf"is in use on \S+ by pid {os.getpid()}", job.output), job.output
 
 
 @pytest.mark.parametrize(

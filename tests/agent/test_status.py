@@ -1,15 +1,12 @@
-"""What the files say of a run: whose end the summary names, which attempt may write it, and one line for Kubernetes."""
+"""What the files say of a run: whose end the summary names, and which attempt may write it."""
 
 from pathlib import Path
 
-import pytest
-
 from rankup.agent.ends import End, state_of
-from rankup.agent.status import LONGEST, StatusFile, attempt_of, job_of, new_job, tell_platform
+from rankup.agent.status import StatusFile, attempt_of, job_of, new_job, write_end
 from rankup.env.rank_env import RankEnv, read_rank_env
 from rankup.errors import FAULT, FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, USER_MISTAKE
 from rankup.places.files import read_json, write_json
-from tests.rigs.jobs import run
 
 
 def of_attempt(run_dir: Path) -> StatusFile:
@@ -29,7 +26,7 @@ def test_every_code_but_two_is_a_failure() -> None:
 
 
 def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
-    of_attempt(tmp_path).write_end(End(1, "node0", 171, "lost rank 0", 7, suspect=0))
+    write_end(tmp_path, "a-1", End(1, "node0", 171, "lost rank 0", 7, suspect=0))
     assert read_json(tmp_path / "status" / "a-1" / "rank-1.json") == {
         "attempt": "a-1", "rank": 1, "host": "node0", "state": "failed", "code": 171, "why": "lost rank 0", "step": 7,
         "suspect": 0,
@@ -104,50 +101,3 @@ def test_a_folder_of_its_own_is_written_without_asking(tmp_path: Path) -> None:
     alone = status_file(tmp_path, shared=False)
     alone.write_summary([])
     assert attempt_in(tmp_path) == alone.attempt
-
-
-# The last word --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "termination-log"
-    path.touch()  # the kubelet makes it
-    monkeypatch.setenv("RANKUP_LAST_WORD", str(path))
-    return path
-
-
-def test_last_word_is_one_line_with_the_code(file: Path) -> None:
-    tell_platform("RuntimeError:\n  shapes differ", FAULT)
-    assert file.read_text() == "RuntimeError: shapes differ (exit code 1)\n"
-    tell_platform("ä" * LONGEST, FAULT)
-    assert len(file.read_bytes()) <= LONGEST + 1
-
-
-def test_last_word_of_a_rank_that_lost_another_hides_nothing(file: Path) -> None:
-    tell_platform("rank 0 lost rank 1", PEER_LOST)
-    assert "lost rank 1" in file.read_text()
-    tell_platform("rank 1: out of memory", 137)
-    tell_platform("rank 0 lost rank 1", PEER_LOST)
-    assert file.read_text() == "rank 1: out of memory (exit code 137)\n"
-
-
-def test_last_word_is_taken_back_by_success(file: Path) -> None:
-    tell_platform("stopped", STOPPED)
-    tell_platform("finished", FINISHED)
-    assert file.read_text() == ""
-
-
-def test_last_word_goes_nowhere_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANKUP_LAST_WORD", str(tmp_path / "no" / "folder"))
-    tell_platform("nobody reads it", FAULT)
-    assert not list(tmp_path.iterdir())
-
-
-def test_last_word_of_the_program_is_its_error(file: Path) -> None:
-    job = run("train", "--lr", "-1", env={"RANKUP_LAST_WORD": str(file)})
-    assert job.codes == [USER_MISTAKE]
-    said = file.read_text()
-    assert "lr must be" in said
-    assert "exit code 2" in said
-    assert said.count("\n") == 1

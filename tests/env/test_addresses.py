@@ -5,35 +5,29 @@ from pathlib import Path
 
 import pytest
 
-from rankup.env.addresses import DEFAULT_EPHEMERAL, ephemeral_range, free_port, is_loopback, parse_url, port_for
+from rankup.env.addresses import free_port, is_loopback, parse_url, port_for
 from rankup.env.launchers import first_host
 from rankup.errors import LaunchError
 
 
-def test_port_lies_outside_the_ephemeral_range_and_known_services():
+def test_port_is_none_of_known_services_nor_of_outgoing_connections():
     known = {6000, 10250, 11211, 11434, 23456, 27017, 29500}
     for job in range(0, 40000, 7):
-        port = port_for(job, ephemeral=DEFAULT_EPHEMERAL)
+        port = port_for(job)
         assert 10000 <= port < 30000
         assert port not in known
 
 
-@pytest.mark.parametrize("ephemeral", [range(10000, 20000), range(15000, 65536), range(10000, 29990)], ids=str)
-def test_port_avoids_a_site_s_own_ephemeral_range(ephemeral: range):
-    ports = {port_for(job, restart=restart, ephemeral=ephemeral) for job in range(500) for restart in range(3)}
-    assert not any(port in ephemeral for port in ports)
-
-
 def test_port_differs_between_neighbouring_jobs_restarts_and_steps():
-    assert len({port_for(job, ephemeral=DEFAULT_EPHEMERAL) for job in range(123456, 123456 + 19000)}) == 19000
-    assert len({port_for(123456, restart=restart, ephemeral=DEFAULT_EPHEMERAL) for restart in range(100)}) == 100
-    assert len({port_for(123456, step=step, ephemeral=DEFAULT_EPHEMERAL) for step in range(100)}) == 100
+    assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
+    assert len({port_for(123456, restart=restart) for restart in range(100)}) == 100
+    assert len({port_for(123456, step=step) for step in range(100)}) == 100
 
 
 def test_free_port_is_one_that_can_be_opened_and_no_known_service():
     for _ in range(20):
         port = free_port()
-        assert port not in DEFAULT_EPHEMERAL
+        assert port < 32768
         assert port not in (10250, 29400, 29500)
         with socket.socket() as listener:
             listener.bind(("", port))
@@ -49,14 +43,6 @@ def test_free_port_is_one_that_can_be_opened_and_no_known_service():
 )
 def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, expected: bool):
     assert is_loopback(host) is expected
-
-
-def test_ephemeral_range_is_read_or_linux_s_default(tmp_path: Path):
-    (tmp_path / "range").write_text("20000\t30000\n")
-    assert ephemeral_range(tmp_path / "range") == range(20000, 30001)
-    assert ephemeral_range(tmp_path / "absent") == DEFAULT_EPHEMERAL
-    (tmp_path / "range").write_text("what\n")
-    assert ephemeral_range(tmp_path / "range") == DEFAULT_EPHEMERAL
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,6 @@ def test_local_world_size_tells_the_number_of_nodes():
     assert [read_rank_env({**FULL, "LOCAL_WORLD_SIZE": size}).num_nodes for size in "243"] == [2, 1, 2]
 
 
-def test_port_in_the_ephemeral_range_is_warned_of_unless_torchrun_chose_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rankup.env.rank_env.ephemeral_range", lambda: range(32768, 61000))
-    assert "MASTER_PORT=40000 is one of this machine's ports" in warning({**FULL, "MASTER_PORT": "40000"})
-    assert warning({**FULL, "MASTER_PORT": "29500"}) == warning({**AGENT, "MASTER_PORT": "40000"}) == ""
-
-
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 HALVES = [
@@ -165,12 +159,12 @@ def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
     env = read_rank_env({**LAUNCH, "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.launcher, env.origins["RANK"], env.num_nodes) == ("launch", "launch", 2)
     assert (env.agent_store, env.restart_count, env.agent) == (True, 1, OF_AGENT)
-    assert (env.numbers_attempts, env.attempt) == (True, "j-1")
+    assert env.attempt == "j-1"
 
 
 def test_torchrun_counts_its_own_restarts():
     env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert (env.restart_count, env.numbers_attempts) == (3, False)
+    assert env.restart_count == 3
 
 
 def test_parent_is_who_would_leave_the_rank_behind():

@@ -24,8 +24,6 @@ BACKWARD = [
 ]
 QUEUE = Frame("/usr/lib/python3.11/queue.py", 180, "get")
 LOOP = [Frame(f"{RUN}/loop.py", 213, "step"), Frame(f"{RUN}/loop.py", 90, "train")]
-FETCHED = [Frame("/me/set.py", 7, "__getitem__"), Frame(f"{TORCH}/utils/data/_utils/fetch.py", 52, "fetch"),
-           Frame(f"{TORCH}/utils/data/_utils/worker.py", 300, "_worker_loop")]
 
 
 # Places ---------------------------------------------------------------------------------------------------------
@@ -53,8 +51,6 @@ FETCHED = [Frame("/me/set.py", 7, "__getitem__"), Frame(f"{TORCH}/utils/data/_ut
             "data: loader.next (loader.py:105 next)",
         ),
         ([Frame("/venv/lib/python3.12/site-packages/train/loop.py", 8, "step")], "loop.py:8 step"),  # installed
-        (FETCHED, "set.py:7 __getitem__"),
-        ([QUEUE, FETCHED[-1]], "idle"),
     ],
 )
 def test_place_names_what_is_called_and_who_calls(stack: Stack, where: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, rank_env, result, start
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start
 from train import main
 from train.config import Config
 from train.workloads import Workload
@@ -404,16 +404,6 @@ def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path
     assert codes == [143, 143], output
     assert "Traceback" not in output
     assert status(run)["state"] == "stopped"
-
-
-def test_signal_while_joining_ends_the_rank(forks: Forks, tmp_path: Path) -> None:
-    env = rank_env(1, 2, free_port())
-    with forks.running(*train(tmp_path / "run", "--join-timeout-s", "300"), env=env) as job:
-        log = tmp_path / "run" / "logs" / "rank-1.log"
-        job.wait_until(log.exists, "log file")
-        job.processes[0].signal("SIGTERM")
-        assert job.wait() == [143], job.output
-    assert "Traceback" not in job.output
 
 
 # Who started it -----------------------------------------------------------------------------------------------

@@ -62,8 +62,7 @@ def shown_at_last(run: Path, *patterns: str) -> str:
     ("where", "order", "odd"),
     [
         # In the rank's DataLoader worker; the rank itself waits for it
-        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(loader\.py:\d+ next\) of step \d+\n"
-                                    r"rank 1 worker 0: faulting_workload\.py:\d+ probe\n"),
+        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(loader\.py:\d+ next\) of step \d+\n"),
         ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
         # No thread of Python runs in that process any more, and what it said of its step is old
         ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
@@ -97,7 +96,6 @@ def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_pa
     for rank in range(WORLD):
         said = (run / "stacks" / f"rank-{rank}.txt").read_text()
         assert '"why": "asked"' in said
-        assert re.search(r'# {"worker": 0}\n(Current thread|Thread) 0x', said), said
 
 
 @contextmanager

@@ -40,8 +40,6 @@ class Cluster:
         self.runs = folder / "claim"
         self.runs.mkdir(parents=True)
         self.runs.chmod(0o777)
-        self.last_words = folder / "last-words"
-        self.last_words.mkdir()
         self.maps = folder / "maps"
         for document in documents:
             if document["kind"] == "ConfigMap":
@@ -57,12 +55,7 @@ class Cluster:
     def start(self, *indices: int) -> None:
         """These pods, or all, as the kubelet starts them."""
         for index in indices or range(len(self.pods)):
-            said = self.last_words / str(index)
-            said.write_text("")  # as the kubelet makes it for each container
-            said.chmod(0o666)
-            path = self.pods[index]["spec"]["containers"][0].get("terminationMessagePath", "/dev/termination-log")
-            mount = ("--volume", f"{said}:{path}")
-            docker("run", "--detach", "--name", self.container(index), *mount, *self._words(self.pods[index]))
+            docker("run", "--detach", "--name", self.container(index), *self._words(self.pods[index]))
 
     def _words(self, pod: Object) -> list[str]:
         spec = pod["spec"]
@@ -104,10 +97,6 @@ class Cluster:
 
     def log(self, index: int) -> str:
         return docker("logs", self.container(index), check=False)
-
-    def last_word(self, index: int) -> str:
-        """The message of the ended container, as kubectl describe shows it where the program itself has written one."""
-        return (self.last_words / str(index)).read_text()
 
     def logs(self) -> str:
         return "\n".join(self.log(index) for index in range(len(self.pods)))

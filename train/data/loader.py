@@ -196,7 +196,7 @@ def _hanging(workers: Collection[multiprocessing.process.BaseProcess], said: Any
 
 def _start_worker(parent: int, said: Any, worker: int) -> None:
     """Runs first in each worker."""
-    start_worker(parent, worker)
+    start_worker(parent)
     torch.set_num_threads(1)  # the workers are the parallelism; more threads would take the loop's cores
     said[3 * worker + PID] = os.getpid()
 

@@ -51,7 +51,6 @@ def test_k8s_pod_that_is_killed_is_retried_and_resumes_to_the_same_digest(pods: 
     assert cluster.retry({1: 137}) == 0
     assert cluster.codes() == [0, 0], cluster.logs()
     assert "ended with 137 (" in cluster.log(0)  # its pod stayed, and its agent says who was lost
-    assert cluster.last_word(0) == ""  # all is well by now
     assert "resumed from step" in cluster.log(0)
     assert cluster.read("result.json")["digest"] == undisturbed["digest"]
 
@@ -65,7 +64,6 @@ def test_k8s_pod_that_is_stopped_saves_is_no_success_and_the_next_ones_resume_to
     codes = cluster.codes()
     assert codes == [143, 143], cluster.logs()
     assert cluster.read("status.json")["state"] == "stopped"
-    assert "exit code 143" in cluster.last_word(1)
     at = cluster.saved()[-1]
     assert cluster.retry(dict(enumerate(codes))) == 0
     assert cluster.codes() == [0, 0], cluster.logs()

@@ -47,7 +47,7 @@ def test_pods_of_a_master_and_workers_count_ranks_by_pod_and_the_world_by_proces
             "PYTHONUNBUFFERED": "1", "MASTER_PORT": "23456", "PET_MASTER_PORT": "23456",
             "MASTER_ADDR": "rankup-master-0", "PET_MASTER_ADDR": "rankup-master-0", "WORLD_SIZE": str(3 * int(nproc)),
             "RANK": str(rank), "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": nproc, "PET_NNODES": "3",
-            "RANKUP_LAST_WORD": "/dev/termination-log", "JOB_NAME": "rankup",
+            "JOB_NAME": "rankup",
         }
         assert ["nslookup rankup-master-0" in each["command"][2] for each in pod["spec"].get("initContainers", [])] == (
             [True] if rank else []
@@ -64,7 +64,7 @@ def test_pods_of_our_elastic_job_meet_at_the_first_worker() -> None:
             "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2:4", "PET_MAX_RESTARTS": "10",
             "PET_RDZV_CONF": "join_timeout=900,read_timeout=30,last_call_timeout=5,keep_alive_interval=1,"
             "keep_alive_max_attempt=6",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RANKUP_LAST_WORD": "/dev/termination-log", "JOB_NAME": "rankup",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "JOB_NAME": "rankup",
         }
 
 
