@@ -416,7 +416,8 @@ class Leader:
             twice = 2 * len(present)
             majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
             if voters and not (majority and ended):
-                return f"{len(present)} of the {len(voters)} nodes of membership {self.basis['n']} are here, no majority"
+                which = f"the {len(voters)} nodes of membership {self.basis['n']}"
+                return f"{len(present)} of {which} are here, no majority"
         return ""
 
     @property
