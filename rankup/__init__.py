@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rankup.loop.job import Job as Job
     from rankup.loop.job import Settings as Settings
     from rankup.places.cache import cache_roots as cache_roots
-    from rankup.program import Program as Program
+    from rankup.process import Program as Program
     from rankup.state.reading import Copy as Copy
     from rankup.state.stored_run import fetched as fetched
 
@@ -35,7 +35,7 @@ _HOMES = {
     "init": "job", "Job": "loop.job",
     "JoinError": "errors", "PeerLost": "errors", "Stopped": "errors", "UserError": "errors",
     # A program of your own, with settings and a command line
-    "Program": "program", "RankEnv": "env.rank_env", "Group": "group.group",
+    "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",
     "Settings": "loop.job", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
     "fetched": "state.stored_run", "cache_roots": "places.cache", "start_worker": "group.stop",
     # Modules

@@ -225,7 +225,7 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from rankup.program import Program
+    from rankup.process import Program
 
     program = Program().begin()
     program.read_rank(alone=given.alone)

@@ -24,7 +24,7 @@ from rankup.loop.record import check_random_scheme, check_record
 from rankup.observe import tracker
 from rankup.places.files import read_json
 from rankup.places.lineage import Lineage
-from rankup.program import Program
+from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.export import find_copy
 from rankup.state.options import Options

@@ -208,7 +208,7 @@ class Leader:
             if hello["is"] != "hello" or self._over:  # it may be early, and wait for the next leader
                 return
             member = self._read(link, hello)
-        except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError):
+        except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError, OverflowError):
             return  # most likely a stranger
         why = ENDED
         try:
@@ -218,7 +218,7 @@ class Leader:
                 self._take(link, await link.receive())
         except ConnectionError:
             pass
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
         self._remove(link, why)
 

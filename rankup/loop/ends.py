@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from rankup.program import Program
+from rankup.process import Program
 
 log = logging.getLogger("rankup")
 
