@@ -19,8 +19,8 @@ newcomer that is needed has all ranks stop before one step, and save.
 
 Two halves of a job never both go on: each proposal carries its basis, which the next one depends on. Of its `voters` a
 majority has to be here, of two equal halves the one with the leader; and of those in use, `used`, one, without whose
-ranks no earlier membership can go on. All voters, spares too, know a proposal before it is committed. A proposal that was never committed counts together with those before it, `before`,
-as a part of the job may not know of it: each needs its majority.
+ranks no earlier membership can go on. All voters, spares too, know a proposal before it is committed. One never
+committed counts together with those `before` it, as a part of the job may not know of it: each needs its majority.
 """
 
 import asyncio
