@@ -195,7 +195,7 @@ ANY = Limits(1, 3, wait_s=2.0)
 def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     known = [[f"token{node}", "127.0.0.1", 1, f"node {node}"] for node in range(voters)]
     tokens = [token for token, *_ in known]
-    return {"n": 7, "voters": tokens, "used": tokens[:used], "known": known, "job": "job", **more}
+    return {"n": 7, "v": 0, "voters": tokens, "used": tokens[:used], "known": known, "job": "job", **more}
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,20 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
 
 
 @asynchronous
-async def test_spare_that_is_lost_disturbs_nobody():
+async def test_spare_gets_a_vote_and_disturbs_nobody_when_it_is_lost():
     async with room(limits=Limits(2, 2, wait_s=100.0)) as here:
         puppets = [await here.enter(member(rank)) for rank in (0, 1)]
         await here.agree(puppets)
         spare = await here.enter(member(2))
         await spare.hears("spare")
+        for puppet in puppets:
+            puppet.say("has", n=1, v=0)
+        await here.pass_time(0.5, *puppets, spare)
+        voters = [(await puppet.hears("basis"))["basis"]["voters"] for puppet in (*puppets, spare)]
+        assert voters == [["token0", "token1", "token2"]] * 3
         spare.vanish()
         await until(lambda: len(here.leader.members) == 2)
+        await here.pass_time(0.5, *puppets)  # it keeps its vote until a majority has said that it knows
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
         assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "lost"]
