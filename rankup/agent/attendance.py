@@ -51,7 +51,7 @@ class Attendance:
         yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
         this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
         `silent_s`: the leader is lost where it gives no sign of life for so long."""
-        self.basis: dict[str, Any] = {"n": 0, "used": [], "voters": [], "known": [], "job": ""}  # see `Leader`
+        self.basis: dict[str, Any] = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}  # see `Leader`
         self._silent_s = silent_s
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
@@ -154,7 +154,11 @@ class Attendance:
             self._route = self._start(self._try_route(message["next"]))
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
-            self.basis = message.get("basis", self.basis)
+            basis = message.get("basis", self.basis)
+            if (basis["n"], basis["v"]) >= (self.basis["n"], self.basis["v"]):  # else a newer one is proposed already
+                self.basis = basis
+            if "basis" in message:
+                link.send("has", n=self.basis["n"], v=self.basis["v"])
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
             self._refused, self._until_s = True, self._clock()
         elif kind == "lost":

@@ -19,7 +19,8 @@ newcomer that is needed has all ranks stop before one step, and save.
 
 Two halves of a job never both go on: each proposal carries its basis, which the next one depends on. Of its `voters` a
 majority has to be here, of two equal halves the one with the leader; and of those in use, `used`, one, without whose
-ranks no earlier membership can go on. Who has seen a proposal counts for that one alone.
+ranks no earlier membership can go on. All voters, spares too, know a proposal before it is committed. One never
+committed counts together with those `before` it, as a part of the job may not know of it: each needs its majority.
 """
 
 import asyncio
@@ -69,6 +70,7 @@ class _Seat:
     came_s: float = 0.0
     unfit: str = ""  # why it is no part of the next membership
     leaves: bool = False  # was asked to
+    has: tuple[int, int] = (0, 0)  # the newest basis that it has said to have
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
@@ -128,9 +130,10 @@ class Leader:
         membership.
         """
         self._limits, self._outdone = limits, outdone
-        self.basis: dict[str, Any] = {"n": 0, "used": [], "voters": [], "known": [], "job": ""}
+        self.basis: dict[str, Any] = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
         self.changing = False  # the ranks have been asked to stop, for another membership
         self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
+        self._names: dict[str, str] = {}  # for the user, by token
         self._lost: dict[int, tuple[Member, float, str]] = {}  # by claim: when and why
         self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running = 0, False
@@ -207,7 +210,7 @@ class Leader:
             if hello["is"] != "hello" or self._over:  # it may be early, and wait for the next leader
                 return
             member = self._read(link, hello)
-        except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError):
+        except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError, OverflowError):
             return  # most likely a stranger
         why = ENDED
         try:
@@ -217,7 +220,7 @@ class Leader:
                 self._take(link, await link.receive())
         except ConnectionError:
             pass
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
         self._remove(link, why)
 
@@ -278,7 +281,7 @@ class Leader:
         self._seat_of |= dict.fromkeys(member.ranks, seat)
         self._lost.pop(member.first_rank, None)
         if self._limits is not None and self.running:
-            link.send("spare")
+            link.send("spare", basis=self.basis)
         self._judge()
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
@@ -298,11 +301,12 @@ class Leader:
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "leaving" and self._limits is not None:
             self._let_go(seat)
+        elif kind == "has":
+            seat.has = _age(message)
         elif kind == "left" and self._limits is not None:  # it has no say any more, and its ranks have ended for good
-            voters = [token for token in self.basis["voters"] if token != seat.member.token]
+            voters, *before = ([token for token in each if token != seat.member.token] for each in self._electorates)
             left = self.basis.get("left", False) or seat.member.token in self.basis["used"]
-            self.basis = {**self.basis, "voters": voters, "left": left}
-            self.tell("basis", basis=self.basis)
+            self._renew(voters=voters, before=before, left=left)
         elif kind == "ask":
             link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
@@ -335,7 +339,7 @@ class Leader:
         if self._over:
             return
         self._lost[seat.claim.start] = (seat.member, self._clock(), why)
-        if self._limits is not None and seat not in self._chosen:
+        if self._limits is not None and seat not in self._chosen and not (self._proposed and seat in self._late):
             return  # a spare
         if not self.running:
             self._gone[seat.member.first_rank] = (seat.member, why)
@@ -399,6 +403,8 @@ class Leader:
         seats = sorted(self._seats.values(), key=lambda seat: seat.claim.start)
         if self._limits is None:
             return seats if len(self._seat_of) == self.me.world_size else []
+        if any(seat.leaves and seat.unfit and seat.member.token == self.me.token for seat in seats):
+            return []  # this leader goes, and the next one chooses
         order = {token: place for place, token in enumerate(self.basis["used"])}
         fit = [seat for seat in seats if not seat.unfit]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
@@ -408,14 +414,21 @@ class Leader:
 
     def _outvoted(self) -> str:
         """Why those that are here must not go on: the others might do so too. "" where they may."""
-        here, voters = {seat.member.token for seat in self._seats.values()}, self.basis["voters"]
-        present = [token for token in voters if token in here]
-        twice = 2 * len(present)
-        majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
+        here = {seat.member.token for seat in self._seats.values()}
         ended = self.basis.get("left") or any(token in here for token in self.basis["used"])
-        if not voters or (majority and ended):
-            return ""
-        return f"{len(present)} of the {len(voters)} nodes of membership {self.basis['n']} are here, no majority"
+        for voters in self._electorates:
+            present = [token for token in voters if token in here]
+            twice = 2 * len(present)
+            majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
+            if voters and not (majority and ended):
+                which = f"the {len(voters)} nodes of membership {self.basis['n']}"
+                return f"{len(present)} of {which} are here, no majority"
+        return ""
+
+    @property
+    def _electorates(self) -> list[list[str]]:
+        """The tokens of those whose majority is needed: of each membership that may be the last one."""
+        return [self.basis["voters"], *self.basis.get("before", [])]
 
     def _let_go(self, seat: _Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
@@ -435,10 +448,38 @@ class Leader:
         """Whether there are members that were not asked to leave."""
         return not all(seat.leaves for seat in self._seats.values())
 
+    def _count_spares(self) -> None:
+        """Give a spare that has come a vote, or take that of a lost one: one at a time, once a majority knows of the
+        last change. Then each majority of before has a member in each majority of now, or the leader, which knows."""
+        voters = self.basis["voters"]
+        spares = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.leaves]
+        wanted = [*self.basis["used"], *(seat.member.token for seat in spares)]
+        new = [token for token in wanted if token not in voters][:1]
+        gone = [token for token in voters if token not in wanted][:1] if not new else []
+        knows = sum(seat.has >= _age(self.basis) for seat in self._seats.values() if seat.member.token in voters)
+        if (new or gone) and 2 * knows > len(voters):
+            self._renew(voters=[token for token in [*voters, *new] if token not in gone])
+
+    def _renew(self, **more: Any) -> None:
+        seats = [*self._chosen, *(seat for seat in self._seats.values() if seat not in self._chosen)]
+        known = self._places(seat for seat in seats if not seat.leaves)
+        self.basis = {**self.basis, "v": self.basis["v"] + 1, "known": known, **more}
+        self.tell("basis", basis=self.basis)
+
+    def _places(self, seats: Iterable[_Seat]) -> list[list[Any]]:
+        """Token, address, port and name of each."""
+        found = []
+        for seat in seats:
+            name = f"node {seat.claim.start // seat.member.num_ranks} on {seat.member.host}"
+            self._names[seat.member.token] = name
+            found.append([seat.member.token, seat.member.ip, seat.member.serves, name])
+        return found
+
     def _look_for_change(self, now_s: float) -> None:
         """Have the ranks stop where a newcomer is needed; those that come together are taken together."""
         if not self.running or self.changing or self._over or self._limits is None:
             return
+        self._count_spares()
         new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit]
         room = len(self._chosen) < self._limits.most and new
         if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
@@ -461,14 +502,15 @@ class Leader:
                 size = seat.member.num_ranks
                 seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
             here = [*seats, *(seat for seat in self._seats.values() if seat not in self._late and not seat.leaves)]
-            names = [f"node {seat.claim.start // seat.member.num_ranks} on {seat.member.host}" for seat in here]
-            where = [[seat.member.token, seat.member.ip, seat.member.serves] for seat in here]
-            known = [[*place, name] for place, name in zip(where, names, strict=True)]
+            self._late = {*here}
+            known = self._places(here)
             more["basis"] = self._next = {
-                "job": self.basis["job"], "n": self._proposed, "used": [token for token, *_ in known[:len(seats)]],
-                "voters": [token for token, *_ in known], "known": known,
+                "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "before": self._electorates,
+                "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
             }
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
+        for seat in self._late - {*seats}:
+            seat.link.send("propose", n=self._proposed, next=None, ip=seat.member.ip, **more)
         for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
             to = following.member
             route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
@@ -512,7 +554,7 @@ class Leader:
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         if self._limits is not None:
             change = self._describe_change()
-            self.basis = {**self._next, "job": more["job"]}
+            self.basis = {**self._next, "before": [], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 
@@ -533,11 +575,14 @@ class Leader:
     def _describe_change(self) -> str:
         """For the log of all nodes."""
         before, now = set(self.basis["used"]), set(self._next["used"])
-        hosts = {token: host for token, _, _, host in [*self.basis["known"], *self._next["known"]]}
+        hosts = {token: name for token, _, _, name in self.basis["known"]} | self._names
         why = {member.token: reason for member, _, reason in self._lost.values()}
         if before == now:
             return ""
-        parts = [f"{hosts[token]} is lost: {why.get(token, 'it is not here')}" for token in sorted(before - now)]
+        parts = [
+            f"{hosts.get(token, 'the node that led')} is lost: {why.get(token, 'it is not here')}"
+            for token in sorted(before - now)
+        ]
         parts += [f"{hosts[token]} joins" for token in sorted(now - before)] if before else []
         spares = len(self._seats) - len(now)
         parts += [f"{spares} spare"] if spares else []
@@ -609,8 +654,8 @@ class Leader:
 
 
 def _age(basis: Mapping[str, Any]) -> tuple[int, int]:
-    """The larger, the newer: who leaves takes its vote away."""
-    return int(basis["n"]), -len(basis["voters"])
+    """The larger, the newer."""
+    return int(basis["n"]), int(basis["v"])
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

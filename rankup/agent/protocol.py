@@ -15,7 +15,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | and seen; nodes as `Leader.nodes` has them                 |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
-| leaving, left: this node was asked to go, and goes | basis: of the membership, without the votes of who left    |
+| leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
+| has(n, v): the newest basis that I know            |                                                            |
 | standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |

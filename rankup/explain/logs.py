@@ -135,7 +135,7 @@ def _of_run(directory: Path) -> list[LogFile]:
             ends.append(f"[{end.get('host')} r{end.get('rank')}/{status.get('world_size')}] {text}\n")
     logs = [
         LogFile(path, path.name, _rank_in(path.name), since=since)
-        for path in sorted((directory / "logs").glob("rank-*.log"))
+        for path in sorted((directory / "logs").glob("rank-*.log")) if path.is_file()
     ]
     return [LogFile(directory, "status", ends=tuple(ends)), *logs] if ends else logs
 

@@ -237,7 +237,7 @@ def read_place(file: Path) -> tuple[str, int] | None:
     try:
         ip, port = json.loads(text)["rankup"]
         return str(ip), int(port)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         if not text:
             return None
         raise LaunchError(

@@ -200,7 +200,7 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
     is neither read nor written, for a restart of a long run would wait for it. Returns the entries behind it that stay,
     and some before. Raises OSError.
     """
-    if not path.exists():
+    if not path.is_file():
         return []
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -229,5 +229,5 @@ def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None
     try:
         entry: dict[str, Any] = json.loads(line)
         return entry if entry["step"] <= (evaluated if is_evaluation(entry) else step) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

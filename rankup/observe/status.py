@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from rankup.errors import root_cause
+from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run
 from rankup.observe.tracker import address_of
@@ -33,10 +33,14 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
     Raises UserError where there is no such run.
     """
     folder, now = find_run(runs, run, _is_run) if run else None, time.time()
-    found = [look(folder, now=now)] if folder else look_at_all(runs, now=now)
-    if as_json:
-        return json.dumps(found[0] if folder else found) + "\n"
-    return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
+    try:
+        found = [look(folder, now=now)] if folder else look_at_all(runs, now=now)
+        if as_json:
+            return json.dumps(found[0] if folder else found) + "\n"
+        return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        where, got = folder or runs, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"status: {where} must hold files that a run has written, got damaged ones ({got}).") from error
 
 
 def _is_run(folder: Path) -> bool:

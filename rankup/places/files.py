@@ -1,9 +1,13 @@
 """Files that a reader sees old or new, never half. No torch here."""
 
+import errno
 import json
+import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,17 @@ def write_json(path: Path, data: Any, *, check: Check | None = None) -> None:
 def read_json(path: Path) -> Any:
     """The file's content, or None if it is missing or is not whole."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            return json.load(file)
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file to read that came from elsewhere. Raises OSError, also for a pipe or a device, which may never end."""
+    # Who opens a pipe otherwise waits for its writer
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "no regular file", str(path))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankup.errors import UserError, disk_error
+from rankup.places.files import open_regular
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -77,7 +78,8 @@ def verify(path: Path) -> tuple[dict[str, bytes], str]:
             if is_shard(name):  # it may be larger than the memory that is free
                 found = _fingerprint_file(path / name)
             else:
-                files[name] = (path / name).read_bytes()
+                with open_regular(path / name) as file:
+                    files[name] = file.read()
                 found = fingerprint(files[name])
             if found["bytes"] != entry["bytes"]:
                 return {}, f"{name} has {found['bytes']} bytes instead of {entry['bytes']}"
@@ -132,7 +134,8 @@ def passed_over(
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Raises OSError, and ValueError, TypeError, LookupError, AttributeError or RecursionError where it is damaged."""
-    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+    with open_regular(path / MANIFEST) as file:
+        manifest: dict[str, Any] = json.load(file)
     if not all(FILE.fullmatch(name) for name in manifest["files"]):
         raise ValueError
     return manifest
@@ -165,7 +168,7 @@ def fingerprint(content: bytes | memoryview) -> Fingerprint:
 
 
 def _fingerprint_file(path: Path) -> Fingerprint:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 

@@ -59,7 +59,7 @@ def load(path: Path, check: Check = no_check) -> Copy:
     """Read the copy in the folder `path`. Raises UserError where it is damaged, refused by `check`, or no copy."""
     found, problem = read(path, check)
     if found is None:
-        raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem}.")
+        raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem:.300}.")
     return found
 
 
@@ -111,7 +111,7 @@ def _parse(path: Path, files: dict[str, bytes], check: Check) -> Copy:
     record = json.loads(files[STATE])
     check(path, record)  # first: a copy of another kind may hold what nobody here can read
     if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
-        raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run}".')
+        raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run:.80}".')
     if not isinstance(record.get("attempt"), str):
         raise ValueError(f"{STATE}: attempt is missing")
     if INDEX in files:

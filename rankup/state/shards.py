@@ -148,9 +148,15 @@ class Shards:
 
     def check(self) -> None:
         """Whether the parts are in the files and make up all tensors. Reads nothing but the heads of the files."""
+        if not isinstance(self.tree, dict):
+            raise ValueError("the tree is no mapping")
         for name, entry in self.table.items():
+            if entry["dtype"] not in TYPES:
+                raise ValueError(f"{name} has the type {entry['dtype']}")
             found = 0
             for _, offset, shape in self._parts(name):
+                if not all(type(number) is int for number in (*offset, *entry["shape"])):
+                    raise ValueError(f"{name} has places that are no whole numbers")
                 if any(o < 0 or o + n > whole for o, n, whole in zip(offset, shape, entry["shape"], strict=True)):
                     raise ValueError(f"a part of {name} lies outside of it")
                 found += math.prod(shape)

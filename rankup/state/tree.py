@@ -127,7 +127,7 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
     try:
         for item in tracked:
             if not ITEM.fullmatch(item):
-                raise UserError(f"state: an item's name must be letters, digits and _, got {item!r}.")
+                raise UserError(f"state: an item's name must be letters, digits and _, got {item!r:.80}.")
         return {item: of(value, f"{item}/") for item, value in tracked.items()}, tensors
     except RecursionError:
         raise UserError("state: values must not hold themselves, got some that do or are nested too deep.") from None

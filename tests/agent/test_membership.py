@@ -3,9 +3,11 @@
 The script does not import torch; `tests/promises` has what a training makes of it.
 """
 
+import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +51,8 @@ class Nodes:
     def kill(self, node: int) -> None:
         """The agent and its ranks."""
         for process in [self.agents[node], *self.agents[node].children(recursive=True)]:
-            process.kill()
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     def attempt(self, world_size: int, *, after: int = -1) -> int:
         """The number of the next attempt of so many ranks, once all of them are there."""
@@ -66,13 +69,20 @@ class Nodes:
         parents = psutil.Process(int(path.read_text().split()[1])).parents()
         return next(node for node, agent in self.agents.items() if agent in parents)
 
+    def shown(self, node: int) -> str:
+        """What that node's folder says of the nodes."""
+        return "".join(path.read_text() for path in (self.folder / f"runs{node}").glob("job/status/*/progress-*.json"))
+
     def jobs(self) -> set[str]:
         return {path.read_text().split()[0] for path in (self.folder / "shared").glob("*-of-*")}
 
     def ranks(self, node: int) -> int:
         """How many ranks of that node run."""
-        lines = [" ".join(process.cmdline()) for process in self.agents[node].children(recursive=True)]
-        return sum("job.py" in line for line in lines)
+        count = 0
+        for process in self.agents[node].children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it ends meanwhile
+                count += "job.py" in " ".join(process.cmdline())
+        return count
 
     def go(self) -> None:
         (self.folder / "shared/go").touch()
@@ -92,6 +102,22 @@ def test_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
     assert "this node is a spare" in job.outputs[3 - lost]
     assert f"node {lost} on " in job.outputs[0]
     assert len(nodes.jobs()) == 1
+
+
+def test_spare_that_came_later_goes_on_after_node_0_with_the_other(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "2", "--spares=1", "--wait-for-node=100")
+    with ended(nodes.job) as job:
+        for node in range(2):
+            nodes.add(node)
+        first = nodes.attempt(2)
+        nodes.add(2)
+        until(lambda: (tmp_path / "runs0/job/status").exists(), "no status")
+        until(lambda: nodes.shown(0).count("spare"), "no spare")
+        time.sleep(1)
+        nodes.kill(0)
+        nodes.attempt(2, after=first)
+        nodes.go()
+        assert job.wait() == [-9, 0, 0], job.output
 
 
 def test_job_goes_on_with_fewer_nodes_and_takes_one_that_comes(tmp_path: Path) -> None:

