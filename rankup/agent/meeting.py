@@ -19,7 +19,8 @@ newcomer that is needed has all ranks stop before one step, and save.
 
 Two halves of a job never both go on: each proposal carries its basis, which the next one depends on. Of its `voters` a
 majority has to be here, of two equal halves the one with the leader; and of those in use, `used`, one, without whose
-ranks no earlier membership can go on. Who has seen a proposal counts for that one alone.
+ranks no earlier membership can go on. All voters, spares too, know a proposal before it is committed. One never
+committed counts together with those `before` it, as a part of the job may not know of it: each needs its majority.
 """
 
 import asyncio
@@ -303,9 +304,9 @@ class Leader:
         elif kind == "has":
             seat.has = _age(message)
         elif kind == "left" and self._limits is not None:  # it has no say any more, and its ranks have ended for good
-            voters = [token for token in self.basis["voters"] if token != seat.member.token]
+            voters, *before = ([token for token in each if token != seat.member.token] for each in self._electorates)
             left = self.basis.get("left", False) or seat.member.token in self.basis["used"]
-            self._renew(voters=voters, left=left)
+            self._renew(voters=voters, before=before, left=left)
         elif kind == "ask":
             link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
@@ -338,7 +339,7 @@ class Leader:
         if self._over:
             return
         self._lost[seat.claim.start] = (seat.member, self._clock(), why)
-        if self._limits is not None and seat not in self._chosen:
+        if self._limits is not None and seat not in self._chosen and not (self._proposed and seat in self._late):
             return  # a spare
         if not self.running:
             self._gone[seat.member.first_rank] = (seat.member, why)
@@ -413,14 +414,21 @@ class Leader:
 
     def _outvoted(self) -> str:
         """Why those that are here must not go on: the others might do so too. "" where they may."""
-        here, voters = {seat.member.token for seat in self._seats.values()}, self.basis["voters"]
-        present = [token for token in voters if token in here]
-        twice = 2 * len(present)
-        majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
+        here = {seat.member.token for seat in self._seats.values()}
         ended = self.basis.get("left") or any(token in here for token in self.basis["used"])
-        if not voters or (majority and ended):
-            return ""
-        return f"{len(present)} of the {len(voters)} nodes of membership {self.basis['n']} are here, no majority"
+        for voters in self._electorates:
+            present = [token for token in voters if token in here]
+            twice = 2 * len(present)
+            majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
+            if voters and not (majority and ended):
+                which = f"the {len(voters)} nodes of membership {self.basis['n']}"
+                return f"{len(present)} of {which} are here, no majority"
+        return ""
+
+    @property
+    def _electorates(self) -> list[list[str]]:
+        """The tokens of those whose majority is needed: of each membership that may be the last one."""
+        return [self.basis["voters"], *self.basis.get("before", [])]
 
     def _let_go(self, seat: _Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
@@ -494,12 +502,15 @@ class Leader:
                 size = seat.member.num_ranks
                 seat.member = replace(seat.member, first_rank=place * size, world_size=len(seats) * size)
             here = [*seats, *(seat for seat in self._seats.values() if seat not in self._late and not seat.leaves)]
+            self._late = {*here}
             known = self._places(here)
             more["basis"] = self._next = {
-                "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known,
+                "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "before": self._electorates,
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
             }
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
+        for seat in self._late - {*seats}:
+            seat.link.send("propose", n=self._proposed, next=None, ip=seat.member.ip, **more)
         for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
             to = following.member
             route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
@@ -543,7 +554,7 @@ class Leader:
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         if self._limits is not None:
             change = self._describe_change()
-            self.basis = {**self._next, "job": more["job"]}
+            self.basis = {**self._next, "before": [], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 

@@ -155,6 +155,8 @@ class Shards:
                 raise ValueError(f"{name} has the type {entry['dtype']}")
             found = 0
             for _, offset, shape in self._parts(name):
+                if not all(type(number) is int for number in (*offset, *entry["shape"])):
+                    raise ValueError(f"{name} has places that are no whole numbers")
                 if any(o < 0 or o + n > whole for o, n, whole in zip(offset, shape, entry["shape"], strict=True)):
                     raise ValueError(f"a part of {name} lies outside of it")
                 found += math.prod(shape)

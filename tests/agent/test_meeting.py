@@ -192,10 +192,10 @@ async def room(me: Member | None = None, limits: Limits | None = None) -> AsyncI
 ANY = Limits(1, 3, wait_s=2.0)
 
 
-def basis(voters: int, used: int) -> dict[str, Any]:
+def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     known = [[f"token{node}", "127.0.0.1", 1, f"node {node}"] for node in range(voters)]
     tokens = [token for token, *_ in known]
-    return {"n": 7, "v": 0, "voters": tokens, "used": tokens[:used], "known": known, "job": "job"}
+    return {"n": 7, "v": 0, "voters": tokens, "used": tokens[:used], "known": known, "job": "job", **more}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,38 @@ async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: t
 
 
 @asynchronous
+async def test_proposal_that_was_not_committed_counts_together_with_the_membership_before_it():
+    """Nodes 2 to 4 may not know of it, and be the majority of that one."""
+    async with room(member(0, of=5), ANY) as there:
+        last = basis(3, 3, before=[[f"token{node}" for node in range(5)]])
+        puppets = [await there.enter(member(node, of=5), n=7, basis=last) for node in (0, 1)]
+        await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
+        for puppet in puppets:
+            assert "2 of the 5 nodes" in (await puppet.hears("waiting"))["text"]
+        puppets.append(await there.enter(member(2, of=5)))
+        said = await there.agree(puppets)
+        assert not said["basis"]["before"]
+
+
+@asynchronous
+async def test_spares_know_a_proposal_before_it_is_committed():
+    async with room(member(0, of=2), Limits(1, 1, wait_s=0.0)) as here:
+        first = await here.enter(member(0, of=2))
+        await here.agree([first])
+        spare = await here.enter(member(1, of=2))
+        await spare.hears("spare")
+        here.leader.lose(here.leader.members[0], "its script ended")
+        for puppet in (first, spare):
+            await puppet.hears("lost")
+        here.leader.tick()
+        first.say("ready", n=(await first.hears("propose"))["n"], problem="")
+        n = (await spare.hears("propose"))["n"]
+        await here.nothing_is_said_to(first)
+        spare.say("ready", n=n, problem="")
+        assert (await first.hears("commit"))["basis"]["voters"] == ["token0", "token1"]
+
+
+@asynchronous
 async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
     async with room(limits=ANY) as here:
         puppets = await here.three()
@@ -229,7 +261,7 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         await until(lambda: here.said)
         await here.pass_time(3.0, *puppets)
-        for puppet in puppets[:2]:
+        for puppet in puppets:
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
         said = [await puppet.hears("commit") for puppet in puppets]
         assert said[0]["hosts"] == [["node0", 1], ["node1", 1]]

@@ -238,11 +238,9 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert cache.cached("FashionMNIST") is None
-    with pytest.raises(UserError, match="cannot be written"):
-        cache.writable_cache()
-    with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
-        cache_root()
+    for call in (lambda: cache.cached("FashionMNIST"), cache.writable_cache, cache_root):
+        with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
+            call()
     monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711/deep/down must belong to this user"):
         cache_root()

@@ -86,7 +86,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         found = yaml.load(text, Loader=_Loader)  # a SafeLoader: it builds plain values alone
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = " ".join(str(error.problem or error.context or "syntax").split())
+        problem = " ".join(str(error.problem or error.context or "syntax").split())[:200]
         raise UserError(f"{where}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
     except yaml.YAMLError as error:
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from error
