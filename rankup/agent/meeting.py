@@ -397,6 +397,7 @@ class Leader:
                 self._propose(seats)
         elif not self._late and self._preparing is None:
             self._preparing = asyncio.create_task(self._commit(self._proposed))
+            self._preparing.add_done_callback(self._committed)
 
     def _choose(self) -> list[_Seat]:
         """Who can be the next membership, by rank; nobody as long as that is to be waited for."""
@@ -557,6 +558,11 @@ class Leader:
             self.basis = {**self._next, "before": [], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
+
+    def _committed(self, task: asyncio.Task[None]) -> None:
+        """A fault of ours in `_commit` must not look like a hang."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.refuse(f"{type(error).__name__}: {error}")
 
     def _leave_out(self) -> None:
         """Of those whose routes fail, go on without the one that most routes concern, and never without the leader."""

@@ -254,6 +254,17 @@ async def test_spares_know_a_proposal_before_it_is_committed():
 
 
 @asynchronous
+async def test_fault_while_a_membership_is_committed_refuses_all():
+    async with room(limits=ANY) as here:
+        here.prepared = lambda n: asyncio.sleep(0, {})
+        puppets = await here.three()
+        for puppet in puppets:
+            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        for puppet in puppets:
+            assert (await puppet.hears("refused"))["text"] == "KeyError: 'job'"
+
+
+@asynchronous
 async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
     async with room(limits=ANY) as here:
         puppets = await here.three()
