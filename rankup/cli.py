@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
@@ -104,8 +105,8 @@ def nodes(text: str) -> tuple[int, int]:
     return found
 
 
-def _launch(given: argparse.Namespace) -> int:
-    """Be the agent of this node to the end of the job."""
+def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
+    """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
     from rankup.agent.agent import Options
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.script import Script
@@ -113,6 +114,8 @@ def _launch(given: argparse.Namespace) -> int:
     from rankup.env.node_env import Limits, read_node_env
 
     guard("stdout", "stderr")
+    if given.replay:
+        return _replay(given)
     least, most = given.nnodes or (None, None)
     limits = None
     if least is not None and most is not None and (least < most or given.spares):
@@ -125,11 +128,13 @@ def _launch(given: argparse.Namespace) -> int:
     )
     setup_logging(rank=None, world_size=node.num_nodes)
     script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
+    if stop_after is not None and not script.imports_rankup():
+        raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
     _make_folder(given.work_dir)
     options = Options(
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
         restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
-        work_dir=given.work_dir, start=given.start,
+        work_dir=given.work_dir, start=given.start, stop_after=stop_after,
     )
     for warning in node.warnings:
         log.warning("%s", warning)
@@ -147,6 +152,28 @@ def _launch(given: argparse.Namespace) -> int:
         log.error("%s (exit code %d)", verdict.text, code)
     if not knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
         log.info("%s", what_next(run_dir))
+    return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
+
+
+def _replay(given: argparse.Namespace) -> int:
+    """Train as a run whose nodes came and went did: with as many ranks from the same steps on."""
+    from rankup.observe.metrics import changes_of_ranks
+
+    if given.nnodes or given.spares or given.nproc:
+        raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
+    path = next((path for path in (Path(given.replay), Path(given.run_dir, given.replay)) if path.is_dir()), None)
+    try:
+        changes = changes_of_ranks(path) if path is not None else []
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}.") from None
+    if not changes:
+        raise UserError(f"--replay must be a run whose number of nodes could change, got {given.replay}.")
+    given.replay, code = "", FINISHED
+    for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
+        log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
+        given.nproc = ranks
+        if code := _launch(given, stop_after=last):
+            break
     return code
 
 
@@ -307,6 +334,8 @@ COMMANDS = {
             _option("--start", choices=["fork", "fresh"], default="fork", metavar="HOW",
                     help="fork ranks from a process that has imported torch, if the script imports rankup; or fresh "
                     "interpreters"),
+            _option("--replay", default="", metavar="RUN",
+                    help="train again as this run, whose nodes came and went: with as many ranks at each step, here"),
             _option("--preflight", action="store_true",
                     help="check this machine first; start nothing if it is not fit"),
             _option("-m", "--module", action="store_true", help="SCRIPT is a module"),

@@ -76,6 +76,7 @@ class Options:
     stop_grace_s: float = 110.0
     work_dir: str = ""
     start: str = "fork"  # or fresh: of a script that imports rankup
+    stop_after: int | None = None  # so many steps a replay's part ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +327,9 @@ class Agent:
             rank.running, rank.told, rank.said = True, False, None
             record = self.records.of(rank.local_rank)
             record.clear()
+            if self.options.stop_after is not None:
+                record.ask_to_stop(self.options.stop_after)
+                record.confirm_stop(self.options.stop_after)
             if not self.knows_us:
                 record.enter("script")
             words = self.script.command(local_rank=self.node.local_rank + rank.local_rank)

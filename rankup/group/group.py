@@ -86,8 +86,8 @@ class Group:
 
         Without any collective, see `rankup.agent.meeting`. Waits some milliseconds where they are just agreeing on it.
         """
-        if self.world_size == 1:
-            return self.stop.requested
+        if self.world_size == 1:  # only a replay has its agent ask by the record
+            return self.stop.requested or self.record.may_begin(step) is False
         while (may_begin := self.record.may_begin(step)) is None:
             time.sleep(STOP_S)
         if not may_begin:

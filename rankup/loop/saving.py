@@ -160,7 +160,7 @@ class Saving:
 
     def stopped(self) -> str:
         """What to say of a run that was stopped at its last commit."""
-        why, step = self.group.stop.signal_name or "another rank's signal", self.position.step
+        why, step = self.group.stop.signal_name or "asked to stop", self.position.step
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
         where = f"saved at step {step}" if step else "at step 0, nothing to save,"

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -222,6 +224,17 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
             file.write(content.ljust(len(tail), b"\n"))
             file.truncate(size - len(tail) + len(content))
     return [entry for _, entry in kept]
+
+
+def changes_of_ranks(run_dir: Path) -> list[tuple[int, int]]:
+    """(step, ranks) for each change of their number in a run whose nodes came and went. Raises OSError."""
+    found = dict[int, int]()
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            if '"job/ranks"' in line and (entry := _kept_entry(line.encode(), sys.maxsize, 0)) is not None:
+                found[int(entry["step"])] = int(entry["job/ranks"])
+    changes = list(found.items())
+    return [change for before, change in pairwise([(0, 0), *changes]) if change[1] != before[1]]
 
 
 def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None:

@@ -17,7 +17,6 @@ import pytest
 from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start
-from train import main
 from train.config import Config
 from train.workloads import Workload
 
@@ -311,6 +310,7 @@ def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) ->
 def no_window() -> None:
     """Every further signal is a second request. A file `read-RANK` shows that the first was read: sent before that, a
     second would be the same one to the kernel."""
+    from rankup import process
     from rankup.group import stop
 
     class Noting(stop.StopRequest):
@@ -319,7 +319,7 @@ def no_window() -> None:
             if name == "_requested_at_s" and value:
                 Path(os.environ["NOTES_DIR"], f"read-{os.environ['RANK']}").touch()
 
-    stop.REPEAT_S, main.StopRequest = 0.0, Noting
+    stop.REPEAT_S, process.StopRequest = 0.0, Noting
 
 
 def ask(job: Job, rank: int, notes: Path) -> None:
