@@ -164,8 +164,8 @@ def _replay(given: argparse.Namespace) -> int:
     path = next((path for path in (Path(given.replay), Path(given.run_dir, given.replay)) if path.is_dir()), None)
     try:
         changes = changes_of_ranks(path) if path is not None else []
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{error}.") from None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {given.replay}.")
     given.replay, code = "", FINISHED

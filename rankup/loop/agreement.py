@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from rankup.errors import PeerLost
 from rankup.group.group import Group
+from rankup.places.files import open_regular
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and between two at least
@@ -126,10 +127,11 @@ class Agreement:
     def _read(self) -> list[dict[str, Any]]:
         """The rows of this run and number of ranks."""
         try:
-            rows = [json.loads(line) for line in self._path.read_text().splitlines()]
+            with open_regular(self._path) as file:
+                rows = [json.loads(line) for line in file]
             return [{name: row[name] for name in ("step", "sound", "digests", "odd")} for row in rows
                     if row["run"] == self._run and len(row["digests"]) == self.group.world_size]
-        except (OSError, ValueError, LookupError, TypeError):  # it only helps to name a rank
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it only helps to name a rank
             return []
 
     def look(self, step: int) -> None:

@@ -180,5 +180,5 @@ def test_id_of_a_run_leads_to_no_folder_elsewhere(forks: Forks, tmp_path: Path, 
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     codes, output = forks.run(*line[:-3], "8", *line[-2:])
     assert codes == [0 if file == "run.json" else 2], output
-    assert file == "run.json" or f'must be of a run with an id, got "{victim}"' in output
+    assert file == "run.json" or f'must be of a run with an id, got "{victim!s:.80}"' in output
     assert (victim / "text").exists()

@@ -1,5 +1,6 @@
 """Containers that are killed, stopped and cut off: all join anew, and the weights are those of an undisturbed run."""
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -88,3 +89,24 @@ def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back
     docker("network", "connect", "--alias", "node1", network, container)
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
+
+
+def test_two_of_three_nodes_go_on_without_node_0_and_take_it_back(tmp_path: Path) -> None:
+    """The job runs longer than all of it takes, and is stopped then."""
+    job = JOB.replace(f"--max-steps {STEPS}", "--epochs 1000")
+    script = "--nnodes 2:3 --wait-for-node 1 train/main.py train"
+    with project(tmp_path, ARGS=job, SCRIPT=script, NNODES="3", COMPOSE_PROFILES="3") as made:
+        made.add("compose.nodes.yaml")
+        made.up()
+
+        def changes() -> list[int]:
+            lines = (made.runs / "job" / "metrics.jsonl").read_text().splitlines()
+            return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
+
+        made.wait_for_step("job", 50)
+        made.compose("kill", "node0")
+        wait_for("a step of two nodes", lambda: changes() == [3, 2], log=made.logs)
+        made.compose("start", "node0")
+        wait_for("a step of three nodes", lambda: changes() == [3, 2, 3], log=made.logs)
+        made.stop()
+        assert made.codes("node0", "node1", "node2") == [143] * 3, made.logs()
