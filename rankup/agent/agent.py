@@ -558,7 +558,8 @@ class Agent:
         self._passed_on = name
         running = sum(rank.running for rank in self.ranks)
         why = "nodes change: " if change else ""
-        log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
+        if running or not change:  # a spare has none
+            log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self.begin(self._oversee_stop(name))
