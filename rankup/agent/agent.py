@@ -8,7 +8,7 @@ device and does not import torch.
 | an agent is lost       | the same, once its connection ends or it is silent; another one has to come in its place    |
 | the leader is lost     | every agent has its ranks leave, and looks for the leader until its time to join is over    |
 | the number may change  | the lost one is replaced by a spare, or not at all; after the leader the next member leads  |
-| and SIGTERM to one     | its node saves with the others, and leaves for good                                         |
+|                        | after SIGTERM to one agent its node saves with the others, and leaves for good              |
 | an agent gets a signal | the leader tells all agents, and each passes it on to its ranks                             |
 """
 
@@ -76,7 +76,7 @@ class Options:
     stop_grace_s: float = 110.0
     work_dir: str = ""
     start: str = "fork"  # or fresh: of a script that imports rankup
-    stop_after: int | None = None  # so many steps a replay's part ends
+    stop_after: int | None = None  # a part of a replay ends after this step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,6 +254,14 @@ async def test_spares_know_a_proposal_before_it_is_committed():
 
 
 @asynchronous
+async def test_fewer_nodes_than_the_least_hear_what_is_waited_for():
+    async with room(member(0, of=3), Limits(2, 3, wait_s=0.0)) as here:
+        puppet = await here.enter(member(0, of=3))
+        await here.pass_time(NOTICE_S, puppet)
+        assert (await puppet.hears("waiting"))["text"] == "1 of at least 2 nodes are here"
+
+
+@asynchronous
 async def test_fault_while_a_membership_is_committed_refuses_all():
     async with room(limits=ANY) as here:
         here.prepared = lambda n: asyncio.sleep(0, {})

@@ -4,7 +4,6 @@ The doctor names it, with the rank and the host, and gives a healthy pair no war
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -27,11 +26,7 @@ BOUND_S = 150
 
 @pytest.fixture(scope="module", autouse=True)
 def _possible() -> None:
-    reason = namespaces.missing()
-    if reason and os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    namespaces.need()
 
 
 @dataclass

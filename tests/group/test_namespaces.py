@@ -4,7 +4,6 @@ interfaces, firewalls, names and routes that do not exist, cables that are pulle
 The cases run side by side, each on a pair of machines of its own.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,11 +24,7 @@ LONG_S = 60  # where they do: what follows is bounded by itself
 
 @pytest.fixture(scope="module", autouse=True)
 def _possible() -> None:
-    reason = namespaces.missing()
-    if reason and os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
+    namespaces.need()
 
 
 @dataclass

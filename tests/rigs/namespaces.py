@@ -30,6 +30,14 @@ def missing() -> str:
     return ""
 
 
+def need() -> None:
+    """Skip where no nodes can be made; in CI that is a failure."""
+    import pytest  # not at the top: ranks import this file too
+
+    if reason := missing():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
 class Node:
     """One machine. `eth0` is the cable to the other; `aux0` is up and leads nowhere."""
 
