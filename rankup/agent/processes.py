@@ -34,7 +34,6 @@ from rankup.agent.limits import read
 from rankup.timing import DUMP_S
 
 T = TypeVar("T")
-LINUX = sys.platform.startswith("linux")
 
 # Other processes ----------------------------------------------------------------------------------------------------
 
@@ -70,16 +69,15 @@ def has_handler(pid: int, number: int) -> bool | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends. Linux only; elsewhere a no-op. A fork does not inherit it.
+    """Have the kernel kill this process when `parent` ends. A fork does not inherit it.
 
     A launcher that dies of SIGKILL cannot end its ranks: they would train on and hold their GPUs (torch issue 5736).
     """
-    if LINUX:
-        import ctypes
+    import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it ended before the line above
-            os._exit(128 + signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(128 + signal.SIGKILL)
 
 
 def send_signal(pid: int, number: int) -> None:

@@ -36,11 +36,8 @@ import ipaddress
 import json
 import os
 import secrets
-import shutil
 import socket
 import struct
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -191,9 +188,8 @@ class Links:
 
     async def open(self) -> None:
         """Begin to listen. Nobody guesses the name, and other users are turned away."""
-        # An abstract name, which Linux has, leaves nothing in the file system, however the agent ends
-        folder = "" if sys.platform.startswith("linux") else tempfile.mkdtemp(prefix="rankup-")
-        self.address = f"{folder}/agent" if folder else f"@rankup-{secrets.token_hex(16)}"
+        # An abstract name leaves nothing in the file system, however the agent ends
+        self.address = f"@rankup-{secrets.token_hex(16)}"
         self._server = await asyncio.start_unix_server(self._attend, path_of(self.address), limit=LONGEST)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -222,8 +218,6 @@ class Links:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        if self.address and not self.address.startswith("@"):
-            shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
 
 
 def path_of(address: str) -> str:
@@ -232,8 +226,6 @@ def path_of(address: str) -> str:
 
 
 def _of_this_user(sock: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # a folder of ours keeps others out
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # process, user, group
     return bool(user == os.geteuid())
 

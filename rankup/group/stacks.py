@@ -31,7 +31,7 @@ from rankup.agent.record import RecordWriter
 from rankup.agent.status import announce_stacks
 from rankup.env.rank_env import ranges
 
-ASK, ASK_C = signal.SIGUSR2, getattr(signal, "SIGRTMAX", None)  # macOS has none of the second kind
+ASK, ASK_C = signal.SIGUSR2, signal.SIGRTMAX
 
 # The stacks of this process ------------------------------------------------------------------------------------------
 
@@ -54,8 +54,7 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
             signals=[ASK, ASK_C],
         )
         _file = path.open("a", encoding="utf-8")
-        if ASK_C is not None:
-            faulthandler.register(ASK_C, _file, all_threads=True)
+        faulthandler.register(ASK_C, _file, all_threads=True)
 
 
 def follow(record: RecordWriter) -> None:

@@ -13,7 +13,6 @@ import multiprocessing.process
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -34,8 +33,7 @@ SHM_FULL = (
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # they ask the loop to stop
 # Python 3.14 starts processes from a server of its own by default: workers would not be our children, and the loop
 # below could not tell which of them died.
-FORKS = sys.platform == "linux"
-CONTEXT: Any = multiprocessing.get_context("fork" if FORKS else None)
+CONTEXT: Any = multiprocessing.get_context("fork")
 # CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread held at
 # that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300 workers hung like
 # that on a busy machine. Where a worker lives and has not begun within this time, all are started anew.
@@ -91,7 +89,7 @@ class Loader:
             with _signals_held():
                 iterator = iter(loader)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
-            if not FORKS or not (hanging := _hanging(self._workers, self._said)):
+            if not (hanging := _hanging(self._workers, self._said)):
                 break
             for worker in self._workers:
                 worker.kill()

@@ -7,7 +7,6 @@ malloc for that reason. These three numbers do the same for glibc's, and no resu
 """
 
 import ctypes
-import sys
 
 # Numbers and names from malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
@@ -22,8 +21,6 @@ def keep_freed_memory() -> None:
     step than with glibc's largest size for blocks in the heap, 32 MB (one thread, AMD EPYC), and a fifth more memory at
     its peak. Does nothing where malloc is not glibc's.
     """
-    if not sys.platform.startswith("linux"):
-        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:
         # M_MMAP_MAX 0: no block gets a mapping of its own. A limit of size would let a block above it into the heap

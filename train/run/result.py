@@ -2,7 +2,6 @@
 
 import json
 import resource
-import sys
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def _peak_memory_mb(device: torch.device) -> float:
     """The most memory, in MB, that this process ever held: of the GPU where it has one, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def _table(result: dict[str, Any], unit: str, *, goodput: str, tensorboard: bool) -> str:
