@@ -84,7 +84,8 @@ def test_agent_is_what_options_and_environment_say(
         # Kubeflow
         (POD, {"nnodes": 1}, "--nnodes must be WORLD_SIZE=2 .*, got 1"),
         (POD, {"nproc": 1}, "--nproc must be 4, as the environment has PET_NPROC_PER_NODE=4, got 1"),
-        (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 may change"),
+        (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 is for torchrun.* Set RANK"),
+        ({**FULL, **elastic("e-worker-0:23456", "1", "2:4")}, {}, "PET_NNODES=2:4 is for torchrun.* give --nnodes"),
         ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"}, {}, "PET_NNODES=2 PET_NPROC_PER_NODE=auto but RANK is not"),
         ({"PET_NNODES": "two", "PET_NPROC_PER_NODE": "1"}, {}, "PET_NNODES=two"),
         # Launchers that start the ranks

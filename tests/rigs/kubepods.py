@@ -66,8 +66,6 @@ class Cluster:
         words += ["--hostname", pod["name"], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only"]
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         words += ["--memory", _size(container["resources"]["limits"]["memory"])]
-        if spec["restartPolicy"] == "OnFailure":  # by the kubelet, in the same pod
-            words += ["--restart", f"on-failure:{self.owner['spec']['runPolicy']['backoffLimit']}"]
         for volume in spec["volumes"]:
             (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
             words += self._volume(volume, mount["mountPath"], ":ro" if mount.get("readOnly") else "")
@@ -91,9 +89,9 @@ class Cluster:
         found: Object = json.loads(docker("inspect", self.container(index)))[0]["State"]
         return found
 
-    def restarts(self, index: int) -> int:
-        """How often the kubelet started the container again."""
-        return int(docker("inspect", "-f", "{{.RestartCount}}", self.container(index)))
+    def address(self, index: int) -> str:
+        (network,) = json.loads(docker("inspect", self.container(index)))[0]["NetworkSettings"]["Networks"].values()
+        return str(network["IPAddress"])
 
     def log(self, index: int) -> str:
         return docker("logs", self.container(index), check=False)
@@ -154,9 +152,21 @@ class Cluster:
         first = psutil.Process(pid)
         return [first, *first.children(recursive=True)]
 
-    def delete(self, index: int) -> None:
-        """As with its node, or by kubectl scale: what ends now is not started again."""
-        docker("update", "--restart", "no", self.container(index))
+    def scale(self, num_workers: int) -> None:
+        """The pods of so many Workers, for `start`, as by kubectl scale."""
+        self.owner["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_workers
+        self.pods = pods_of([self.owner])
+
+    def stop(self, *indices: int) -> None:
+        """SIGTERM to the first process of each, as the kubelet does."""
+        for index in indices:
+            docker("kill", "--signal", "TERM", self.container(index))
+
+    def changes(self) -> list[int]:
+        """How many ranks trained, from the first to the last change of nodes."""
+        path = self.runs / "job" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
 
     def read(self, name: str) -> Object:
         """result.json or status.json of the run."""
