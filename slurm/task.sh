@@ -24,6 +24,9 @@ for ((restart = 0; ; restart++)); do
   code=$?
   # The agents of a job end with one code. From 128 on, except for 143, it is worth another try: the others wait for an
   # agent that was killed, and all meet again where they gave up
-  if ((code < 128 || code == 143 || restart >= ${MAX_RESTARTS:-3})) || [[ -n ${stopped:-} ]]; then exit "$code"; fi
+  if ((code < 128 || code == 143 || restart >= ${MAX_RESTARTS:-3})) || [[ -n ${stopped:-} ]]; then
+    [[ -z ${ENDED:-} ]] || ((code >= 128)) || echo "$code" >> "$ENDED"
+    exit "$code"
+  fi
   echo "slurm: the agent on $(hostname) ended with $code, started again ($((restart + 1)) of ${MAX_RESTARTS:-3})" >&2
 done

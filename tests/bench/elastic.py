@@ -36,7 +36,7 @@ from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
 NODES = 4
 TASK = ["--dataset", "digits", "--model", "mlp", "--progress=none", "--simulated-nodes", *SETTINGS]
-# As k8s/components/elastic/job.yaml sets them
+# For a short wait
 RENDEZVOUS = "join_timeout=900,read_timeout=30,last_call_timeout=5"
 FASTER = ",keep_alive_interval=1,keep_alive_max_attempt=6"
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -1,6 +1,7 @@
 """The pods of a manifest as real containers: command, environment, user, read-only root, limits, volumes and names."""
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def _size(quantity: str) -> str:
 class Cluster:
     """The pods of one manifest on a network of their own.
 
-    A claim is a folder, an emptyDir a tmpfs, a ConfigMap a read-only folder of its files. The engine stands for the
+    A claim is a folder, an emptyDir a tmpfs, a ConfigMap or a Secret a read-only folder of its files. The engine stands for the
     kubelet, and the test does what an operator decides.
     """
 
@@ -81,7 +82,19 @@ class Cluster:
             files = self.maps / volume["configMap"]["name"]
             assert files.exists(), f"no ConfigMap {files.name}: the pod would never start"
             return ["--volume", f"{files}:{path}:ro"]
+        if "secret" in volume:
+            return ["--volume", f"{self._secret(volume['secret']['defaultMode'])}:{path}:ro"]
         return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]
+
+    def _secret(self, mode: int) -> Path:
+        """As a kubelet writes it for a pod with an fsGroup: root's, and its group is the pod's."""
+        file = self.runs.with_name("secret") / "secret"
+        if not file.exists():
+            file.parent.mkdir()
+            file.write_text(secrets.token_hex(32))
+            os.chown(file, 0, self.pods[0]["spec"]["securityContext"]["fsGroup"])
+            file.chmod(mode)
+        return file.parent
 
     # Containers -------------------------------------------------------------------------------------------------------
 

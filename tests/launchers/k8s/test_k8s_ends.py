@@ -73,7 +73,7 @@ def test_k8s_pod_that_is_stopped_saves_is_no_success_and_the_next_ones_resume_to
 
 
 def test_k8s_elastic_job_goes_on_without_worker_0_and_takes_pods_that_come_and_go(pods: Pods) -> None:
-    cluster = pods("pytorchjob+elastic", [*LONG[:-4], "--max-steps", "1000000", "--epochs", "100000"])
+    cluster = pods("pytorchjob+elastic+secret", [*LONG[:-4], "--max-steps", "1000000", "--epochs", "100000"])
 
     def ranks_are(*counts: int) -> None:
         wait_for(f"{counts} ranks", lambda: cluster.changes()[-len(counts):] == [*counts], log=cluster.logs)
@@ -85,9 +85,8 @@ def test_k8s_elastic_job_goes_on_without_worker_0_and_takes_pods_that_come_and_g
     address = cluster.address(0)
     cluster.scale(4)
     cluster.start(3)  # as by kubectl scale. It gets the address of the lost pod, whose successor has another one
-    ranks_are(2, 3)
     cluster.replace(0)
-    ranks_are(3, 4)
+    wait_for("4 ranks", lambda: cluster.changes()[-1] == 4, log=cluster.logs)  # they come at once, or one by one
     assert cluster.address(0) != address
     cluster.stop(2)  # as by a drain, or kubectl scale
     assert cluster.codes(2) == [143]

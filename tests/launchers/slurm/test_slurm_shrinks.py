@@ -1,4 +1,5 @@
-"""A job of two to three nodes loses one, goes on with two, and with three again: on the curve of one process."""
+"""A job of two to three nodes loses one, goes on with two at once, and with three once it is requeued: on the curve of
+one process."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -53,16 +54,18 @@ def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
     three: Cluster, alone: list[float], tmp_path: Path
 ) -> None:
     three.idle()
-    job = three.submit(tmp_path, LINE, "--nodes=2-3")
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    job = three.submit(tmp_path, LINE, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
     job.wait_for_step(50)
     three.local("kill", "node2")
-    wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
-    job.go_on()
     job.wait_for_text("global = 2 ranks x 32")
     lost_at = job.step()
     three.local("start", "node2")
     wait_for("node2", lambda: three.num_idle() == 1, log=three.report)
     job.wait_for_step(lost_at + 20)
+    assert job.show()["Restarts"] == "0"
     three.run("scontrol", "requeue", job.number)
     assert job.wait() == "COMPLETED", job.log()
     three.idle()
