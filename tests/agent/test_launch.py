@@ -53,9 +53,7 @@ def nodes(folder: Path, text: str, *options: str, num_nodes: int = 2, env: dict[
     """The agents of several nodes, one rank each."""
     job, port = Job(), free_port()
     for node in range(num_nodes):
-        own = folder / f"node{node}"
-        own.mkdir()
-        add_node(job, own, text, *options, node=node, num_nodes=num_nodes, port=port, env=env)
+        add_node(job, folder / f"node{node}", text, *options, node=node, num_nodes=num_nodes, port=port, env=env)
     return job
 
 
@@ -63,6 +61,7 @@ def add_node(
     job: Job, folder: Path, text: str, *options: str, node: int, num_nodes: int, port: int,
     env: dict[str, str] | None = None,
 ) -> None:
+    folder.mkdir(exist_ok=True)
     line = (
         "-m", "rankup", "launch", f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1",
         f"--master-port={port}", f"--run-dir={folder}/runs", *options,
@@ -447,8 +446,6 @@ def test_lost_agent_is_replaced_and_the_job_goes_on(lost: int, tmp_path: Path) -
     port, job = free_port(), Job()
     with ended(job):
         folders = [tmp_path / f"node{node}" for node in (0, 1, 2)]
-        for folder in folders:
-            folder.mkdir()
         for node in TWO:
             add_node(job, folders[node], WAITS, node=node, num_nodes=2, port=port)
         for node in TWO:
@@ -469,7 +466,6 @@ def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):
         for node in TWO:
-            (tmp_path / f"node{node}").mkdir()
             add_node(
                 job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=8", node=node, num_nodes=3, port=port
             )
@@ -482,7 +478,6 @@ def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):
         for node in TWO:
-            (tmp_path / f"node{node}").mkdir()
             add_node(job, tmp_path / f"node{node}", f"print({node})", node=node, num_nodes=2, port=port)
         assert job.wait() == [2, 2], job.output
     assert "script job.py must be the same on all ranks" in job.output

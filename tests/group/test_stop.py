@@ -129,27 +129,18 @@ def test_signal_in_evaluation_saves_the_step_and_evaluates_again(
     assert_resumes(forks, run, undisturbed, world_size=2)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(("name", "rank", "workers"), [("SIGTERM", None, "1"), ("SIGUSR1", 1, "2")])
 def test_signal_to_the_process_group_while_waiting_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None, workers: str
 ) -> None:
+    """Of all ranks, or of one; the same run goes on with another number of workers."""
     run = tmp_path / "run"
     # Sent by the workers once the loop waits: they get it first, and sleep on for longer than any test waits
-    order = probe("data", 6, signal=name, to="group", before_s=1.0, sleep_s=600)
-    arguments = train(run, "--num-workers", "2", *AT_THE_END)
-    codes, output = forks.run(*arguments, world_size=2, env=order)
-    assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, "--num-workers", "1", *AT_THE_END, world_size=2, evaluated=(32,))
-
-
-def test_signal_of_one_rank_while_it_waits_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    order = probe("data", 6, signal="SIGTERM", to="group", rank=1, before_s=1.0, sleep_s=600)
+    order = probe("data", 6, signal=name, to="group", rank=rank, before_s=1.0, sleep_s=600)
     codes, output = forks.run(*train(run, "--num-workers", "2", *AT_THE_END), world_size=2, env=order)
     assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, *AT_THE_END, world_size=2, evaluated=(32,))
+    more = ("--num-workers", workers, *AT_THE_END)
+    assert_resumes(forks, run, undisturbed, *more, world_size=2, evaluated=(32,))
 
 
 def test_signal_while_evaluation_waits_for_data_saves(
@@ -402,30 +393,22 @@ def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path
 # Who started it -----------------------------------------------------------------------------------------------
 
 
-def test_launch_passes_a_signal_on_and_keeps_the_code(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+def test_launch_passes_a_signal_on_and_keeps_the_code(forks: Forks, tmp_path: Path, name: str) -> None:
+    """SIGINT as by the key: to all processes."""
     run = tmp_path / "run"
     with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
         job.wait_for("epoch 1:")
-        job.processes[0].signal("SIGUSR1")
+        send = job.processes[0].signal_group if name == "SIGINT" else job.processes[0].signal
+        send(name)
         assert job.wait() == [143], job.output
     assert "restarted (" not in job.output
+    assert "Traceback" not in job.output
     # As it goes on after `launch`
     stopped_at = steps(run)[-1]
     assert f"saved at step {stopped_at}" in job.output
     output = forks.ends(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
     assert f"resumed from step-{stopped_at:08d}" in output
-
-
-def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
-        job.wait_for("epoch 1:")
-        job.processes[0].signal_group("SIGINT")
-        assert job.wait() == [143], job.output
-    assert f"saved at step {steps(run)[-1]}" in job.output
-    assert "Traceback" not in job.output
 
 
 def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
