@@ -58,12 +58,24 @@ def test_fault_that_comes_again_ends_the_job_and_names_the_rank(
     assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
 
 
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_rank_that_goes_on_computing_wrongly_before_the_exchange_is_named(
+    forks: Forks, tmp_path: Path, ranks: int
+) -> None:
+    """All ranks get the same wrong sum, so that no comparison of states finds it."""
+    output = run(forks, tmp_path, ranks, code=171, FLIP="product:1:1:0", RECOMPUTE="1")
+    assert "rank 1 on" in re.search(r"silent corruption before step \d+: (.*) computed other", output)[1]
+    assert not (tmp_path / "run" / RECORD).exists()
+    ends = [json.loads(path.read_text()) for path in (tmp_path / "run" / "status").glob("*/rank-*.json")]
+    assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
+
+
 def test_flipped_bit_in_a_split_weight_is_found_where_there_is_a_replica(
     once: Once, forks: Forks, tmp_path: Path
 ) -> None:
     """Of hybrid sharding: ranks 1 and 3 hold the same part."""
-    undisturbed = once("corruption-hybrid", lambda: said(run(forks, tmp_path / "undisturbed", 4, HYBRID="1")))
-    output = run(forks, tmp_path / "flipped", 4, FLIP=f"weight:3:{random.randrange(2, 38)}:9", HYBRID="1")
+    undisturbed = once("corruption-hybrid", lambda: said(run(forks, tmp_path / "undisturbed", 4, HYBRID="2")))
+    output = run(forks, tmp_path / "flipped", 4, FLIP=f"weight:3:{random.randrange(2, 38)}:9", HYBRID="2")
     assert said(output) == undisturbed
     (record,) = map(json.loads, (tmp_path / "flipped" / "run" / RECORD).read_text().splitlines())
     assert record["odd"] == [1, 3]
