@@ -130,18 +130,6 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     assert ours == ({"RANKUP_AGENT", "RANKUP_CACHE"} if knows_us else set())
 
 
-def test_lines_have_host_and_rank_and_each_rank_has_a_file(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, "print('hello from', rank); print('oh', rank, file=sys.stderr)")) as job:
-        assert job.wait() == [0], job.output
-    for rank in TWO:
-        assert re.search(rf"^\[\S+ r{rank}/2\] hello from {rank}$", job.output, re.MULTILINE), job.output
-        log = (tmp_path / f"runs/job/logs/rank-{rank}.log").read_text()
-        assert re.search(rf"^\d{{4}}-\S+ \S+ r{rank} oh {rank}$", log, re.MULTILINE), log
-        assert f"r{1 - rank} " not in log
-    found = status(tmp_path)
-    assert (found["state"], found["code"], {end["code"] for end in found["ranks"].values()}) == ("finished", 0, {0})
-
-
 def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> None:
     text = "print('x' * 100, flush=True)\n" + WAITS + "print('y' * 100000, flush=True)\nif restart == 0: sys.exit(75)"
     with ended(launch(tmp_path, text, "--restart-on=75")) as job:
@@ -402,12 +390,6 @@ def _signals_are_handled(pid: int) -> bool:
 
 
 # Several nodes --------------------------------------------------------------------------------------------------------
-
-
-def test_two_nodes_train_as_one_job_and_one_end_is_the_end_of_all(tmp_path: Path) -> None:
-    with ended(nodes(tmp_path, "print('world', os.environ['WORLD_SIZE'], 'group', os.environ['GROUP_RANK'])")) as job:
-        assert job.wait() == [0, 0], job.output
-    assert ["world 2 group 0" in job.outputs[0], "world 2 group 1" in job.outputs[1]] == [True, True]
 
 
 def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
