@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters())
 job.track(model=model, optimizer=optimizer)
 loader = DataLoader(TensorDataset(points), batch_size=60, shuffle=True)
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+attempt, job_id = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_RUN_ID"]
 file = open(shared / f"steps/{{socket.gethostname()}}-{{os.getpid()}}", "a", buffering=1)
 for epoch in job.epochs({STEPS // 20}):
     for (x,) in job.batches(loader):
@@ -51,7 +50,7 @@ for epoch in job.epochs({STEPS // 20}):
         loss.backward()
         with job.step(loss=loss):
             optimizer.step()
-        print(job.step_number, attempt, job.rank, job.world_size, time.time(), os.environ["TORCHELASTIC_RUN_ID"], file=file)
+        print(job.step_number, attempt, job.rank, job.world_size, time.time(), job_id, file=file)
         while job.step_number == {STEPS - 40} and not (shared / "go").exists(): time.sleep(0.01)
         time.sleep(0.0 if (shared / "go").exists() else 0.03)
 job.finish()
@@ -172,10 +171,10 @@ class Sequence:
         wanted, began_s = min(self.most, len(self.agents)), time.time()
 
         def there() -> bool:
-            newest = max((each for each in self.steps() if each["time"] > began_s), key=lambda each: each["attempt"],
-                         default={"world": 0})
-            here = {each["node"] for each in self.steps() if each["time"] > began_s and each["attempt"] == newest["attempt"]} if newest["world"] else set()
-            return newest["world"] == wanted and len(here) == wanted
+            found = [each for each in self.steps() if each["time"] > began_s]
+            newest = max((each["attempt"] for each in found), default=0)
+            ranks = {(each["rank"], each["world"]) for each in found if each["attempt"] == newest}
+            return ranks == {(rank, wanted) for rank in range(wanted)}
 
         until_s = time.monotonic() + SETTLE_S
         while not there():
@@ -233,7 +232,6 @@ class Sequence:
             assert len({rank for _, rank, _, _ in found}) == len(found), f"attempt {attempt}: two of one rank: {found}"
             assert len({world for _, _, world, _ in found}) == 1, f"attempt {attempt}: {found}"
         # A step in two attempts: only where nobody goes on that had finished it
-        furthest: dict[int, int] = defaultdict(int)  # by pid
         world = dict[int, int]()
         for attempt in sorted(members):
             its = [each for each in steps if each["attempt"] == attempt]
@@ -258,10 +256,14 @@ class Sequence:
         lines = [each["step"] for each in entries if "train/loss" in each]
         begin = 1 if self.where == "shared" else lines[0]  # the rest is where rank 0 was before
         assert lines == [*range(begin, STEPS + 1)], "metrics.jsonl"
-        changes, now = {e["step"]: e["job/ranks"] for e in entries if "job/ranks" in e}, 0
-        for step in range(1, STEPS + 1):
-            now = changes.get(step - 1, now)
-            assert world[step] == now, f"step {step} was done by {world[step]} ranks, metrics.jsonl says {now}"
+        record = json.loads((self.run_dir / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
+        said = [dict(record["ranks"])]
+        said += [{e["step"]: e["job/ranks"] for e in entries if "job/ranks" in e}] if begin == 1 else []
+        for changes in said:
+            now = 0
+            for step in range(1, STEPS + 1):
+                now = changes.get(step - 1, now)
+                assert world[step] == now, f"step {step} was done by {world[step]} ranks, and recorded is {now}"
 
     def replay(self) -> None:
         again = self.folder / "again"
