@@ -122,6 +122,7 @@ class Agent:
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._commit: dict[str, Any] = {}
+        self._given = dict(os.environ)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -295,7 +296,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self._leave_soon()
         await self._all_ended.wait()
-        mistake = "" if self.alone else choose_interface(os.environ, event["ip"])
+        mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 
     # This node's ranks ----------------------------------------------------------------------------------------------
