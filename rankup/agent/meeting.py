@@ -40,6 +40,7 @@ from rankup.timing import (
     ALIVE_S,
     ANSWER_S,
     ENDING_S,
+    FOUND_S,
     FROZEN_S,
     GATHER_S,
     HELLO_S,
@@ -409,7 +410,8 @@ class Leader:
         order = {token: place for place, token in enumerate(self.basis["used"])}
         fit = [seat for seat in seats if not seat.unfit]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
-        waited = self._clock() - self._begun_s >= self._limits.wait_s
+        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
+        waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
         return fit[:self._limits.most] if len(fit) >= enough and not self._outvoted() else []
 
