@@ -23,7 +23,7 @@ from tests.rigs.jobs import free_port, metrics
 from tests.rigs.namespaces import Net
 
 RUNS = 2 * int(os.environ.get("RANKUP_RUNS", "1"))
-FIRST = int(os.environ.get("RANKUP_SEED", "1"))
+FIRST = int(os.environ.get("RANKUP_SEED", "2"))
 STEPS = 400
 SETTLE_S = 60.0
 
