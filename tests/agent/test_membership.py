@@ -271,3 +271,17 @@ def test_node_that_began_alone_uses_the_interface_that_leads_to_the_one_that_com
         nodes.go()
         assert job.wait() == [0, 0], job.output
     assert {path.read_text().split()[2] for path in (tmp_path / "shared").glob(f"{second}-*")} == {"eth0"}
+
+
+@pytest.mark.parametrize("net", [4], indirect=True)
+def test_node_that_is_started_anew_is_called_where_node_0_is_gone(net: Net, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:4", "--wait-for-node=0.5", net=net)
+    with ended(nodes.job) as job:
+        attempt = nodes.begin(4)
+        for node, left in ((3, 3), (0, 2)):
+            nodes.kill(node)
+            attempt = nodes.attempt(left, after=attempt)
+        nodes.add(3)
+        nodes.attempt(3, after=attempt)
+        nodes.go()
+        assert job.wait() == [-9, 0, 0, -9, 0], job.output

@@ -50,7 +50,7 @@ for epoch in job.epochs({STEPS // 20}):
         loss.backward()
         with job.step(loss=loss):
             optimizer.step()
-        print(job.step_number, attempt, job.rank, job.world_size, time.time(), job_id, file=file)
+            print(job.step_number + 1, attempt, job.rank, job.world_size, time.time(), job_id, file=file)
         while job.step_number == {STEPS - 40} and not (shared / "go").exists(): time.sleep(0.01)
         time.sleep(0.0 if (shared / "go").exists() else 0.03)
 job.finish()
