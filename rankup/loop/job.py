@@ -374,6 +374,8 @@ class Job:
             return
         self._begun = True
         run, newest = self.run, self.run.newest
+        commit = (self.group.launch.agent or {}).get("commit", {})
+        changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
 
         def open_files() -> None:
             with contextlib.suppress(OSError):
@@ -382,8 +384,7 @@ class Job:
                 self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
                 unit=self.course.unit, check_owner=run.check_owner,
             )
-            commit = (self.group.launch.agent or {}).get("commit", {})
-            if commit.get("change"):
+            if "basis" in commit and (commit["change"] or changed):
                 used = len(commit["basis"]["used"])
                 self.metrics.membership(self.position.step, number=commit["n"], nodes=used, ranks=self.world_size)
 
@@ -484,6 +485,18 @@ class Job:
         """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
         Tensors arrive on the CPU. All ranks call this."""
         return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
+
+    def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
+        """Let all ranks compute the loss and the gradients of rank 0's batch, and compare their bits: a rank that
+        differs computes wrongly, and the attempt ends with its name. Call it every so many steps, between two steps, on
+        all ranks; it takes about as long as a step without its exchange.
+
+        `loss(batch)`: a scalar. It gets rank 0's `batch` on the CPU: tensors in lists, tuples and dicts. It must give
+        the same bits each time, and call the module without DDP around it (`model.module`). Of modules that FSDP2 has
+        split, only the loss is compared. Buffers and random numbers are as before afterwards. One rank alone has
+        nothing to compare with.
+        """
+        self.agreement.recompute(loss, batch, step=self.position.step)
 
     def goodput(self) -> dict[str, Any]:
         """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
