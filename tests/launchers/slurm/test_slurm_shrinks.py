@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launchers.slurm.test_slurm_ends import SLOW
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
@@ -64,13 +65,15 @@ def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
-    job = three.submit(tmp_path, LINE, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
+    (tmp_path / "slow.py").write_text(SLOW)
+    line = f"{LINE} --workload slow:build"
+    job = three.submit(tmp_path, line, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
     job.wait_for_step(50)
-    three.local("kill", "node0")  # with the batch script, and what shows the output
+    three.local("kill", "node2")
     wait_for("a step of two nodes", lambda: worlds(tmp_path) == [3, 2], log=job.log)
     lost_at = job.step()
-    three.local("start", "node0")
-    wait_for("node0", lambda: three.num_idle() == 1, log=three.report)
+    three.local("start", "node2")
+    wait_for("node2", lambda: three.num_idle() == 1, log=three.report)
     job.wait_for_step(lost_at + 20)
     assert job.show()["Restarts"] == "0"
     three.run("scontrol", "requeue", job.number)
