@@ -114,7 +114,6 @@ MISTAKES = {
     "train --nproc 2": 'unknown setting "--nproc"',
     "train --output x.csv": "--output must be used with predict, not with train.",
     "predict --output x.txt": '--output must be a .csv or .jsonl file, got "x.txt".',
-    "train --shares 2;1": '--shares must be a number >= 1 for each rank, such as 2,1, got "2;1".',
     "train --batch-size 1 --accumulate 2": "--batch-size must be >= accumulate=2, got 1.",
     "train --sync-bn --device cpu": "--sync-bn must be false with device cpu, got true.",
 }
