@@ -80,12 +80,12 @@ def labelled_texts(
     counts = Counter(character for text in texts for character in text)
     content = repr((texts, [*labels], classes)).encode("utf-8", "surrogatepass")
     halves = [
-        TextSet(tuple(text for _, text in pairs), tuple(number[label] for label, _ in pairs), path)
-        for pairs, path in ((train[: config.limit_train or None], paths[0]),
-                            (evaluation[: config.limit_eval or None], paths[1]))
+        TextSet(tuple(text for _, text in pairs[:limit]), tuple(number[label] for label, _ in pairs[:limit]), path)
+        for pairs, limit, path in ((train, config.limit_train or None, paths[0]),
+                                   (evaluation, config.limit_eval or None, paths[1]))
     ]
     return Texts(
-        *halves, classes, name, hashlib.sha256(content).hexdigest()[:8],
+        halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8],
         tuple(sorted(counts, key=lambda character: (-counts[character], character))),
     )
 
