@@ -19,8 +19,10 @@ from rankup.agent.status import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.ends import Ends
-from rankup.loop.job import RESULT, Job, Settings
+from rankup.loop.figures import RESULT
+from rankup.loop.job import Job
 from rankup.loop.record import check_random_scheme, check_record
+from rankup.loop.settings import Settings
 from rankup.observe import tracker
 from rankup.places.files import read_json
 from rankup.places.lineage import Lineage
@@ -130,9 +132,9 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
             yield job
         except BaseException as error:
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
-                job.close(type(error))
+                job.figures.close(type(error))
             raise
-        job.close(None)
+        job.figures.close(None)
 
 
 def _checked(more: Check, begin_anew: str) -> Check:

@@ -65,7 +65,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
                     continue  # to stop
                 t.advice.after_step()
                 evaluate_and_save(t)
-                bar.show(job.step_number, lambda: job.metrics.line(job.step_number, t.total_steps))
+                bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
         finally:
             t.loader.close()
             bar.close()
@@ -103,7 +103,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     }
     job.course.unit, job.course.per_step = workload.unit, config.batch_size
     job.course.total = job.saving.total = total_steps
-    job.reports.load = order.load_by_rank
+    job.figures.reports.load = order.load_by_rank
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)
@@ -135,7 +135,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
     scaler = build_scaler(config, device)
     if run.newest is not None:
-        job.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
+        job.saving.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
     job.track(model=plain, optimizer=optimizer, scaler=scaler)
     return Training(
         config=config, job=job, method=method, workload=workload, plain=plain, model=model,

@@ -54,14 +54,14 @@ def write_result(t: Training, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     if workload.pictures is not None and t.tables and config.tensorboard:
-        job.metrics.pictures(job.step_number, workload.pictures(t.tables))
+        job.figures.metrics.pictures(job.step_number, workload.pictures(t.tables))
     method = method_name(config, group.world_size)
-    job.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
-    result = job.result(
+    job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
+    result = job.figures.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
     )
-    goodput = job.goodput_line()
+    goodput = job.figures.goodput_line(result)
     group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
 
 
