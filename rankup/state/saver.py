@@ -6,7 +6,7 @@ by their order, and the loop calls its own meanwhile.
 
 Rank 0 writes plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name once all parts
 are there. Where the nodes share no disk, a rank of another node keeps the newest copy a second time: nothing is sent,
-because it has the state that rank 0 saves.
+because it has the state that rank 0 saves, see `rankup.loop.agreement`.
 """
 
 import shutil
@@ -21,7 +21,7 @@ from rankup.agent.limits import memory_available
 from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
-from rankup.state.copies import STATE, Content, fingerprint_tensors, list_copies, step_of
+from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.options import Options
 from rankup.state.shards import collect_parts, file_of, index, own_parts, write_part
 from rankup.state.tree import Tensors, encode, files_of, is_dense
@@ -45,17 +45,16 @@ class Saver:
         keeps second copies. `upload`: rank 0's; it copies a published one to another place, `upload(path,
         timeout_s=...)`.
         """
-        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_s
+        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
         self.saved, self.second, self.upload = saved, second, upload
         self.step: int | None = None
-        self._copies = HostCopies(group.device, options.how, say=group.log.info)
-        self._writing = Writing("save", options.save_s)
+        self._copies = HostCopies(group.device, options.save, say=group.log.info)
+        self._writing = Writing("save", options.save_timeout_s)
         self._count = 0
         self._published = threading.Event()  # what is being written stands in `folder`, or never will
         self._hurry = threading.Event()  # this process ends: do not wait for other ranks
         self._staging: Path | None = None  # of a sharded copy
-        self._tensors = ""  # the fingerprint of those in the copy that was written last
 
     def save(
         self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
@@ -72,7 +71,7 @@ class Saver:
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
-            self.second.begin(step, record, tracked, wait=wait)
+            self.second.save(step, record, tracked, wait=wait)
         self.step, self._count = step, self._count + 1
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
@@ -164,12 +163,11 @@ class Saver:
                     {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}, step=step, keep=self.keep,
                     check_owner=self.check_owner,
                 )
-            self._tensors = fingerprint_tensors(path)
             self._published.set()
             if self.upload is None:
                 return
             # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
-            if self._writing.in_thread or self._copies.how == "sync":
+            if self._copies.how == "sync":
                 self.upload(path, timeout_s=self._writing.left_s)
             else:
                 self.upload_beside(path, step=step)
@@ -197,26 +195,23 @@ class Saver:
         own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
-        found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._tensors])
+        found = self.group.gather([type(own).__name__ if own else "", str(own) if own else ""])
         # Rank 0 says of a part that is missing what its writer says better. But no rank may blame its disk for what
         # another attempt has removed
-        failed = [(kind, text) for kind, text, _ in reversed(found) if kind]
+        failed = [(kind, text) for kind, text in reversed(found) if kind]
         for kind, text in sorted(failed, key=lambda failure: failure[0] != "PeerLost"):
             self._hurry.set()
             if self._staging is not None:
                 copies.remove(self._staging)
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
         step, self.step = self.step, None
-        if self.second is not None:
-            self.second.confirm(step, found[0][2])
         self.saved(step)
 
 
 class SecondCopies:
-    """Keeps the newest checkpoint on the disk of another node than rank 0's: one rank's, in a thread.
+    """Keeps the newest copy on the disk of another node than rank 0's: one rank writes what it holds, in a thread.
 
-    It holds the state in memory from the save on, and writes once rank 0's checkpoint stands: only whole checkpoints
-    have a second copy. No step and no save waits for it, and whatever fails is one line.
+    No step and no save waits for it, and whatever fails is one line.
     """
 
     def __init__(
@@ -224,67 +219,44 @@ class SecondCopies:
     ) -> None:
         """`more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, options.how, say=group.log.debug)
-        self._writing = Writing("copy", options.save_s)
-        self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
+        self._copies = HostCopies(group.device, options.save, say=group.log.debug)
+        self._writing = Writing("copy", options.save_timeout_s)
         self._kept = False  # one is written here
         self._said = ""
 
-    def begin(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Hold the state, as rank 0 begins to save it. Where the copy before is not written, this one is left out; with
+    def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
+        """Begin to write the state of this step. Where the copy before is not written, this one is left out; with
         `wait` that one gets done first."""
         if wait:
-            self._writing.join(self._writing.left_s)
+            self.wait()
         if self._writing.under_way:
             self.group.log.debug(f"no second copy of step {step}: an earlier one is still under way")
             return
         nodes, tensors = encode(tracked)
         # Without memory for a copy that is kept, one for this save: the tensors change with the next step
-        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device, "async")).take(tensors)
-        self._held = step, {STATE: record, **self.more(), **files_of(nodes, held)}
+        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device)).take(tensors)
+        files = {STATE: record, **self.more(), **files_of(nodes, held)}
+        self._writing.start(lambda: self._write(step, files))
 
-    def confirm(self, step: int, tensors: str) -> None:
-        """Rank 0's copy of this step stands. `tensors`: `fingerprint_tensors` of it."""
-        if self._held is not None and self._held[0] == step:  # else the copy of this step was left out
-            files, self._held = self._held[1], None
-            self._writing.start(lambda: self._write(step, files, tensors))
+    def wait(self, *, first: bool = False) -> None:
+        """Let the copy get done that is under way, within the deadline of a save, because this process ends. `first`:
+        only the first one, which also says of which run this node's rescues are."""
+        if not (first and self._kept):
+            self._writing.join(self._writing.left_s)
 
-    def wait_for_first(self) -> None:
-        """Let the first copy get done that is under way: it also says of which run this node's rescues are."""
-        if not self._kept:
-            self.wait()
-
-    def wait(self) -> None:
-        """Let the copy get done, within the deadline of a save, because the training ends."""
-        self._writing.join(self._writing.left_s)
-
-    def _write(self, step: int, files: Mapping[str, Content], tensors: str) -> None:
-        def check() -> None:
-            if staging.exists() and fingerprint_tensors(staging) != tensors:  # it is called once more, when all stands
-                host = self.group.hosts[0]
-                raise UserError(
-                    f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
-                    f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
-                )
-
+    def _write(self, step: int, files: Mapping[str, Content]) -> None:
         try:
             self._copies.wait()
             copies.remove_unfinished(self.folder)
             for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
                 if step_of(path) > step:
                     shutil.rmtree(path, ignore_errors=True)
-            staging = copies.create_staging(copies.staging_in(self.folder, step))
-            copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
-            self._kept = True
+            copies.save(self.folder, files, step=step, keep=1)
+            self._kept, self._said = True, ""
         except Exception as error:  # a copy that fails must not end the training
-            text = str(error) if isinstance(error, UserError) else reason(error)
-            self._say(text if text.startswith("no second copy") else f"no second copy: {text}")
-
-    def _say(self, text: str) -> None:
-        """A full disk stays full: each text is said once in a row."""
-        if text != self._said:
+            if (text := f"no second copy: {reason(error)}") != self._said:  # a full disk stays full
+                self.group.log.warning(text)
             self._said = text
-            self.group.log.warning(text)
 
 
 class HostCopies:

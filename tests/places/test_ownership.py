@@ -180,7 +180,7 @@ class AtSecondPlace:
         lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
         log: Any = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
-            self.url, run_dir, lease, log, Options(keep=1, save_s=60.0), required=self.required
+            self.url, run_dir, lease, log, Options(keep=1, save_timeout_s=60.0), required=self.required
         ) as place:
             if writer:
                 writer.hold(place, 60.0)

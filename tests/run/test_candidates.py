@@ -43,17 +43,15 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
         self.run_dir.mkdir()
-        self.rank, self.world_size, self.hosts, self.is_rank0 = 0, 1, ["node0"], True
+        self.rank, self.local_rank, self.world_size, self.hosts, self.is_rank0 = 0, 0, 1, ["node0"], True
         self.log = SimpleNamespace(warning=self.said.append)
+        self.launch, self.restarted = SimpleNamespace(start="", agent=None), False
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         return value
-
-    def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
-        return data
 
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
         """A second copy of that step."""
