@@ -104,7 +104,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
     Raises UserError on all ranks where another attempt is alive, or where the run can't be gone on with.
     """
     def owned(owner: Any) -> None:
-        group.status.claim(owner, copy=getattr(owner, "copy_status", None))
+        group.status.claim(owner)
         if settings.tracker != "none":
             tracker.check(settings.tracker)
 

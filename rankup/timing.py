@@ -95,7 +95,6 @@ MIRROR_S = 3600.0  # for one copy to a mirror: no save waits for it
 FIND_S, SEARCH_S = 5.0, 60.0
 # At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
 UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
-UPLOAD_STATUS_S = 3.0  # for the status of an attempt that ends: a restart does not wait longer for a dead store
 
 # Looking at a run -----------------------------------------------------------------------------------------------------
 LAST_REPORT_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang

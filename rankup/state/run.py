@@ -104,7 +104,6 @@ class Run:
                 self.mirror = stack.enter_context(self._second(options.mirror, required=False))
                 self.mirror.adopt(nothing_here=nothing_here, wanted=lambda other: may_take(other, options, self.group))
                 begun = Lineage.read(self.folder)
-                owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
             found += found_in(list_copies(copies))
             for kind, place in (STORE, self.store), (MIRROR, self.mirror):
                 found += [[kind, *one] for one in place.found()] if place else []

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
+from rankup.places.lease import Lease, StoreLease, highest_number
 from rankup.places.lineage import FILE, OF_RUN, Lineage, put_aside
 from rankup.places.place import Place
 from rankup.state.copies import list_copies, looks_whole, uploading
 from rankup.state.options import Options
 from rankup.state.stored_run import StoredRun
 from rankup.state.writing import Writing
-from rankup.timing import FIND_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STATUS_S, UPLOAD_STOP_S
+from rankup.timing import FIND_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 
 SUPERSEDED = "superseded"
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
@@ -138,7 +138,7 @@ class SecondPlace(StoredRun):
             return
         aside = self.folder / SUPERSEDED
         shutil.rmtree(aside, ignore_errors=True)
-        put_aside(self.folder, (*OF_RUN, "status.json"), aside)
+        put_aside(self.folder, OF_RUN, aside)
         self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
 
     # While training -------------------------------------------------------------------------------------------
@@ -166,13 +166,6 @@ class SecondPlace(StoredRun):
         self._folder_lease.check()
         if self._lease is not None and not self._lease.is_ours():
             self._lease.check()
-
-    def copy_status(self, path: Path) -> None:
-        """Copy `status.json`, which is written last of all, when the lease has been given back. Raises nothing."""
-        with contextlib.suppress(UserError, PeerLost, OSError):
-            if self._lease is not None and self.is_ours() and not self._lease.followed():
-                place = self._lease.place.once(UPLOAD_STATUS_S).below(folder_of(self._lease.number))
-                place.write(path.name, path.read_bytes())
 
     def finish(self, *, stopped: bool) -> None:
         """Copy the files a last time, and the newest copy if it is not there. Raises as `upload` if it is required.
