@@ -66,7 +66,7 @@ class Place:
         """The same, with requests that are tried again for `timeout_s` from now on."""
         return replace(self, until_s=time.monotonic() + timeout_s)
 
-    def once(self, request_s: float | None = None) -> Self:
+    def once(self, request_s: float) -> Self:
         """The same without warnings and second tries, and with so many seconds for each small request."""
         return replace(self, warn=lambda text: None, until_s=0.0, request_s=request_s)
 

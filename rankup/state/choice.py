@@ -98,7 +98,7 @@ def find_origin(
     passed_over(folder, damaged, origin.copy, group.log.warning if group.is_rank0 else None)
     origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", options.check))
     if chosen is not None:
-        origin.words = _words(chosen, origin, group, any(name.startswith("checkpoint") for name in damaged))
+        origin.words = _words(chosen, origin, group)
     if group.local_rank == 0:
         _put_aside_others(folder, origin.lineage.run)
     return origin
@@ -222,8 +222,8 @@ def _name(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> st
     return f"checkpoint {Path(one.where).name}{of}"
 
 
-def _words(chosen: Candidate, origin: Origin, group: Group, damaged: bool) -> str:
-    """For the user: what the run goes on from. `damaged`: rank 0 has a checkpoint that is."""
+def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
+    """For the user: what the run goes on from."""
     assert origin.copy is not None
     if chosen.kind < PEER:
         return origin.copy.path.name
@@ -231,11 +231,9 @@ def _words(chosen: Candidate, origin: Origin, group: Group, damaged: bool) -> st
         return f"step {origin.copy.step}, rescued by {origin.copy.record['written_by']}; no finished step was lost"
     if chosen.kind == PARTS:
         return f"step {origin.copy.step}, of which each rank's part was in memory"
-    has = "only damaged checkpoints" if damaged else "no checkpoint"
-    has = f"none newer than step {origin.saved[1]['step']}" if origin.saved[1] else has
-    hosts = group.hosts
-    where = f"{hosts[chosen.rank]} (rank {chosen.rank})"
-    return f"step {origin.copy.step}, the second copy on {where}: {hosts[0]} (rank 0) has {has}"
+    has = f"none newer than step {origin.saved[1]['step']}" if origin.saved[1] else "no good checkpoint"
+    hosts, rank = group.hosts, chosen.rank
+    return f"step {origin.copy.step}, the second copy on {hosts[rank]} (rank {rank}): {hosts[0]} (rank 0) has {has}"
 
 
 def _put_aside_others(folder: Path, run: str) -> None:

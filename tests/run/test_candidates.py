@@ -147,13 +147,6 @@ def test_copy_that_is_damaged_is_passed_over_and_said(node: Node) -> None:
         node.go_on(A)
 
 
-def test_copy_stands_for_damaged_checkpoints_of_its_step(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.copy(8, "a", A)
-    checkpoint = node.checkpoint
-    monkeypatch.setattr(node, "checkpoint", lambda *of: flip(checkpoint(*of) / "model.safetensors", 99))
-    assert node.go_on(A, (8, "a")).words.endswith(": node0 (rank 0) has only damaged checkpoints")
-
-
 def test_rescue_is_taken_where_it_is_newer(node: Node) -> None:
     node.rescue(7, "a")
     assert "step 7, rescued by rank 0 on node0; no finished step was lost" in node.go_on(A, (6, "a")).words

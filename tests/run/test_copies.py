@@ -96,7 +96,7 @@ def test_run_goes_on_from_the_copy_to_the_same_weights(nodes: Nodes, undisturbed
     step = steps(nodes.copies()[0].parent)[0]
     nodes.lose()
     output = nodes.run()
-    assert f"resumed from step {step}, {FROM_COPY} no checkpoint\n" in output
+    assert f"resumed from step {step}, {FROM_COPY} no good checkpoint\n" in output
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
     later = [entry for entry in undisturbed["metrics"] if entry["step"] > step]
     assert [entry for entry in comparable_metrics(nodes.runs(0)) if entry["step"] > step] == later
