@@ -81,20 +81,24 @@ def rescue_cases() -> Iterator[Case]:
         ))
 
 
-def random_case(rng: random.Random) -> Case:
-    """One to six faults, anywhere."""
-    world_size = rng.choice((2, 2, 3, 4))
-    profile = rng.choice(("wide", "wide", "workers", "accumulate"))
+def random_case(rng: random.Random, profile: str = "", world_size: int = 0, agents: int | None = None) -> Case:
+    """One to six faults, anywhere; one of three some time after its place. `profile` and so on: drawn unless given."""
+    world_size = world_size or rng.choice((2, 2, 3, 4))
+    profile = profile or rng.choice(("wide", "wide", "workers", "accumulate"))
+    agents = rng.choice((1, 1, 0)) if agents is None else agents
     groups: list[tuple[Fault, ...]] = []
     step = 0
     for _ in range(rng.randint(1, 6)):
-        kind = rng.choice((STEPPING, STEPPING, STEPPING, PREPARING, JOINING))
+        kind = rng.choice((STEPPING, STEPPING, STEPPING, PREPARING, JOINING, KEEPING))
         step += rng.randint(1, 3)
         place = rng.choice(kind)
         how = rng.choice(("SIGKILL", "SIGKILL", "SIGSEGV", "SIGABRT"))
+        late_s = rng.choice((0.0, 0.0, round(rng.uniform(0.001, 0.05), 3)))
         ranks = rng.sample(range(world_size), rng.choice((1, 1, 1, 2, world_size)))
-        groups.append(tuple(Fault(place, rank, step if kind is STEPPING else 0, how) for rank in ranks))
-    return Case(profile, world_size, tuple(groups))
+        if kind is KEEPING:
+            ranks = [0]  # which saves
+        groups.append(tuple(Fault(place, r, step if kind is STEPPING else 0, how, late_s=late_s) for r in ranks))
+    return Case(profile, world_size, tuple(groups), agents)
 
 
 # Running them -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Whatever happens to one rank, all end: within the bound, with the code of the cause, and with the culprit's name."""
 
+import contextlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,9 +12,8 @@ import pytest
 from rankup.agent import attendance, meeting
 from rankup.agent.logs import host_name
 from tests.rigs.faulting_workload import probe_saves
-from tests.rigs.faults import lives, session
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import result
+from tests.rigs.jobs import lives, result
 
 HOST = host_name()
 WORLD = 3
@@ -46,8 +47,11 @@ def assert_named(job: Job, run: Path, culprit: int, *, among: list[int]) -> None
 
 def assert_nothing_left(job: Job) -> None:
     """Each rank leads a session, and its DataLoader workers belong to it."""
-    sessions = {process.pid for process in job.processes}
-    left = [p for p in psutil.process_iter() if session(p) in sessions and lives(p)]
+    sessions, left = {process.pid for process in job.processes}, []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if lives(process.pid) and os.getsid(process.pid) in sessions:
+                left.append(process)
     assert psutil.wait_procs(left, timeout=60)[1] == []
 
 

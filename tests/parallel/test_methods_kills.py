@@ -1,5 +1,5 @@
 """Every method and every launcher is killed with SIGKILL in the middle, and ends with the weights and the curve of the
-run that nobody disturbed. Kills at random moments, of ddp, are in test_resume.py."""
+run that nobody disturbed. Kills at random moments, of ddp, are in test_places.py."""
 
 import json
 import shutil

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
+from tests.rigs.places import FAULTS
 
 
 class Process:
@@ -288,7 +289,9 @@ def _warm_the_server() -> None:
 
     def start(command: list[str], *, env: dict[str, str], pass_fds: list[int], **more: Any) -> Any:
         order = json.loads(command[2])
-        if not order["fork"] or not unused or any(env.get(name) != AT_START.get(name) for name in READ_AT_START):
+        # Of a job with faults at places only the path differs: it leads to a sitecustomize that installs their hooks
+        read = [name for name in READ_AT_START if name != "PYTHONPATH" or FAULTS not in env]
+        if not order["fork"] or not unused or any(env.get(name) != AT_START.get(name) for name in read):
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, **more)
         server = unused.pop()
         with server.channel as channel:
@@ -315,6 +318,8 @@ def _be_a_server(channel: socket.socket) -> NoReturn:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train", "tests")]:
         del sys.modules[name]
     del sys.path[0]  # the folder of this file
+    if FAULTS in env:
+        importlib.import_module("tests.rigs.place_hooks").install()
     sys.argv = [file, json.dumps({**order, "channel": passed})]
     runpy.run_path(file, run_name="__main__")
     os._exit(99)
