@@ -18,7 +18,7 @@ from tests.rigs.fork_server import Forks
 from train.data.order import Order
 
 STEPS = 50  # of a window
-RECORDED = Path(__file__).parent / "recorded_windows.jsonl"  # by tests/bench/stragglers.py
+RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
 HOSTS = ["node0", "node0", "node1", "node1"]
 
 
