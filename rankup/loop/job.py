@@ -1,7 +1,7 @@
 """The job of a loop: its state, its steps, its stop. `rankup.init` makes one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
