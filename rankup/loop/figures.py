@@ -17,9 +17,8 @@ from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import RankReports
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_json
+from rankup.places.lineage import RESULT
 from rankup.state.run import Run
-
-RESULT = "result.json"  # in the folder of the run
 
 
 class Figures:
@@ -46,16 +45,16 @@ class Figures:
     def metrics(self) -> Metrics:
         return self._saving.metrics
 
-    def open(self) -> None:
-        """The run goes on from here: continue its files, of which this attempt is the owner."""
+    def open(self, commit: dict[str, Any], *, changed: bool) -> None:
+        """The run goes on from here: continue its files, of which this attempt is the owner. `commit`: of the agents,
+        where their number may change. `changed`: other ranks wrote the newest copy."""
         with contextlib.suppress(OSError):
             (self.group.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
         self._saving.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
             tensorboard=self._settings.tensorboard, unit=self.course.unit, check_owner=self.run.check_owner,
         )
-        commit = (self.group.launch.agent or {}).get("commit", {})
-        if commit.get("change"):
+        if "basis" in commit and (commit["change"] or changed):
             used = len(commit["basis"]["used"])
             self.metrics.membership(
                 self._position.step, number=commit["n"], nodes=used, ranks=self.group.world_size

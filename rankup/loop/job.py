@@ -1,7 +1,7 @@
 """The job of a loop: its state, its steps, its stop. `rankup.init` makes one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -274,40 +274,12 @@ class Job:
         if self._begun:
             return
         self._begun = True
-<<<<<<< HEAD
         run, again = self.run, self.group.restarted or self.run.newest is not None
-        self.saving.begin()
-        self.figures.metrics.unit = self.course.unit
-        run.begin(self.position.step, self.figures.open)
-=======
-        run, newest = self.run, self.run.newest
         commit = (self.group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
-
-        def open_files() -> None:
-            with contextlib.suppress(OSError):
-                (self.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
-            self.saving.metrics = Metrics(
-                self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
-                unit=self.course.unit, check_owner=run.check_owner,
-            )
-            if "basis" in commit and (commit["change"] or changed):
-                used = len(commit["basis"]["used"])
-                self.metrics.membership(self.position.step, number=commit["n"], nodes=used, ranks=self.world_size)
-
-        if newest is not None:
-            if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
-                raise UserError(
-                    f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
-                    "them, or set another run or fresh=True to begin anew."
-                )
-            self.group.log.info(f"resumed from {run.origin.words}")
-            before, torch_before = newest.record["world_size"], newest.record["versions"]["torch"]
-            self.say_changed("world size", before, self.world_size)
-            self.say_changed("torch", torch_before, torch.__version__)
-        self.metrics.unit = self.course.unit
-        run.begin(self.position.step, open_files)
->>>>>>> main
+        self.saving.begin()
+        self.figures.metrics.unit = self.course.unit
+        run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
         run.forget()  # its copy of the state would stay in the memory of every rank
         self.figures.follow()
         if self.tracked.items:
@@ -388,8 +360,6 @@ class Job:
         Tensors arrive on the CPU. All ranks call this."""
         return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
 
-<<<<<<< HEAD
-=======
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
         """Let all ranks compute the loss and the gradients of rank 0's batch, and compare their bits: a rank that
         differs computes wrongly, and the attempt ends with its name. Call it every so many steps, between two steps, on
@@ -402,16 +372,6 @@ class Job:
         """
         self.agreement.recompute(loss, batch, step=self.position.step)
 
-    def goodput(self) -> dict[str, Any]:
-        """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
-        assert self._reporter is not None
-        return self._reporter.goodput()
-
-    def goodput_line(self) -> str:
-        """The same in words, once `goodput` was asked for."""
-        return one_line(self.goodput())
-
->>>>>>> main
     def write(self, name: str, text: str) -> None:
         """Write a file in the folder of the run, whole or not at all. All ranks call this, rank 0 writes. Raises
         UserError on all ranks where it can't."""

@@ -19,7 +19,7 @@ from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
-from rankup.state.shards import INDEX, Shards
+from rankup.state.shards import Shards
 from rankup.timing import DECIDE_S
 
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
@@ -56,7 +56,7 @@ class Saving:
         if run.newest is not None:
             items = run.newest.tracked
             if run.newest.sharded:
-                with Shards(self._folder(run.newest), run.newest.files[INDEX]) as shards:
+                with Shards(self._folder(run.newest), run.newest.index) as shards:
                     items = shards.read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
@@ -111,7 +111,7 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            with Shards(self._folder(newest), newest.files[INDEX]) as shards:
+            with Shards(self._folder(newest), newest.index) as shards:
                 state = shards.read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__

@@ -58,8 +58,7 @@ def assert_nothing_left(job: Job) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    codes, output = forks.run(*train(run), world_size=WORLD)
-    assert codes == [0] * WORLD, output
+    forks.ends(*train(run), world_size=WORLD)
     return result(run)["digest"]  # type: ignore[no-any-return]
 
 
@@ -139,8 +138,7 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
         assert job.processes[culprit].code is None
         assert_named(job, run, culprit, among=others)
     assert_nothing_left(job)
-    codes, output = forks.run(*train(run), world_size=WORLD)
-    assert codes == [0] * WORLD, output
+    output = forks.ends(*train(run), world_size=WORLD)
     assert result(run)["digest"] == undisturbed, output
 
 
@@ -169,8 +167,7 @@ def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
 def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) -> None:
     order = probe("save", 2, 0, sleep_s=12)
     preload = "tests.group.test_deadlines:accept_little_silence"
-    codes, output = forks.run(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
-    assert codes == [0] * WORLD, output
+    forks.ends(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
 
 
 def accept_little_silence() -> None:

@@ -38,8 +38,7 @@ def train(folder: Path, *more: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    codes, output = forks.run(*train(folder), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*train(folder), world_size=2)
     return seen(folder / "run")
 
 
@@ -112,9 +111,7 @@ def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
         env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
         env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": None})
-        codes, output = forks.run(*line, env=env)
-        assert codes == [0], output
-        return output
+        return forks.ends(*line, env=env)
 
     yesterday, today = new_job(), new_job()
     assert "was moved" not in attempt(yesterday, 0)
@@ -172,8 +169,7 @@ def test_where_memory_is_too_small_the_temporary_folder_does_and_then_the_checkp
     assert output.count(line) == (small == "shm tmp"), output
     assert len(list((tmp_path / "tmp").glob("rankup-*/*/step-*"))) == (small == "shm")
     env["SMALL"] = ""
-    codes, output = forks.run(*train(tmp_path, *OTHER), world_size=2, env=env, preload=preload)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path, *OTHER), world_size=2, env=env, preload=preload)
     assert f"resumed from {resumed}" in output
     assert list((tmp_path / "tmp").glob("rankup-*")) == []
 
@@ -190,6 +186,5 @@ def test_methods_whose_ranks_hold_different_states_say_so_once(forks: Forks, tmp
     codes, output = forks.run(*line, world_size=2, env=KILL)
     assert codes == [171, -9], output
     assert output.count("rescue none: no rank has the whole state") == 1
-    codes, output = forks.run(*line, world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*line, world_size=2)
     assert "resumed from step-00000010" in output

@@ -95,8 +95,7 @@ def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
 
 
 def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
-    assert codes == [0, 0], output
+    forks.ends("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
     run = tmp_path / "run"
     # Of one incarnation: the next one has fewer steps to do
     order = {"where": "loss", "call": 8, "rank": 1, "signal": "SIGKILL"}

@@ -135,6 +135,12 @@ class Forks:
         job = self.start(*arguments, world_size=world_size, **more)
         return job.wait(timeout_s), job.output
 
+    def ends(self, *arguments: str | Path, code: int = 0, world_size: int = 1, **more: Any) -> str:
+        """To its end: all output. Each process must end with this code."""
+        codes, output = self.run(*arguments, world_size=world_size, **more)
+        assert codes == [code] * world_size, output
+        return output
+
     @contextmanager
     def running(self, *arguments: str | Path, **more: Any) -> Iterator[Job]:
         """Started, and over when the block is left, whatever happens."""

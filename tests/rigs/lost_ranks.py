@@ -70,12 +70,7 @@ class Outcome:
     seconds: float = 0.0
     struck: Sequence[places.Strike] = ()
     lost: int = 0  # optimizer steps that were done again, since nobody who had finished them lived on
-    recoveries: Sequence[claims.Recovery] = ()
     output: str = ""
-
-    @property
-    def slowest(self) -> claims.Recovery:
-        return max(self.recoveries, key=lambda recovery: recovery.seconds, default=claims.Recovery(0.0, "", True))
 
 
 @dataclass
@@ -114,8 +109,7 @@ class Soak:
         if all(fault.whom == "self" for group in case.faults for fault in group):
             blamed = {int(rank) for rank in re.findall(r": rank (\d+) on", output)} - {strike.rank for strike in struck}
             problems += [f"rank {rank} is blamed, to which nothing happened" for rank in blamed]
-        recoveries = claims.recoveries(struck, updates)
-        return Outcome(problems, time.monotonic() - began_s, struck, lost, recoveries, output)
+        return Outcome(problems, time.monotonic() - began_s, struck, lost, output)
 
     def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
         """Digest and metrics of the run that nothing happens to."""
