@@ -185,10 +185,10 @@ def _make_folder(work_dir: str) -> None:
 
 
 async def _be_agent(*parts: Any, run_dir: Path) -> tuple[Any, bool]:
-    from rankup.agent.agent import Agent, Helpers
+    from rankup.agent.agent import Agent
     from rankup.observe.stacks import where
 
-    agent = Agent(*parts, run_dir=run_dir, helpers=Helpers(advice=advice, where=where))
+    agent = Agent(*parts, run_dir=run_dir, advice=advice, where=where)
     return await agent.run(), agent.knows_us
 
 

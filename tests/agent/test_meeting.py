@@ -22,8 +22,9 @@ import pytest
 
 from rankup.agent import attendance, meeting, protocol
 from rankup.agent.attendance import Attendance
-from rankup.agent.meeting import Leader, describe_differences, describe_missing
+from rankup.agent.meeting import Leader
 from rankup.agent.protocol import LONGEST, VERSION, Link, Member
+from rankup.agent.words import describe_differences, describe_missing
 from rankup.env.node_env import Limits
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
 from rankup.timing import NOTICE_S
