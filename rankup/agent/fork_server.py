@@ -286,7 +286,7 @@ class Server:
                 self._woken.recv(4096)
             if self.channel in readable:
                 # A rank must not hold another one's output open
-                data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+                data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64, socket.MSG_CMSG_CLOEXEC)
                 if not data:
                     break
                 passed += descriptors

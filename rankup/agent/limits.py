@@ -11,10 +11,9 @@ from pathlib import Path, PurePosixPath
 ROOT = Path("/")
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
+def cpu_quota(root: Path = ROOT) -> float:
     """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
-    grants = [float(len(os.sched_getaffinity(0)))] if hasattr(os, "sched_getaffinity") else []
-    return min([*grants, *_cpu_quotas(root)], default=None)
+    return min([float(len(os.sched_getaffinity(0))), *_cpu_quotas(root)])
 
 
 def memory_limit(root: Path = ROOT) -> int | None:

@@ -40,25 +40,21 @@ PARENT = "RANKUP_PARENT"  # the process without which this one shall not go on
 
 
 def state_of(pid: int) -> str:
-    """Its state, such as T; "" for a process that is gone, and where there is no /proc."""
+    """Its state, such as T; "" for a process that is gone."""
     return "".join(_stat_of(pid)[:1])
 
 
 def start_of(pid: int) -> str:
     """When it was started, in the kernel's ticks: tells it from a later process with the same number.
 
-    "" for a process that has ended, and where there is no /proc.
+    "" for a process that has ended.
     """
     fields = _stat_of(pid)
     return "" if not fields or fields[0] in "ZX" else fields[19]
 
 
 def began(pid: int) -> float:
-    """When it was started, in seconds of `time.time()`: to a hundredth of a second on Linux."""
-    if not hasattr(time, "CLOCK_BOOTTIME"):
-        import psutil
-
-        return float(psutil.Process(pid).create_time())
+    """When it was started, in seconds of `time.time()`, to a hundredth of a second."""
     # psutil adds the same number to the time of the boot, which the kernel tells in whole seconds
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(start_of(pid)) / os.sysconf("SC_CLK_TCK")
 

@@ -168,7 +168,7 @@ class Ranks:
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has
-            "OMP_NUM_THREADS": max(1, int((cpu_quota() or os.cpu_count() or 1) // local)),
+            "OMP_NUM_THREADS": max(1, int(cpu_quota() // local)),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
             "PYTHONUNBUFFERED": 1,  # its output may be a pipe: lines would come in blocks, and the last not at all
             "PYTHONFAULTHANDLER": 1,  # a crash in a library's own code leaves the Python stack in the log

@@ -165,8 +165,7 @@ class RecordWriter:
         if cell is None:
             file, memory = _memory(1)
             cell = _cell(memory, 0)
-            if file >= 0:
-                os.close(file)  # the memory has a copy of its own
+            os.close(file)  # the memory has a copy of its own
         self._cell = cell
         if not self.shared:
             self.clear(rank)
@@ -253,11 +252,9 @@ def _cell(memory: mmap.mmap, number: int) -> _Cell:
 
 
 def _memory(num_ranks: int) -> tuple[int, mmap.mmap]:
-    """Its file, -1 where the system has no files without a name, and the memory itself."""
-    file = -1
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create(NAME)
-        os.ftruncate(file, SIZE * num_ranks)
+    """Its file and the memory itself."""
+    file = os.memfd_create(NAME)
+    os.ftruncate(file, SIZE * num_ranks)
     return file, mmap.mmap(file, SIZE * num_ranks)
 
 

@@ -76,7 +76,7 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
     cpus = cpu_quota(root)
     if crowded := crowded_cpus(ranks, threads, cpus):
         yield Finding("limits", WARNING, crowded, "threads that wait for a CPU make every step of all ranks slower.")
-    elif cpus is not None:
+    else:
         yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
     memory = memory_limit(root)
     if memory is not None and memory < LEAST_MEMORY * ranks:
@@ -157,13 +157,10 @@ def before_training(*, ranks: int, threads: int) -> list[str]:
     return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
 
 
-def crowded_cpus(ranks: int, threads: int, cpus: float | None) -> str:
-    """What to say if this node's ranks have more threads than CPUs; "" if they do not.
-
-    `cpus`: those that this process may use, None: unknown.
-    """
+def crowded_cpus(ranks: int, threads: int, cpus: float) -> str:
+    """What to say if this node's ranks have more threads than `cpus`, which this process may use; "" if they do not."""
     wanted = ranks * threads
-    if cpus is None or (wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus):
+    if wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus:
         return ""
     if wanted == 1:
         return (

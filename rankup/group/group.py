@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -74,7 +73,7 @@ class Group:
         """CPUs that this rank may use: its part of those that this process is allowed."""
         # By name too: started by hand, or as two nodes on one machine, ranks don't know how many share it
         ranks = max(self.launch.local_world_size or 1, list(self.hosts).count(self.hosts[self.rank]))
-        return math.floor(cpu_quota() or os.cpu_count() or 1) // ranks
+        return math.floor(cpu_quota()) // ranks
 
     @property
     def attempt(self) -> str:

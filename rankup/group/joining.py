@@ -78,7 +78,7 @@ def start(
             faulthandler.enable()
     record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
     watch = Watchdog(status, stop, record=record, log=log, leaving=leaving)
-    chosen = pick_device(device, launch.local_rank, distributed=launch.world_size > 1)
+    chosen = pick_device(device, launch.local_rank)
     group = Group(launch, chosen, watch=watch, stop=stop, log=log)
     group.backend = pick_backend(backend, chosen)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
@@ -186,15 +186,14 @@ def code_of(*roots: Path) -> str:
 VERSION = code_of(*map(Path, rankup.__path__))
 
 
-def pick_device(wanted: str | None, local_rank: int, *, distributed: bool) -> torch.device:
+def pick_device(wanted: str | None, local_rank: int) -> torch.device:
     """The device of this rank: None takes the accelerator if there is one, else the CPU.
 
     CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
     """
     if wanted is None:
         found = torch.accelerator.current_accelerator(check_available=True)
-        # Apple's mps has no backend that reduces over ranks.
-        wanted = "cpu" if found is None or (found.type == "mps" and distributed) else found.type
+        wanted = "cpu" if found is None else found.type
     kind, _, index = wanted.partition(":")
     if kind == "cpu":
         return torch.device("cpu")

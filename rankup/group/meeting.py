@@ -281,7 +281,7 @@ def no_name_lookups() -> Iterator[None]:
     torch asks for the name of both ends of each connection of a store, only to print it: the client twice, the server
     once, in its one thread, so that all ranks wait for each answer. With a resolver that takes 5 s to say that it does
     not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc lets a program
-    replace the line of nsswitch.conf. Elsewhere than with glibc (musl, macOS) nothing changes.
+    replace the line of nsswitch.conf. With another library than glibc nothing changes.
     """
     _ask_for_names("files")
     try:

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NamedTuple, TextIO
 
 from rankup.agent.record import RecordWriter
@@ -84,7 +83,7 @@ def dump_aside() -> None:
 def _stacks() -> str:
     """Those of all threads. faulthandler holds the interpreter's lock while it writes: to a disk that hangs it would
     stop the training. So it writes to memory."""
-    with os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as memory:
+    with os.fdopen(os.memfd_create("stacks"), "w+b") as memory:
         faulthandler.dump_traceback(memory, all_threads=True)
         memory.seek(0)
         return memory.read().decode(errors="replace")

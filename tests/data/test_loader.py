@@ -393,7 +393,6 @@ def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: 
         (1, 1, 1.0, ""),
         (1, 2, 1.5, ""),  # half a CPU is no CPU less
         (4, 2, 8.0, ""),
-        (4, 2, None, ""),
         (1, 4, 2.0, "4 processes x 1 threads on this node, but only 2 CPUs"),
         (4, 2, 4.0, "Set --num-threads 2"),
         (8, None, 1.0, "Set --num-threads 1"),
@@ -402,7 +401,7 @@ def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: 
         (1, 2, 1.2, "2 processes x 1 threads on this node, but only 1.2 CPUs"),
     ],
 )
-def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: float | None, said: str) -> None:
+def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: float, said: str) -> None:
     line = machine.crowded_cpus(ranks or 1, threads, cpus)
     assert said in line if said else line == ""
 

@@ -27,18 +27,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_without_an_accelerator_the_cpu_is_taken(machine: Machine):
     machine("cuda", 0)
-    assert pick_device(None, 3, distributed=True) == torch.device("cpu")
+    assert pick_device(None, 3) == torch.device("cpu")
 
 
 def test_each_local_rank_takes_the_device_of_its_number(machine: Machine):
     machine("cuda", 4)
-    assert [pick_device(None, rank, distributed=True).index for rank in range(4)] == [0, 1, 2, 3]
+    assert [pick_device(None, rank).index for rank in range(4)] == [0, 1, 2, 3]
 
 
 def test_a_task_that_is_shown_one_device_takes_it(machine: Machine):
     # --gpus-per-task=1: local rank 3 of the node sees its device as number 0
     machine("cuda", 1)
-    assert pick_device("cuda", 3, distributed=True) == torch.device("cuda", 0)
+    assert pick_device("cuda", 3) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("wanted", "rank", "count"), [(None, 2, 2), ("cuda", 5, 4), ("cuda:1", 0, 1)])
@@ -46,20 +46,14 @@ def test_more_ranks_than_devices_is_refused(machine: Machine, wanted: str, rank:
     machine("cuda", count)
     said = f"local rank {rank} must have a device of its own, got {count} visible cuda devices"
     with pytest.raises(LaunchError, match=said):
-        pick_device(wanted, rank, distributed=True)
+        pick_device(wanted, rank)
 
 
 @pytest.mark.parametrize("wanted", ["cuda", "xpu:1", "no_such_kind"])
 def test_a_device_that_is_not_there_is_refused(machine: Machine, wanted: str):
     machine("cuda", 0)
     with pytest.raises(LaunchError, match=f'device must be one this machine has, got "{wanted}"'):
-        pick_device(wanted, 0, distributed=False)
-
-
-@pytest.mark.parametrize(("distributed", "kind"), [(True, "cpu"), (False, "mps")])
-def test_mps_is_for_one_process(machine: Machine, distributed: bool, kind: str):
-    machine("mps", 1)
-    assert pick_device(None, 0, distributed=distributed).type == kind
+        pick_device(wanted, 0)
 
 
 @pytest.mark.parametrize(

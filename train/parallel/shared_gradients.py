@@ -84,8 +84,6 @@ def average(
 def share_gradients(group: Group) -> SharedGradients | None:
     """Between the two ranks of a group, which both call this. None on both where they are on two hosts, or in
     containers that share no network. Raises DistNetworkError where the other rank is lost meanwhile."""
-    if not hasattr(os, "memfd_create"):  # Linux has it
-        return None
     with _local_socket() as listener:
         # An abstract address: the rank reaches it that shares the network's interfaces. Nobody guesses it, so that it
         # is never that of a rank on another host
