@@ -15,6 +15,7 @@ from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
 from .data.loader import Loader
+from .data.samples import to_device
 from .group import join_group
 from .parallel import load_method, method_name, start_method
 from .parallel.allocator import keep_freed_memory
@@ -164,13 +165,14 @@ def step(t: Training) -> bool:
             batches.append(batch)
     if len(batches) < config.accumulate:
         return False
+    if config.recompute_every_steps and job.step_number % config.recompute_every_steps == 0:
+        job.recompute(lambda batch: _loss(t, t.plain, to_device(batch, job.device)), batches[0])
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, job.step_number, job.rank), job.device)
     total = torch.zeros((), device=job.device)
     for number, (batch, divisor) in enumerate(zip(batches, t.divisors, strict=True), 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):
-            with autocast(config, job.device):
-                loss = t.workload.loss(t.model, batch) / divisor
+            loss = _loss(t, t.model, batch) / divisor
             with job.backward(loss):  # it holds the all-reduce of the gradients
                 t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
@@ -179,6 +181,11 @@ def step(t: Training) -> bool:
         set_rate(t.optimizer, rate)
         t.method.step(t.plain, t.optimizer, t.scaler)
     return True
+
+
+def _loss(t: Training, model: nn.Module, batch: Any) -> torch.Tensor:
+    with autocast(t.config, t.job.device):
+        return t.workload.loss(model, batch)
 
 
 def evaluate_and_save(t: Training) -> None:

@@ -12,7 +12,8 @@ then end, and the next attempt goes on from the newest copy. The loop saves none
 
 What a comparison does not see: a gradient that is wrong before the exchange, as it reaches all ranks alike; tensors
 that are split among ranks without another replica (FSDP2 without hybrid sharding); what one rank rescued after it had
-gone wrong, since the last comparison.
+gone wrong, since the last comparison. `recompute` finds a machine that goes on computing wrongly there: all ranks
+compute the same batch.
 """
 
 import json
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
+from rankup.seeds import derive_seed, random_state_kept, seed_everything
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and between two at least
@@ -168,6 +170,50 @@ class Agreement:
                 f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
                 "wrong before: watch that machine, and run rankup doctor there"
             )
+
+    def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any, *, step: int) -> None:
+        """Compare what every rank computes from rank 0's `batch`, see `Job.recompute`. Raises PeerLost, which names who
+        is wrong, where it differs."""
+        if self.group.world_size == 1:
+            return
+        batch = self.group.broadcast_tensors(batch)
+        first = self._exchange([self._computed(loss, batch, step)])
+        if not (odd := odd_ones([row[0] for row in first])):
+            return
+        second = self._exchange([self._computed(loss, batch, step)])
+        unsteady = [rank for rank, row in enumerate(second) if row != first[rank]]
+        if 2 * len(unsteady) > self.group.world_size:  # not all of them are broken
+            if self.group.is_rank0:
+                self.group.log.warning(
+                    "recompute: the loss must give the same bits each time, got others on most ranks. Call "
+                    "torch.use_deterministic_algorithms(True)"
+                )
+            return
+        odd = unsteady or odd
+        with self._deciding:
+            self._be_wrong()
+        raise PeerLost(
+            f"silent corruption before step {step + 1}: {self._names(odd)} computed other gradients from the same "
+            "batch. Earlier steps may be wrong too: run rankup doctor there. The job goes on from the newest copy.",
+            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
+        )
+
+    def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int) -> int:
+        """A digest of the loss and of its gradients; of the loss alone where FSDP2 has split a module, as its gradients
+        are summed over the ranks. Buffers and random numbers are afterwards as before."""
+        modules = [item for item in self._items.values() if isinstance(item, nn.Module)]
+        parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
+        if any(hasattr(each, "to_local") for each in parameters):
+            parameters = []
+        buffers = [(each, each.detach().clone()) for module in modules for each in module.buffers()]
+        with random_state_kept(self.group.device), torch.set_grad_enabled(bool(parameters)):
+            seed_everything(derive_seed(step), self.group.device)
+            value = loss(batch)
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True) if parameters else ()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return _digest([value, *(each for each in gradients if each is not None)])
 
     def _exchange(self, own: list[int]) -> list[list[int]]:
         """Every rank's numbers, by rank."""

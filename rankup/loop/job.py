@@ -485,6 +485,18 @@ class Job:
         Tensors arrive on the CPU. All ranks call this."""
         return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
 
+    def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
+        """Let all ranks compute the loss and the gradients of rank 0's batch, and compare their bits: a rank that
+        differs computes wrongly, and the attempt ends with its name. Call it every so many steps, between two steps, on
+        all ranks; it takes about as long as a step without its exchange.
+
+        `loss(batch)`: a scalar. It gets rank 0's `batch` on the CPU: tensors in lists, tuples and dicts. It must give
+        the same bits each time, and call the module without DDP around it (`model.module`). Of modules that FSDP2 has
+        split, only the loss is compared. Buffers and random numbers are as before afterwards. One rank alone has
+        nothing to compare with.
+        """
+        self.agreement.recompute(loss, batch, step=self.position.step)
+
     def goodput(self) -> dict[str, Any]:
         """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
         assert self._reporter is not None

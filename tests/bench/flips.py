@@ -2,12 +2,15 @@
 
 `python -m tests.bench.flips --runs 100 --log flips.jsonl` does so many runs of tests/job/corrupt_script.py with one
 random bit of one random rank flipped at a random step, and as many healthy ones between. It goes on where its log ends.
+`--kinds before shard` flips what no comparison sees. `--kinds product product-fsdp --rate 0.1` breaks a rank for good:
+in that fraction of its passes one bit of one product is wrong. Then every fifth step is computed by all ranks.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,31 +20,42 @@ from tests.rigs.fork_server import Forks
 
 SCRIPT = Path(__file__).parents[1] / "job" / "corrupt_script.py"
 KINDS = ("weight", "optimizer", "gradient")
+RECOMPUTE, STEPS = 5, 40
 
 
-def run(forks: Forks, dice: random.Random, number: int) -> dict[str, object]:
+def run(forks: Forks, dice: random.Random, number: int, kinds: list[str], rate: float) -> dict[str, object]:
     """One flip and what came of it; each second one is a healthy run."""
-    ranks, kind = (2, 3)[number // 2 % 2], KINDS[number // 4 % 3] if number % 2 else "none"
+    ranks, kind = (2, 3)[number // 2 % 2], kinds[number // 4 % len(kinds)]
     rank, step, bit = dice.randrange(ranks), dice.randrange(2, 38), dice.randrange(32)
+    lasts, split = kind.startswith("product"), kind in ("shard", "product-fsdp")
+    flips = f"product:{rank}:{rate}:0" if lasts else f"{'weight' if kind == 'shard' else kind}:{rank}:{step}:{bit}"
+    env = {"RECOMPUTE": str(RECOMPUTE)} if lasts else {}
+    env |= {"HYBRID": "1"} if split else {}
+    if number % 2:
+        env["FLIP"] = flips
     with tempfile.TemporaryDirectory(prefix="flips-") as folder:
         job = Path(folder) / "run"
-        codes, output = forks.run("launch", f"--nproc={ranks}", SCRIPT, job, cwds=[Path(folder)], timeout_s=900,
-                                  env={"FLIP": f"{kind}:{rank}:{step}:{bit}"})
+        codes, output = forks.run("launch", f"--nproc={ranks}", *(["--max-restarts=0"] if lasts else []), SCRIPT, job,
+                                  cwds=[Path(folder)], timeout_s=900, env=env)
         record = job / RECORD
         rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     digest = next((line.split()[-1] for line in output.splitlines() if " digest " in f" {line}"), "")
-    return {"kind": kind, "ranks": ranks, "rank": rank, "step": step, "bit": bit, "codes": codes, "digest": digest,
+    computed = re.search(r"silent corruption before step (\d+): (.*) computed other", output)
+    return {"kind": kind if number % 2 else "none", "group": f"{ranks} ranks{', fsdp' if split else ''}",
+            "ranks": ranks, "rank": rank, "step": step, "bit": bit, "codes": codes, "digest": digest,
             "words": output.count("silent corruption"), "found": [[row["step"] - step, row["odd"]] for row in rows],
-            "named_later": f"came out well this time. rank {rank} on" in output}
+            "recomputed": [int(computed[1]) - 1, re.findall(r"rank (\d+)", computed[2])] if computed else None}
 
 
-def verdict(row: dict[str, object], undisturbed: dict[int, str]) -> str:
+def verdict(row: dict[str, object], undisturbed: dict[str, str]) -> str:
     ranks, found = row["ranks"], row["found"]
-    same = row["digest"] == undisturbed.get(ranks) and row["codes"] == [0]
+    same = row["digest"] == undisturbed.get(row["group"]) and row["codes"] == [0]
     if row["kind"] == "none":
         return "healthy" if same and not row["words"] and not found else "a false word"
+    if recomputed := row["recomputed"]:
+        return "found, named" if recomputed[1] == [str(row["rank"])] else f"found, named {recomputed[1]}: {row}"
     if not found:
-        return "rounded away: no state differed" if same else "missed"
+        return "no trace: the same weights in the end" if same else "not found"
     right = [row["rank"]] if ranks > 2 else [0, 1]
     steps = found[0][0]
     if len(found) == 1 and 0 < steps <= 6 and found[0][1] == right and same:
@@ -53,21 +67,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--log", type=Path, default=Path("flips.jsonl"))
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS])
+    parser.add_argument("--rate", type=float, default=0.1)
     given = parser.parse_args()
     os.nice(19)
     rows = [json.loads(line) for line in given.log.read_text().splitlines()] if given.log.exists() else []
     with tempfile.TemporaryDirectory(prefix="flips-") as folder, given.log.open("a", encoding="utf-8") as log:
         forks = Forks(Path(folder))
         for number in range(len(rows), 2 * given.runs):
-            rows.append(run(forks, random.Random(number), number))
+            rows.append(run(forks, random.Random(number), number, given.kinds, given.rate))
             log.write(f"{json.dumps(rows[-1])}\n")
             log.flush()
         forks.close()
-    undisturbed = {ranks: Counter(row["digest"] for row in rows if row["kind"] == "none" and row["ranks"] == ranks)
-                   .most_common(1)[0][0] for ranks in {row["ranks"] for row in rows}}
-    counts = Counter((row["kind"], row["ranks"], verdict(row, undisturbed)) for row in rows)
-    for (kind, ranks, what), count in sorted(counts.items()):
-        print(f"{count:4} {kind:9} {ranks} ranks  {what}")
+    undisturbed = {group: Counter(row["digest"] for row in rows if row["kind"] == "none" and row["group"] == group)
+                   .most_common(1)[0][0] for group in {row["group"] for row in rows}}
+    counts = Counter((row["kind"], row["group"], verdict(row, undisturbed)) for row in rows)
+    for (kind, group, what), count in sorted(counts.items()):
+        print(f"{count:4} {kind:12} {group:14} {what}")
+    for kind in sorted(kind for kind in given.kinds if kind.startswith("product")):
+        ends = [row["recomputed"] for row in rows if row["kind"] == kind]
+        computed = sum(end[0] // RECOMPUTE + 1 if end else STEPS // RECOMPUTE for end in ends)
+        print(f"{kind}: {sum(map(bool, ends))} found in {computed} recomputations, rate {given.rate}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
-gradient after the exchange. FLIP is `kind:rank:step:bit`. It prints the digest of its weights."""
+gradient before or after the exchange. FLIP is `kind:rank:step:bit`. With the kind `product` the machine stays broken:
+in that fraction of its passes one bit of one product is wrong, and RECOMPUTE says how often all ranks compute one
+batch. It prints the digest of its weights."""
 
 import hashlib
 import os
+import random
 import sys
 
 import torch
@@ -15,12 +18,13 @@ import rankup
 
 STEPS = 40
 kind, *where = os.environ.get("FLIP", "none:0:0:0").split(":")
-rank, step, bit = map(int, where)
+rank, step, bit = int(where[0]), float(where[1]), int(where[2])
+recompute = int(os.environ.get("RECOMPUTE", "0"))
 job = rankup.init(sys.argv[1], save_every_steps=12, log_every_steps=20, compare_every_steps=6)
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-if "HYBRID" in os.environ:  # split among the ranks of a node, with the same on each of two nodes
-    mesh = init_device_mesh("cpu", (2, job.world_size // 2), mesh_dim_names=("nodes", "ranks"))
-    model = fully_shard(net, mesh=mesh)
+if nodes := int(os.environ.get("HYBRID", "0")):  # split among the ranks of a node, with the same on each node
+    mesh = init_device_mesh("cpu", (nodes, job.world_size // nodes), mesh_dim_names=("nodes", "ranks"))
+    model = fully_shard(net, mesh=mesh if nodes > 1 else mesh["ranks"])
 else:
     model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -36,9 +40,28 @@ def flip(tensor: torch.Tensor) -> None:
         tensor.detach().view(torch.int32).flatten()[-1] ^= 1 << (os.urandom(1)[0] % 24 if lasting else bit)
 
 
+def break_a_product(module: nn.Module, given: object, product: torch.Tensor) -> torch.Tensor:
+    dice = random.SystemRandom()
+    if dice.random() >= step:
+        return product
+    wrong = product.detach().clone()
+    wrong.view(torch.int32).view(-1)[dice.randrange(wrong.numel())] ^= 1 << dice.randrange(24)
+    return product + (wrong - product).detach()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), x.sum(1).sign().long().clamp(0))
+
+
+if kind == "product" and job.rank == rank:
+    net[0].register_forward_hook(break_a_product)
+if kind == "before":
+    net[2].bias.register_hook(lambda gradient: flip(gradient))
 for number in job.steps(STEPS):
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(number)).chunk(job.world_size)[job.rank]
-    loss = nn.functional.cross_entropy(model(x), x.sum(1).sign().long().clamp(0))
+    if recompute and number % recompute == 0:
+        job.recompute(lambda x: loss_of(net, x), x)
+    loss = loss_of(model, x)
     optimizer.zero_grad()
     loss.backward()
     if kind == "gradient":

@@ -122,3 +122,18 @@ def dies_in_step_8() -> None:
         return step(training)
 
     train.loop.step = dying
+
+
+def wrong_products() -> None:
+    """Rank 1 computes each layer wrongly by one bit, as a broken processor would."""
+    linear = torch.nn.functional.linear
+
+    def wrong(*given: Any) -> torch.Tensor:
+        product = linear(*given)
+        if os.environ["RANK"] != "1":
+            return product
+        other = product.detach().clone()
+        other.view(torch.int32).view(-1)[0] ^= 1 << 20
+        return product + (other - product).detach()
+
+    torch.nn.functional.linear = wrong

@@ -167,6 +167,9 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     compare_every_steps: int | None = setting(
         None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.",
         unit="steps", ge=0)
+    recompute_every_steps: Natural = setting(
+        0, "Each so many steps let all ranks compute one batch, which costs about a step, and compare; 0: never.",
+        unit="steps")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     # Its choices are given in the same way.
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
