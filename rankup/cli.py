@@ -107,11 +107,13 @@ def nodes(text: str) -> tuple[int, int]:
 
 def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
-    from rankup.agent.agent import Options
+    from rankup.agent.agent import Agent
     from rankup.agent.logs import guard, setup_logging
+    from rankup.agent.ranks import Options
     from rankup.agent.script import Script
     from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
+    from rankup.observe.stacks import where
 
     guard("stdout", "stderr")
     if given.replay:
@@ -131,14 +133,15 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     if stop_after is not None and not script.imports_rankup():
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
     _make_folder(given.work_dir)
+    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     options = Options(
+        node=node, script=script, run_dir=run_dir, advice=advice, where=where,
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
         restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
         work_dir=given.work_dir, start=given.start, stop_after=stop_after,
     )
     for warning in node.warnings:
         log.warning("%s", warning)
-    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     if given.preflight:
         from rankup.doctor.machine import preflight
 
@@ -146,11 +149,11 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         if code:
             log.error("%s (exit code %d)", why, code)
             return code
-    verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
+    verdict = asyncio.run(Agent(options).run())
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
+    if not options.knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
         log.info("%s", what_next(run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 
@@ -182,14 +185,6 @@ def _make_folder(work_dir: str) -> None:
         Path(work_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
-
-
-async def _be_agent(*parts: Any, run_dir: Path) -> tuple[Any, bool]:
-    from rankup.agent.agent import Agent
-    from rankup.observe.stacks import where
-
-    agent = Agent(*parts, run_dir=run_dir, advice=advice, where=where)
-    return await agent.run(), agent.knows_us
 
 
 def advice(tail: str) -> str:

@@ -22,9 +22,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
@@ -35,60 +33,34 @@ from rankup.agent.logs import host_name
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
 from rankup.agent.processes import PARENT, die_with_parent
 from rankup.agent.protocol import VERSION, Link, Member
-from rankup.agent.ranks import Ranks
-from rankup.agent.script import Script
-from rankup.env.node_env import NodeEnv
+from rankup.agent.ranks import Options, Ranks
 from rankup.errors import STOPPED
 
 log = logging.getLogger("rankup")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `rankup launch` was asked for; `rankup launch --help` explains each."""
-
-    join_timeout_s: float = 300.0
-    max_restarts: int = 3
-    restart_on: frozenset[int] = frozenset()
-    restart_args: tuple[str, ...] = ()
-    stop_grace_s: float = 110.0
-    work_dir: str = ""
-    start: str = "fork"  # or fresh: of a script that imports rankup
-    stop_after: int | None = None  # a part of a replay ends after this step
-
-
 class Agent:
-    """Runs this node's part of the job to its end. `node`: as it was started.
+    """Runs this node's part of the job to its end."""
 
-    `advice`: on a script's last lines, or "". `where`: asks these ranks of a run for their stacks, and returns a line
-    for each place where they are. Both are of layers above.
-    """
-
-    def __init__(
-        self, node: NodeEnv, script: Script, options: Options, *, run_dir: Path,
-        advice: Callable[[str], str] = lambda tail: "",
-        where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: (),
-    ) -> None:
-        self.node, self.script, self.options, self.run_dir = node, script, options, run_dir
-        self.advice, self.where = advice, where
-        self.knows_us = script.imports_rankup()
-        self.limits, self.alone = node.limits, node.num_nodes == 1
-        self.ranks = Ranks(self)
+    def __init__(self, options: Options) -> None:
+        self.options, self.node, self.limits, self.alone = options, options.node, options.node.limits, options.alone
+        self.ranks = Ranks(options, say=self._say, hear_stop=self._hear_stop, begin=self.begin, finish=self.finish)
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
-        self.leaves = False  # for good, and the others go on
+        self._leaves = False  # for good, and the others go on
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked_s = 0.0  # when a signal came to this agent
-        self._over: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[Verdict]
 
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
+        self._over = asyncio.get_running_loop().create_future()
         if (parent := os.environ.get(PARENT, "")).isdecimal():
             die_with_parent(int(parent))
-        self.script.check(os.environ, world_size=self.node.world_size)
-        settings = self.script.must_match()
+        self.options.script.check(os.environ, world_size=self.node.world_size)
+        settings = self.options.script.must_match()
         if self.limits is not None:
             settings |= {"--nnodes": f"{self.limits.least}:{self.limits.most}"}
         if self.node.node_rank == 0 or self.limits is not None:
@@ -107,7 +79,7 @@ class Agent:
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            loop.add_signal_handler(getattr(signal, name), self.hear_signal, name)
+            loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
         loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
         try:
             await self.ranks.open()
@@ -158,8 +130,9 @@ class Agent:
         link.close()
 
     def _begin_to_lead(self) -> None:
-        self.lead = Lead(self, self.attendance.me)
-        self.lead.begin()
+        self.lead = Lead(
+            self.options, self.attendance.me, self.ranks.server, begin=self.begin, yield_to=self.yield_to
+        )
 
     def yield_to(self, ip: str, port: int) -> None:
         """There is a leader that knows a newer membership: be a member there."""
@@ -198,7 +171,7 @@ class Agent:
             if event["is"] == "propose":
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
-                self.ranks.start(event)
+                self.ranks.start(event, token=self.attendance.me.token)
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
                 if event["is"] in ("lost", "gone"):
@@ -211,6 +184,9 @@ class Agent:
                 self.begin(self.ranks.show_stacks())
             elif event["is"] in ("over", "refused"):
                 self.finish(Verdict(event["code"], event["text"]))
+
+    def _say(self, kind: str, **values: Any) -> bool:
+        return self.attendance.say(kind, **values)
 
     def finish(self, verdict: Verdict) -> None:
         """The job is over for this agent."""
@@ -226,7 +202,7 @@ class Agent:
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
-    def hear_signal(self, name: str) -> None:
+    def _hear_signal(self, name: str) -> None:
         """The first one is told to all agents. One that comes again later is meant."""
         now_s = time.monotonic()
         if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > timing.REPEAT_S:
@@ -234,15 +210,20 @@ class Agent:
             self.finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
             self._asked_s = self._asked_s or now_s
-        if self.limits is not None and name == "SIGTERM" and (self.leaves or self.attendance.say("leaving")):
-            if not self.leaves:
-                self.leaves = True
+        if self.limits is not None and name == "SIGTERM" and (self._leaves or self.attendance.say("leaving")):
+            if not self._leaves:
+                self._leaves = True
                 self.begin(self._leave())
             return
         self.attendance.say("stop", signal=name)
         if not self.ranks.running:
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self.ranks.pass_on(name)
+
+    def _hear_stop(self, name: str) -> None:
+        """A rank got a signal itself."""
+        if not self._leaves:  # else it was ours
+            self._hear_signal(name)
 
     async def _leave(self) -> None:
         """Once this node's ranks have ended with the others."""

@@ -7,24 +7,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from rankup import timing
 from rankup.agent import secret
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends, Verdict
+from rankup.agent.fork_server import ForkServer
 from rankup.agent.meeting import Leader
 from rankup.agent.network import open_port
 from rankup.agent.processes import within
 from rankup.agent.protocol import Link, Member, in_thread
+from rankup.agent.ranks import Options
 from rankup.agent.status import ScriptStatus, new_job
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import STOPPED
-
-if TYPE_CHECKING:
-    from rankup.agent.agent import Agent
 
 log = logging.getLogger("rankup")
 
@@ -32,25 +31,26 @@ log = logging.getLogger("rankup")
 class Lead:
     """What node 0's agent does beside: it leads the meeting, and decides what the ends of ranks mean."""
 
-    def __init__(self, agent: "Agent", me: Member) -> None:
-        self.agent = agent
-        self.ends = Ends(agent.node.world_size, agent.options.max_restarts, agent.options.restart_on)
+    def __init__(
+        self, options: Options, me: Member, server: ForkServer, *, yield_to: Callable[[str, int], None],
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """Decide from now on. `server`: serves the store. `yield_to`: another one leads at that address. `begin`: a
+        task."""
+        self.options, self.node, self.limits, self.server = options, options.node, options.node.limits, server
+        self.yield_to = yield_to
+        self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
-            me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=agent.limits,
-            outdone=agent.yield_to,
+            me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=self.limits,
+            outdone=yield_to,
         )
-        self.status = None if agent.knows_us else ScriptStatus(agent.run_dir, agent.node.world_size)
+        self.status = None if options.knows_us else ScriptStatus(options.run_dir, self.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
         self.again = False  # this job goes on with an earlier one's run
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def begin(self) -> None:
-        """Decide from now on."""
-        node = self.agent.node
-        works = [self.leader.watch(master="" if self.agent.alone or node.node_rank else node.master_addr)]
+        works = [self.leader.watch(master="" if options.alone or self.node.node_rank else self.node.master_addr)]
         works += [self._report(self.status)] if self.status is not None else []
-        works += [self._call()] if self.agent.limits is not None else []
-        self._tasks = [self.agent.begin(work) for work in works]
+        works += [self._call()] if self.limits is not None else []
+        self._tasks = [begin(work) for work in works]
 
     def give_up(self) -> None:
         """Another one leads."""
@@ -62,7 +62,7 @@ class Lead:
 
     async def _call(self) -> None:
         """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on."""
-        node, me = self.agent.node, self.leader.me
+        node, me = self.node, self.leader.me
         known = {(node.master_addr, node.master_port)}
         while True:
             await asyncio.sleep(timing.CALL_S)
@@ -75,7 +75,7 @@ class Lead:
         words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves}
         other = await who_leads(ip, port, answer=words)
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
-            self.agent.yield_to(ip, port)
+            self.yield_to(ip, port)
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
@@ -88,7 +88,7 @@ class Lead:
     async def _report(self, status: ScriptStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
-            if self.leader.running or self.agent.limits is not None:
+            if self.leader.running or self.limits is not None:
                 report = functools.partial(status.report, nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
@@ -98,16 +98,15 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        if self.agent.knows_us:
-            server = self.agent.ranks.server
-            await server.ready.wait()
-            with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
-                server.start_store(listener)
+        if self.options.knows_us:
+            await self.server.ready.wait()
+            with open_port("127.0.0.1" if self.options.alone else "", 0) as listener:
+                self.server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if self.agent.limits is not None:  # whoever leads counts the attempts the same way
+        if self.limits is not None:  # whoever leads counts the attempts the same way
             self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
             self.status.job, self.status.world_size = self.job, self.ends.world_size
@@ -116,7 +115,7 @@ class Lead:
             self.status.begin(self.ends.restarts, self.leader.chosen)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": self.agent.knows_us, "again": self.again or self.ends.restarts > 0,
+            "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
         }
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:

@@ -8,10 +8,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankup import timing
 from rankup.agent import secret
@@ -23,14 +23,45 @@ from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, Links, in_thread
 from rankup.agent.record import Records, RecordWriter
-from rankup.agent.script import own_imports, safe_imports
+from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end
+from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
-if TYPE_CHECKING:
-    from rankup.agent.agent import Agent
-
 log = logging.getLogger("rankup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `rankup launch` was asked for; `rankup launch --help` explains most of it.
+
+    `advice`: on a script's last lines, or "". `where`: asks these ranks of a run for their stacks, and returns a line
+    for each place where they are. Both are of layers above.
+    """
+
+    node: NodeEnv  # as the agent was started
+    script: Script
+    run_dir: Path
+    advice: Callable[[str], str] = lambda tail: ""
+    where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
+    join_timeout_s: float = 300.0
+    max_restarts: int = 3
+    restart_on: frozenset[int] = frozenset()
+    restart_args: tuple[str, ...] = ()
+    stop_grace_s: float = 110.0
+    work_dir: str = ""
+    start: str = "fork"  # or fresh: of a script that imports rankup
+    stop_after: int | None = None  # a part of a replay ends after this step
+
+    @functools.cached_property
+    def knows_us(self) -> bool:
+        """Whether the script imports rankup."""
+        return self.script.imports_rankup()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other node."""
+        return self.node.num_nodes == 1
 
 
 class Rank:
@@ -48,9 +79,14 @@ class Ranks:
     """Those of the membership that runs, and the server that forks them. `node`: its numbers in that one.
     `all_ended`: none runs."""
 
-    def __init__(self, agent: "Agent") -> None:
-        self.agent, self.node, self.script, self.options = agent, agent.node, agent.script, agent.options
-        self.run_dir, self.knows_us = agent.run_dir, agent.knows_us
+    def __init__(
+        self, options: Options, *, say: Callable[..., bool], hear_stop: Callable[[str], None],
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], finish: Callable[[Verdict], None],
+    ) -> None:
+        """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
+        self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
+        self.knows_us = options.knows_us
+        self._say, self._hear_stop, self._begin, self._finish = say, hear_stop, begin, finish
         self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
@@ -98,15 +134,16 @@ class Ranks:
             log.warning("the process that forks the ranks was killed, and they with it")
             self._start_server()
         else:  # it has not even imported torch: nor would the next
-            self.agent.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
+            self._finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
-    def start(self, commit: dict[str, Any]) -> None:
+    def start(self, commit: dict[str, Any], *, token: str) -> None:
+        """A membership begins. `token`: this member's."""
         self._commit, self._oom_kills = commit, oom_kills()
         if commit["why"]:
             log.warning("%s", commit["why"])
         if self._for_change:
             self._passed_on, self._for_change = "", False
-        if self.agent.limits is not None and not self._take_place(commit):
+        if self.node.limits is not None and not self._take_place(commit, token):
             return
         self.all_ended.clear()
         for rank in self.ranks:
@@ -132,11 +169,11 @@ class Ranks:
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
 
-    def _take_place(self, commit: Mapping[str, Any]) -> bool:
+    def _take_place(self, commit: Mapping[str, Any], token: str) -> bool:
         """The numbers of this node's ranks in a membership. Returns False for a spare."""
         if commit["change"]:
             log.warning("%s", commit["change"])
-        used, token = commit["basis"]["used"], self.agent.attendance.me.token
+        used = commit["basis"]["used"]
         if token not in used:
             log.info("this node is a spare: it waits until a node is needed")
             return False
@@ -218,7 +255,7 @@ class Ranks:
         if (pump := self.ranks[local_rank].pump) is None:
             self._ended(local_rank, code)
         else:
-            self.agent.begin(read(pump))
+            self._begin(read(pump))
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
@@ -227,11 +264,11 @@ class Ranks:
             # At once: its process may take a while to end, and the others wait for it
             rank.said = End.read(message, host_name())
             if rank.said.code != FINISHED:
-                self.agent.attendance.say("ending", n=self._commit["n"], **rank.said.message())
+                self._say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
-            self.agent.attendance.say("ask")
-        elif message["is"] == "stop" and not (self._passed_on or self.agent.leaves or rank.told):  # not our SIGTERM
-            self.agent.hear_signal(str(message["signal"]))
+            self._say("ask")
+        elif message["is"] == "stop" and not (self._passed_on or rank.told):  # else it was our SIGTERM
+            self._hear_stop(str(message["signal"]))
 
     def running_records(self) -> Mapping[int, RecordWriter]:
         """Of this node's ranks that run."""
@@ -253,9 +290,9 @@ class Ranks:
         end = End(rank.number, host_name(), code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
             within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, self.attempt, end))
-            if end.explains and code != FINISHED and (advice := self.agent.advice(rank.pump.tail)):
+            if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
                 log.warning("%s", advice)
-        self.agent.attendance.say("end", n=self._commit["n"], **end.message())
+        self._say("end", n=self._commit["n"], **end.message())
         if not any(each.running for each in self.ranks):
             self.all_ended.set()
 
@@ -264,7 +301,7 @@ class Ranks:
     def leave_soon(self) -> None:
         if self._leaving is None or self._leaving.done():
             settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
-            self._leaving = self.agent.begin(self.end(settle_s=settle_s))
+            self._leaving = self._begin(self.end(settle_s=settle_s))
 
     async def end(self, *, settle_s: float) -> None:
         """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
@@ -313,7 +350,7 @@ class Ranks:
             log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
-            self.agent.begin(self._oversee_stop(name))
+            self._begin(self._oversee_stop(name))
 
     async def _oversee_stop(self, name: str) -> None:
         """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
@@ -344,7 +381,7 @@ class Ranks:
     async def _where(self, *, timeout_s: float) -> Sequence[str]:
         running = [rank.number for rank in self.ranks if rank.running]
         with contextlib.suppress(OSError):  # a TimeoutError too
-            return await in_thread(lambda: self.agent.where(self.run_dir, running), timeout_s=timeout_s)
+            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timeout_s)
         return ()
 
     async def watch(self) -> None:
