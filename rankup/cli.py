@@ -124,6 +124,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
     elif given.spares:
         raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
+    if given.max_failures_per_node is not None and (limits is None or given.max_failures_per_node < 1):
+        raise UserError("--max-failures-per-node must be 1 or more, with --nnodes 2:4 or --spares. Give these too.")
     node = read_node_env(
         os.environ, nnodes=most + given.spares if most else None, nproc=given.nproc, node_rank=given.node_rank,
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
@@ -137,8 +139,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     options = Options(
         node=node, script=script, run_dir=run_dir, advice=advice, where=where,
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-        restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
-        work_dir=given.work_dir, start=given.start, stop_after=stop_after,
+        max_failures=given.max_failures_per_node, restart_on=given.restart_on, restart_args=tuple(given.restart_args),
+        stop_grace_s=given.stop_grace_s, work_dir=given.work_dir, start=given.start, stop_after=stop_after,
     )
     for warning in node.warnings:
         log.warning("%s", warning)
@@ -313,6 +315,7 @@ COMMANDS = {
             _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
             _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
             _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a node is lost without a sign of life for"),
+            _count("--max-failures-per-node", text="leave out a node on which ranks failed so often (no limit)"),
             _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
             _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
             _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),

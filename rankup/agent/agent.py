@@ -34,7 +34,7 @@ from rankup.agent.network import choose_interface, chosen_address, foreign_addre
 from rankup.agent.processes import PARENT, die_with_parent
 from rankup.agent.protocol import VERSION, Link, Member
 from rankup.agent.ranks import Options, Ranks
-from rankup.errors import STOPPED
+from rankup.errors import LEFT_OUT, STOPPED
 
 log = logging.getLogger("rankup")
 
@@ -180,6 +180,9 @@ class Agent:
                 self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
             elif event["is"] == "spare":
                 log.info("this node is a spare: it waits until a node is needed")
+            elif event["is"] == "left_out" and not self._leaves:
+                self._leaves = True
+                self.begin(self._leave(Verdict(LEFT_OUT, f"this node is left out: {event['why']}")))
             elif event["is"] == "stacks":
                 self.begin(self.ranks.show_stacks())
             elif event["is"] in ("over", "refused"):
@@ -213,7 +216,8 @@ class Agent:
         if self.limits is not None and name == "SIGTERM" and (self._leaves or self.attendance.say("leaving")):
             if not self._leaves:
                 self._leaves = True
-                self.begin(self._leave())
+                log.info("SIGTERM: this node leaves, and the job goes on without it")
+                self.begin(self._leave(Verdict(STOPPED, "this node was asked to leave")))
             return
         self.attendance.say("stop", signal=name)
         if not self.ranks.running:
@@ -225,9 +229,8 @@ class Agent:
         if not self._leaves:  # else it was ours
             self._hear_signal(name)
 
-    async def _leave(self) -> None:
+    async def _leave(self, verdict: Verdict) -> None:
         """Once this node's ranks have ended with the others."""
-        log.info("SIGTERM: this node leaves, and the job goes on without it")
         await asyncio.sleep(timing.ENDING_S)  # the leader may have it that all leave
         while not await self.ranks.ended_within(timing.ALIVE_S):
             self.attendance.say("leaving")  # it may be another leader by now
@@ -238,7 +241,7 @@ class Agent:
         if self.lead is not None:
             lead, self.lead = self.lead, None
             lead.give_up()
-        self.finish(Verdict(STOPPED, "this node was asked to leave"))
+        self.finish(verdict)
 
     def _ask_for_stacks(self) -> None:
         """Somebody wants to know where the ranks are, those of all nodes."""

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ class Lead:
         )
         self.status = None if options.knows_us else ScriptStatus(options.run_dir, self.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
+        self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
         works = [self.leader.watch(master="" if options.alone or self.node.node_rank else self.node.master_addr)]
         works += [self._report(self.status)] if self.status is not None else []
@@ -94,7 +96,7 @@ class Lead:
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
-        verdict = self.ends.judge(changing=self.leader.changing)
+        verdict = await self._blame(self.ends.judge(changing=self.leader.changing))
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
@@ -117,6 +119,20 @@ class Lead:
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
         }
+
+    async def _blame(self, verdict: Verdict) -> Verdict:
+        """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
+        if self.options.max_failures is None or verdict.cause is None or verdict.rank is None:
+            return verdict
+        token = self.leader.basis["used"][verdict.rank // self.node.nproc]
+        self.failures[token] += 1
+        if self.failures[token] < self.options.max_failures:
+            return verdict
+        why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
+        self.ends.without_progress = 0
+        if self.leader.leave_out(token, why):
+            await asyncio.Event().wait()  # until this is cancelled
+        return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
 
     def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
         if message["is"] == "ending":

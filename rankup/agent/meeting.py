@@ -89,7 +89,7 @@ class Leader:
         self.changing = False  # the ranks have been asked to stop, for another membership
         self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
         self._names: dict[str, str] = {}  # for the user, by token
-        self._lost: dict[int, tuple[Member, float, str]] = {}  # by claim: when and why
+        self._lost: dict[int, tuple[_Seat, float, str]] = {}  # by claim: when and why
         self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running = 0, False
         self._formed = 0  # the last membership that was committed
@@ -117,13 +117,12 @@ class Leader:
         if self._limits is None:
             return []
         now, now_s = time.time(), self._clock()
-        rows = {first: {"host": member.host, "state": "lost", "since": now - (now_s - at_s), "why": why, "ranks": ""}
-                for first, (member, at_s, why) in self._lost.items()}
-        for seat in self._seats.values():
-            used = self.running and seat in self._chosen
-            state = "in use" if used else "left out" if seat.unfit else "spare"
+        rows = {}
+        for seat, at_s, why in [*self._lost.values(), *((seat, seat.came_s, "") for seat in self._seats.values())]:
+            used = self.running and seat in self._chosen and not why
+            state = "in use" if used else "left out" if seat.unfit else "lost" if why else "spare"
             rows[seat.claim.start] = {
-                "host": seat.member.host, "state": state, "since": now - (now_s - seat.came_s), "why": seat.unfit,
+                "host": seat.member.host, "state": state, "since": now - (now_s - at_s), "why": seat.unfit or why,
                 "ranks": ranges(set(seat.member.ranks)) if used else "",
             }
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
@@ -290,7 +289,7 @@ class Leader:
             del self._seat_of[rank]
         if self._over:
             return
-        self._lost[seat.claim.start] = (seat.member, self._clock(), why)
+        self._lost[seat.claim.start] = (seat, self._clock(), why)
         if self._limits is not None and seat not in self._chosen and not (self._proposed and seat in self._late):
             return  # a spare
         if not self.running:
@@ -482,7 +481,9 @@ class Leader:
         on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         if self._limits is not None:
-            why = {member.token: reason for member, _, reason in self._lost.values()}
+            why = {seat.member.token: f"is lost: {reason}" for seat, _, reason in self._lost.values()}
+            away = [*self._seats.values(), *(seat for seat, _, _ in self._lost.values())]
+            why |= {seat.member.token: f"is left out: {seat.unfit}" for seat in away if seat.unfit}
             spares = len(self._seats) - len(self._chosen)
             change = describe_change(self.basis, self._next, names=self._names, why=why, spares=spares)
             self.basis = {**self._next, "before": [], "job": more["job"]}
@@ -515,6 +516,18 @@ class Leader:
         if self.running and self._stop is None:
             self._stop = StopAgreement(seat.link for seat in self._chosen)
             self.tell("prepare", n=self._formed, stop=self._stop.step)
+
+    def leave_out(self, token: str, why: str) -> bool:
+        """Go on without that node, for good; what is proposed is cancelled. Returns False where it is the last one that
+        is needed. It is told, and leaves as one that was asked to."""
+        seat = next((seat for seat in self._seats.values() if seat.member.token == token), None)
+        others = [each for each in self._seats.values() if each is not seat and not each.unfit]
+        if seat is None or self._limits is None or len(others) < self._limits.least:
+            return False
+        seat.unfit, seat.leaves = why, True
+        seat.link.send("left_out", why=why)
+        self._void()
+        return True
 
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
@@ -563,10 +576,10 @@ class Leader:
     def _missing(self) -> str:
         if self._limits is not None and not self._proposed:
             here = sum(not seat.unfit for seat in self._seats.values())
-            lost = "; ".join(f"{member.host}: {why}" for member, _, why in [*self._lost.values()][:4])
+            lost = "; ".join(f"{seat.member.host}: {seat.unfit or why}" for seat, _, why in [*self._lost.values()][:4])
             text = outvoted(self.basis, self._here) or f"{here} of at least {self._limits.least} nodes are here"
             return text + (f" (lost: {lost})" if lost else "")
         late = [seat.member for seat in self._seats.values() if self._proposed and seat in self._late]
-        gone = [(member, why) for _, (member, _, why) in sorted(self._lost.items())]
+        gone = [(seat.member, why) for _, (seat, _, why) in sorted(self._lost.items())]
         waited_s = round(self._clock() - self._begun_s)
         return describe_missing(self.members, gone, late, of=self.me, waited_s=waited_s)

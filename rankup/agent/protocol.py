@@ -22,6 +22,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
+|                                                    | left_out(why): leave, the ranks of this member have failed |
+|                                                    | again and again                                            |
 |                                                    | spare: the job runs without this member, which waits       |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
 |                                                    | quiet: another member of this host prints that             |

@@ -46,6 +46,7 @@ class Options:
     where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
     join_timeout_s: float = 300.0
     max_restarts: int = 3
+    max_failures: int | None = None  # of the ranks of one node, until it is left out
     restart_on: frozenset[int] = frozenset()
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0

@@ -71,14 +71,14 @@ def describe_differences(members: list[Member], settings: Mapping[str, Mapping[s
 def describe_change(
     before: Mapping[str, Any], now: Mapping[str, Any], *, names: Mapping[str, str], why: Mapping[str, str], spares: int
 ) -> str:
-    """What another membership changes, "" where it has the same nodes. `names`, `why`: by token, of nodes, and of
-    losses."""
+    """What another membership changes, "" where it has the same nodes. `names`, `why`: by token, of nodes, and what
+    became of them."""
     names = {token: name for token, _, _, name in before["known"]} | dict(names)
     old, new = set(before["used"]), set(now["used"])
     if old == new:
         return ""
     parts = [
-        f"{names.get(token, 'the node that led')} is lost: {why.get(token, 'it is not here')}"
+        f"{names.get(token, 'the node that led')} {why.get(token, 'is lost: it is not here')}"
         for token in sorted(old - new)
     ]
     parts += [f"{names[token]} joins" for token in sorted(new - old)] if old else []
