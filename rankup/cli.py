@@ -139,8 +139,9 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     options = Options(
         node=node, script=script, run_dir=run_dir, advice=advice, where=where,
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-        max_failures=given.max_failures_per_node, restart_on=given.restart_on, restart_args=tuple(given.restart_args),
-        stop_grace_s=given.stop_grace_s, work_dir=given.work_dir, start=given.start, stop_after=stop_after,
+        shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
+        restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s, work_dir=given.work_dir,
+        start=given.start, stop_after=stop_after,
     )
     for warning in node.warnings:
         log.warning("%s", warning)
@@ -315,6 +316,8 @@ COMMANDS = {
             _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
             _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
             _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a node is lost without a sign of life for"),
+            _option("--shared-dir", default="", metavar="DIR", help="a folder or address where all nodes can write: if "
+                    "two nodes are cut apart, one goes on"),
             _count("--max-failures-per-node", text="leave out a node on which ranks failed so often (no limit)"),
             _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
             _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),

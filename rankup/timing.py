@@ -20,6 +20,7 @@ PORT_S = 5.0  # how long the end of an earlier job's process may take to free th
 GATHER_S = 1.0  # newcomers of a running job that come within this are taken together
 CALL_S = 2.0  # between two calls of a leader to addresses where another one may have been started
 PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
+CLAIM_S = 10.0  # for one small file in the folder that the nodes share
 PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
 
 # Signs of life --------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from typing import Any
 from rankup import timing
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import Verdict
-from rankup.agent.lead import Lead, elect
+from rankup.agent.lead import Lead, elect, id_of
 from rankup.agent.logs import host_name
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
 from rankup.agent.processes import PARENT, die_with_parent
@@ -63,9 +63,11 @@ class Agent:
         settings = self.options.script.must_match()
         if self.limits is not None:
             settings |= {"--nnodes": f"{self.limits.least}:{self.limits.most}"}
+        place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()
         me = Member(
+            place=place,
             token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
             world_size=self.node.world_size, host=host_name(), pid=os.getpid(),
             digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import math
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -24,7 +26,8 @@ from rankup.agent.ranks import Options
 from rankup.agent.status import ScriptStatus, new_job
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
-from rankup.errors import STOPPED
+from rankup.errors import STOPPED, JoinError, PeerLost, UserError
+from rankup.places.place import Place
 
 log = logging.getLogger("rankup")
 
@@ -43,7 +46,7 @@ class Lead:
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
             me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=self.limits,
-            outdone=yield_to,
+            outdone=yield_to, claim=self._claim,
         )
         self.status = None if options.knows_us else ScriptStatus(options.run_dir, self.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
@@ -93,6 +96,15 @@ class Lead:
             if self.leader.running or self.limits is not None:
                 report = functools.partial(status.report, nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
+
+    async def _claim(self, job: str, number: int) -> bool:
+        """Own what follows that membership: be the first to write in the shared folder that this member does."""
+        place = Place.open(self.options.shared_dir, warn=log.debug)
+        token = json.dumps({"token": self.leader.me.token}).encode()
+        with contextlib.suppress(OSError, UserError, PeerLost):
+            create = functools.partial(place.create, f"{job}-after-{number}.json", token)
+            return await in_thread(create, timeout_s=timing.CLAIM_S)
+        return False
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
@@ -184,6 +196,27 @@ async def elect(
         if (each := said[known[token]]) and each["token"] == token:
             raise ConnectionError(f"{host} is to lead, and does not yet")
     raise ConnectionError("no leader of the job was found")
+
+
+async def id_of(shared_dir: str) -> str:
+    """The same on all nodes that share that place; "" where nobody can know whether he is the first to write there.
+    Raises UserError, PeerLost and JoinError."""
+
+    def read() -> str:
+        place = Place.open(shared_dir, warn=log.debug)
+        for _ in range(2):
+            first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
+        while not first and not (found := str(place.read_json("shared.json").get("id", ""))):
+            time.sleep(timing.PAUSE_S)  # it is being written
+        return "" if first else found
+
+    try:
+        found = await in_thread(read, timeout_s=timing.CLAIM_S)
+    except TimeoutError:
+        raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
+    if not found:
+        log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
+    return found
 
 
 async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:

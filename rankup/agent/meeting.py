@@ -11,6 +11,7 @@ that was cut goes on is in `votes`.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from typing import Any
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
 from rankup.agent.stop import StopAgreement
-from rankup.agent.votes import NONE, Basis, age, electorates, outvoted, recount, without
+from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
 from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
 from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
@@ -28,6 +29,7 @@ from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserEr
 from rankup.timing import (
     ALIVE_S,
     ANSWER_S,
+    CALL_S,
     ENDING_S,
     FROZEN_S,
     GATHER_S,
@@ -35,6 +37,7 @@ from rankup.timing import (
     NOTICE_S,
     PAUSE_S,
     PREPARE_S,
+    PROBE_S,
     SILENT_S,
     TICK_S,
 )
@@ -71,6 +74,7 @@ class Leader:
         self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
         hear: Callable[[Member, Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic,
         limits: Limits | None = None, outdone: Callable[[str, int], None] = lambda ip, port: None,
+        claim: Callable[[str, int], Awaitable[bool]] | None = None,
     ) -> None:
         """`me`: the member beside the leader; all are refused where they have not met `me.left_s` after the start, or
         after the last loss. `say`: prints a line. `prepare(n)`: what the commit of a membership says beside its
@@ -82,9 +86,10 @@ class Leader:
         been told.
 
         `limits`: None where the number of nodes is fixed. `outdone(ip, port)`: there is a leader that knows a newer
-        membership.
+        membership. `claim(job, n)`: whether this member owns what follows membership `n`, at the place that it shares.
         """
-        self._limits, self._outdone = limits, outdone
+        self._limits, self._outdone, self._claim = limits, outdone, claim
+        self._beaten_s = -math.inf  # when another part of the job owned what is next
         self.basis: Basis = NONE
         self.changing = False  # the ranks have been asked to stop, for another membership
         self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
@@ -356,10 +361,14 @@ class Leader:
             return seats if len(self._seat_of) == self.me.world_size else []
         if any(seat.leaves and seat.unfit and seat.member.token == self.me.token for seat in seats):
             return []  # this leader goes, and the next one chooses
+        if self._clock() - self._beaten_s < NOTICE_S:
+            return []
         order = {token: place for place, token in enumerate(self.basis["used"])}
         fit = [seat for seat in seats if not seat.unfit]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
-        waited = self._clock() - self._begun_s >= self._limits.wait_s
+        # A new node 0 founds no second job: who leads the first one calls it
+        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, CALL_S + PROBE_S)
+        waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
         return fit[:self._limits.most] if len(fit) >= enough and not outvoted(self.basis, self._here) else []
 
@@ -388,8 +397,14 @@ class Leader:
     def _renew(self, **more: Any) -> None:
         seats = [*self._chosen, *(seat for seat in self._seats.values() if seat not in self._chosen)]
         known = self._places(seat for seat in seats if not seat.leaves)
-        self.basis = {**self.basis, "v": self.basis["v"] + 1, "known": known, **more}
+        basis = {**self.basis, "v": self.basis["v"] + 1, "known": known, **more}
+        self.basis = {**basis, "tie": self._tie(basis["voters"])}
         self.tell("basis", basis=self.basis)
+
+    def _tie(self, voters: list[str]) -> bool:
+        """Whether these are two nodes that share a place."""
+        places = {seat.member.place for seat in self._seats.values() if seat.member.token in voters}
+        return len(voters) == 2 and len(places) == 1 and "" not in places
 
     def _places(self, seats: Iterable[_Seat]) -> list[list[Any]]:
         """Token, address, port and name of each."""
@@ -406,8 +421,8 @@ class Leader:
             return
         spares = [seat.member.token for seat in self._seats.values() if seat not in self._chosen and not seat.leaves]
         knowing = {seat.member.token for seat in self._seats.values() if seat.has >= age(self.basis)}
-        if voters := recount(self.basis, spares, knowing):
-            self._renew(voters=voters)
+        if changes := recount(self.basis, spares, knowing):
+            self._renew(**changes)
         new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit]
         room = len(self._chosen) < self._limits.most and new
         if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
@@ -437,6 +452,7 @@ class Leader:
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
                 "before": electorates(self.basis),
             }
+            self._next["tie"] = self._tie(self._next["voters"])
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
         for seat in self._late - {*seats}:
             seat.link.send("propose", n=self._proposed, next=None, ip=seat.member.ip, **more)
@@ -462,6 +478,11 @@ class Leader:
             first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             return
+        for number in claims(self.basis, self._here):
+            if self._claim is None or not await self._claim(self.basis["job"], number):
+                self._beaten_s, self._preparing = self._clock(), None
+                self._void()
+                return
         try:
             async with asyncio.timeout(PREPARE_S) as patience:
                 more = dict(await self._prepare(n))
@@ -574,6 +595,8 @@ class Leader:
             self._remove(link, ENDED)
 
     def _missing(self) -> str:
+        if self._beaten_s > self._begun_s:
+            return "another part of the job goes on, or --shared-dir does not answer"
         if self._limits is not None and not self._proposed:
             here = sum(not seat.unfit for seat in self._seats.values())
             lost = "; ".join(f"{seat.member.host}: {seat.unfit or why}" for seat, _, why in [*self._lost.values()][:4])

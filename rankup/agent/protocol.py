@@ -51,7 +51,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 4  # of the messages; hello and refused stay as they are
+VERSION = 5  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 
@@ -136,6 +136,7 @@ class Member:
     port: int = 0
     interface: str = ""
     local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
+    place: str = ""  # the id of what it shares with all that have the same
     serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
 
     @property

@@ -45,6 +45,7 @@ class Options:
     advice: Callable[[str], str] = lambda tail: ""
     where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
     join_timeout_s: float = 300.0
+    shared_dir: str = ""  # a folder or an address where all nodes can write
     max_restarts: int = 3
     max_failures: int | None = None  # of the ranks of one node, until it is left out
     restart_on: frozenset[int] = frozenset()

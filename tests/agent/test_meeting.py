@@ -310,6 +310,29 @@ async def test_spare_gets_a_vote_and_disturbs_nobody_when_it_is_lost():
 
 
 @asynchronous
+async def test_lost_spare_has_a_vote_until_the_others_know_that_it_has_none():
+    """Else the leader, cut off from both, would go on alone, and the other node with the spare."""
+    async with room(limits=Limits(1, 2, wait_s=0.0)) as here:
+        puppets = [await here.enter(member(rank)) for rank in (0, 1)]
+        await here.agree(puppets)
+        spare = await here.enter(member(2))
+        await spare.hears("spare")
+        for v in range(3):
+            for puppet in puppets:
+                puppet.say("has", n=1, v=v)
+            await here.pass_time(0.5, *puppets, spare)
+        spare.vanish()
+        await until(lambda: len(here.leader.members) == 2)
+        await here.pass_time(0.5, *puppets)
+        known = [(await puppets[0].hears("basis"))["basis"] for _ in range(3)]
+        assert [[len(each["voters"]) for each in (basis, *basis["before"])] for basis in known] == [[3, 2], [3], [2, 3]]
+        puppets[1].vanish()
+        assert (await puppets[0].hears("lost"))["host"] == "node1"
+        await here.pass_time(2.0, puppets[0])
+        await here.nothing_is_said_to(puppets[0])
+
+
+@asynchronous
 async def test_leader_yields_to_one_that_knows_a_newer_membership():
     async with room(limits=ANY) as here:
         puppet = await here.enter(member(0), n=7, basis=basis(3, 3))
