@@ -125,7 +125,9 @@ class Lead:
         if self.status is not None:
             self.status.job, self.status.world_size = self.job, self.ends.world_size
             if not self.status.owned:
-                self.again = await asyncio.to_thread(self.status.take)
+                self.again = await asyncio.to_thread(
+                    self.status.take, self.ends.restarts, agreed=self.limits is not None
+                )
             self.status.begin(self.ends.restarts, self.leader.chosen)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
