@@ -47,6 +47,8 @@ class Agent:
         self.ranks = Ranks(options, say=self._say, hear_stop=self._hear_stop, begin=self.begin, finish=self.finish)
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
+        self._given = dict(os.environ)
+        self._places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
         self._leaves = False  # for good, and the others go on
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
@@ -133,7 +135,7 @@ class Agent:
 
     def _begin_to_lead(self) -> None:
         self.lead = Lead(
-            self.options, self.attendance.me, self.ranks.server, begin=self.begin, yield_to=self.yield_to
+            self.options, self.attendance.me, self.ranks.server, self._places, begin=self.begin, yield_to=self.yield_to
         )
 
     def yield_to(self, ip: str, port: int) -> None:
@@ -173,6 +175,8 @@ class Agent:
             if event["is"] == "propose":
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
+                known = event["basis"]["known"] if self.limits is not None else []
+                self._places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
                 self.ranks.start(event, token=self.attendance.me.token)
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
@@ -202,7 +206,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        mistake = "" if self.alone else choose_interface(os.environ, event["ip"])
+        mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 
     # Stops ----------------------------------------------------------------------------------------------------------

@@ -36,13 +36,14 @@ class Lead:
     """What node 0's agent does beside: it leads the meeting, and decides what the ends of ranks mean."""
 
     def __init__(
-        self, options: Options, me: Member, server: ForkServer, *, yield_to: Callable[[str, int], None],
+        self, options: Options, me: Member, server: ForkServer, places: Mapping[str, tuple[str, int]], *,
+        yield_to: Callable[[str, int], None],
         begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """Decide from now on. `server`: serves the store. `yield_to`: another one leads at that address. `begin`: a
-        task."""
+        """Decide from now on. `server`: serves the store. `places`: where nodes were last. `yield_to`: another one
+        leads at that address. `begin`: a task."""
         self.options, self.node, self.limits, self.server = options, options.node, options.node.limits, server
-        self.yield_to = yield_to
+        self.places, self.yield_to = places, yield_to
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
             me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=self.limits,
@@ -66,13 +67,13 @@ class Lead:
             self.status.release()
 
     async def _call(self) -> None:
-        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on."""
+        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
+        that is started anew where it was before, and does not find node 0, hears of this leader too."""
         node, me = self.node, self.leader.me
-        known = {(node.master_addr, node.master_port)}
         while True:
             await asyncio.sleep(timing.CALL_S)
             here = {(member.ip, member.serves) for member in self.leader.members}
-            known |= {(ip, port) for _, ip, port, _ in self.leader.basis["known"]}
+            known = {(node.master_addr, node.master_port), *self.places.values()}
             await asyncio.gather(*(self._call_one(*place) for place in known - here - {(me.ip, me.serves)}))
 
     async def _call_one(self, ip: str, port: int) -> None:
@@ -138,7 +139,7 @@ class Lead:
         """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
         if self.options.max_failures is None or verdict.cause is None or verdict.rank is None:
             return verdict
-        token = self.leader.basis["used"][verdict.rank // self.node.nproc]
+        token = self.leader.basis["ran"][verdict.rank // self.node.nproc]
         self.failures[token] += 1
         if self.failures[token] < self.options.max_failures:
             return verdict

@@ -29,15 +29,14 @@ from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserEr
 from rankup.timing import (
     ALIVE_S,
     ANSWER_S,
-    CALL_S,
     ENDING_S,
+    FOUND_S,
     FROZEN_S,
     GATHER_S,
     HELLO_S,
     NOTICE_S,
     PAUSE_S,
     PREPARE_S,
-    PROBE_S,
     SILENT_S,
     TICK_S,
 )
@@ -367,7 +366,7 @@ class Leader:
         fit = [seat for seat in seats if not seat.unfit]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
         # A new node 0 founds no second job: who leads the first one calls it
-        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, CALL_S + PROBE_S)
+        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
         waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
         return fit[:self._limits.most] if len(fit) >= enough and not outvoted(self.basis, self._here) else []
@@ -449,6 +448,7 @@ class Leader:
             known = self._places(here)
             more["basis"] = self._next = {
                 "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known,
+                "ran": self.basis.get("ran", self.basis["used"]),
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
                 "before": electorates(self.basis),
             }
@@ -507,7 +507,7 @@ class Leader:
             why |= {seat.member.token: f"is left out: {seat.unfit}" for seat in away if seat.unfit}
             spares = len(self._seats) - len(self._chosen)
             change = describe_change(self.basis, self._next, names=self._names, why=why, spares=spares)
-            self.basis = {**self._next, "before": [], "job": more["job"]}
+            self.basis = {**self._next, "before": [], "ran": self._next["used"], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 

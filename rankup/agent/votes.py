@@ -1,10 +1,10 @@
 """Of a job whose number of nodes may change and that was cut only one part goes on. No torch here.
 
 Each proposal carries its basis, which the next one depends on. Of its `voters` a majority has to be here, or a half
-(see `claims`); and of those in use, `used`, one, without whose ranks no earlier membership can go on. All voters,
-with the spares, know a proposal before it is committed. As a part of the job may not know of the newest voters, those
-`before` have to agree too, until a majority of both knows: of a proposal until it is committed, and where a spare has
-come or gone (as in Raft's joint consensus).
+(see `claims`); and of those in use, `used`, one, without whose ranks no earlier membership can go on (`ran`: those of
+the last one that was committed). All voters, with the spares, know a proposal before it is committed. As a part of
+the job may not know of the newest voters, those `before` have to agree too, until a majority of both knows: of a
+proposal until it is committed, and where a spare has come or gone (as in Raft's joint consensus).
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -74,7 +74,7 @@ def describe_change(
     """What another membership changes, "" where it has the same nodes. `names`, `why`: by token, of nodes, and what
     became of them."""
     names = {token: name for token, _, _, name in before["known"]} | dict(names)
-    old, new = set(before["used"]), set(now["used"])
+    old, new = set(now["ran"]), set(now["used"])
     if old == new:
         return ""
     parts = [

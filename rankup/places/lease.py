@@ -49,8 +49,8 @@ def _kernel() -> str:
 
 
 class _Lease:
-    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's. `agreed`: most nodes
-    of the job have begun this attempt, so that an owner of an earlier one of that job has nothing to say."""
+    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's. `agreed`: most
+    nodes of the job have begun this attempt, so that an owner of an earlier one of that job has nothing to say."""
 
     def __init__(self, where: Path | str, attempt: str, *, agreed: bool, life_s: float, beat_s: float) -> None:
         self.where, self.attempt, self.agreed, self.life_s, self.beat_s = where, attempt, agreed, life_s, beat_s

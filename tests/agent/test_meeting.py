@@ -27,7 +27,7 @@ from rankup.agent.protocol import LONGEST, VERSION, Link, Member
 from rankup.agent.words import describe_differences, describe_missing
 from rankup.env.node_env import Limits
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
-from rankup.timing import NOTICE_S
+from rankup.timing import FOUND_S, NOTICE_S
 from tests.rigs.jobs import ROOT, free_port
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
@@ -226,7 +226,7 @@ async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: t
 async def test_proposal_that_was_not_committed_counts_together_with_the_membership_before_it():
     """Nodes 2 to 4 may not know of it, and be the majority of that one."""
     async with room(member(0, of=5), ANY) as there:
-        last = basis(3, 3, before=[[f"token{node}" for node in range(5)]])
+        last = basis(3, 3, before=[{"n": 6, "voters": [f"token{node}" for node in range(5)], "tie": False}])
         puppets = [await there.enter(member(node, of=5), n=7, basis=last) for node in (0, 1)]
         await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
         for puppet in puppets:
@@ -263,6 +263,16 @@ async def test_fewer_nodes_than_the_least_hear_what_is_waited_for():
 
 
 @asynchronous
+async def test_new_node_0_does_not_begin_alone_before_the_leader_of_a_job_that_goes_on_has_had_time_to_call_it():
+    async with room(member(0, of=3), Limits(1, 3, wait_s=0.0)) as here:
+        puppet = await here.enter(member(0, of=3))
+        await here.pass_time(FOUND_S - 1, puppet)
+        await here.nothing_is_said_to(puppet)
+        await here.pass_time(2.0, puppet)
+        assert (await puppet.hears("propose"))["n"] == 1
+
+
+@asynchronous
 async def test_fault_while_a_membership_is_committed_refuses_all():
     async with room(limits=ANY) as here:
         here.prepared = lambda n: asyncio.sleep(0, {})
@@ -280,7 +290,7 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
         for puppet, problem in zip(puppets, ("", "no route to node2", "no answer from node0"), strict=True):
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         await until(lambda: here.said)
-        await here.pass_time(3.0, *puppets)
+        await here.pass_time(FOUND_S + 1, *puppets)
         for puppet in puppets:
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
         said = [await puppet.hears("commit") for puppet in puppets]
