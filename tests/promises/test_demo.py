@@ -95,11 +95,11 @@ def agents_of(job: Job) -> dict[str, psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_demo_trains_fashion_mnist_to_90_percent_in_3_epochs_and_ends_with_the_table(clone: Path) -> None:
-    """By `make demo` in a venv of the user's own, with its settings, which are the defaults. Measured: 0.908. That two
-    agents come to the weights of two ranks by hand: test_parity.py."""
+def test_demo_trains_fashion_mnist_to_90_percent_in_2_epochs_and_ends_with_the_table(clone: Path) -> None:
+    """By `make demo` in a venv of the user's own, with its settings, which are the defaults but for the third epoch.
+    Measured: 0.904. That two agents come to the weights of two ranks by hand: test_parity.py."""
     env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
-    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=--epochs 3 --report-every-s 20")
+    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=--report-every-s 20")
     with ended(start(*words, env=env, cwd=clone)) as job:
         assert job.wait(2000) == [0], job.output
     assert "data   fashion-mnist, 60,000 + 10,000 samples" in job.output
@@ -107,7 +107,7 @@ def test_demo_trains_fashion_mnist_to_90_percent_in_3_epochs_and_ends_with_the_t
     rows = ("accuracy", "images/s", "seconds", "world size      2", "outputs         runs/demo/", shown["digest"][:16])
     assert [row for row in rows if row not in job.output] == []
     evaluations = [line["eval/accuracy"] for line in metrics(clone / "runs/demo") if "eval/accuracy" in line]
-    assert len(evaluations) == 3
+    assert len(evaluations) == 2
     assert evaluations[-1] >= 0.90
     assert shown["metrics"]["accuracy"] == evaluations[-1]
 
