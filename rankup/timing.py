@@ -19,6 +19,7 @@ ROUTE_S = 4.0  # for the route to the next member: a packet that a firewall drop
 PORT_S = 5.0  # how long the end of an earlier job's process may take to free the port
 GATHER_S = 1.0  # newcomers of a running job that come within this are taken together
 CALL_S = 2.0  # between two calls of a leader to addresses where another one may have been started
+FOUND_S = 2 * CALL_S  # at least so long a new node 0 waits to be called, before it begins a job with fewer nodes
 PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
 PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
 

@@ -374,6 +374,8 @@ class Job:
             return
         self._begun = True
         run, newest = self.run, self.run.newest
+        commit = (self.group.launch.agent or {}).get("commit", {})
+        changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
 
         def open_files() -> None:
             with contextlib.suppress(OSError):
@@ -382,8 +384,7 @@ class Job:
                 self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
                 unit=self.course.unit, check_owner=run.check_owner,
             )
-            commit = (self.group.launch.agent or {}).get("commit", {})
-            if commit.get("change"):
+            if "basis" in commit and (commit["change"] or changed):
                 used = len(commit["basis"]["used"])
                 self.metrics.membership(self.position.step, number=commit["n"], nodes=used, ranks=self.world_size)
 

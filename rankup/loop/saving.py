@@ -45,6 +45,8 @@ class Saving:
         self.can_rescue = True
         self.total: int | None = None
         self.loader_states: list[Any] = []
+        # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
+        self.ranks: list[list[int]] = run.newest.record.get("ranks", []) if run.newest is not None else []
         self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
         self.agree: Callable[[int], None] = lambda step: None
         self._seed, self._again = seed, again
@@ -155,8 +157,17 @@ class Saving:
         group = self.group
         return write_record(
             position, seed=self._seed, world_size=group.world_size, run=self.run.lineage.run, attempt=self.run.mark,
-            written_by=f"rank {group.rank} on {group.hosts[group.rank]}", about=self.about,
+            written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
+            about=self.about | ({"ranks": self.ranks} if self.ranks else {}),
         )
+
+    def note_ranks(self) -> bool:
+        """From this step on as many ranks train as there are now. Returns whether that is a change."""
+        step, ranks = self.position.step, self.group.world_size
+        self.ranks = [each for each in self.ranks if each[0] < step]
+        if changed := not self.ranks or self.ranks[-1][1] != ranks:
+            self.ranks.append([step, ranks])
+        return changed
 
     def stopped(self) -> str:
         """What to say of a run that was stopped at its last commit."""

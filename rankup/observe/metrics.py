@@ -3,17 +3,14 @@
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rankup.errors import disk_error
-from rankup.places.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -225,19 +222,6 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
             file.write(content.ljust(len(tail), b"\n"))
             file.truncate(size - len(tail) + len(content))
     return [entry for _, entry in kept]
-
-
-def changes_of_ranks(run_dir: Path) -> list[tuple[int, int]]:
-    """(step, ranks) for each change of their number in a run whose nodes came and went. Raises OSError, ValueError."""
-    found = dict[int, int]()
-    with open_regular(run_dir / "metrics.jsonl") as file:
-        for line in file:
-            if b'"job/ranks"' in line and (entry := _kept_entry(line, sys.maxsize, 0)) is not None:
-                if not isinstance(ranks := entry.get("job/ranks"), (int, float)) or ranks < 1:
-                    raise ValueError(f"{run_dir}/metrics.jsonl: job/ranks must be a number of ranks, got {ranks!r:.80}")
-                found[int(entry["step"])] = int(ranks)
-    changes = list(found.items())
-    return [change for before, change in pairwise([(0, 0), *changes]) if change[1] != before[1]]
 
 
 def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None:

@@ -55,6 +55,14 @@ def test_any_number_of_ranks_follows_one(forks: Forks, alone: list[float], tmp_p
     assert difference < 1e-5
 
 
+def test_curve_stays_the_same_where_nodes_leave_and_come_back(
+    forks: Forks, alone: list[float], tmp_path: Path
+) -> None:
+    for world_size, steps in ((3, 5), (2, 9), (3, STEPS)):
+        run = train(forks, tmp_path, world_size, "--max-steps", str(steps))
+    assert largest_difference(run, alone) < 1e-5
+
+
 # What the ranks do, and how far the loss may be from one process's in fp32. Were all ranks' means to count alike, it
 # would be 1e-2 away, and 0.26 with shares 5,1
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {

@@ -260,7 +260,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
         module, _, function = job["preload"].partition(":")
         getattr(importlib.import_module(module), function)()
     if job["arguments"][:1] == ["launch"]:
-        _warm_the_server()
+        _warm_servers(8 if any(word.startswith("--replay") for word in job["arguments"]) else 1)
     entry()
     os._exit(99)
 
@@ -281,17 +281,21 @@ class _Server:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _warm_the_server() -> None:
-    """In an agent: its first fork server is a fork of this process, which has imported torch, not a cold start."""
+def _warm_servers(count: int) -> None:
+    """In an agent: its first fork servers are forks of this process, which has imported torch, not cold starts."""
     from rankup.agent import fork_server
 
-    ours, theirs = socket.socketpair()
-    if (pid := os.fork()) == 0:
-        ours.close()
-        os.setsid()
-        _be_a_server(theirs)
-    theirs.close()
-    unused = [_Server(pid, ours)]
+    unused = list[_Server]()
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            ours.close()
+            for other in unused:
+                other.channel.close()
+            os.setsid()
+            _be_a_server(theirs)
+        theirs.close()
+        unused.append(_Server(pid, ours))
 
     def start(command: list[str], *, env: dict[str, str], pass_fds: list[int], **more: Any) -> Any:
         order = json.loads(command[2])
