@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from rankup.observe import tracker
 from rankup.observe.metrics import cut_after
 from rankup.observe.tracker import Facts, Point, Sender, without_secrets
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, free_port, is_comparable, metrics, result
+from tests.rigs.jobs import ROOT, free_port, is_comparable, metrics, result, wait_for
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
 
@@ -86,10 +85,8 @@ def killed(forks: Forks, server: Server, tmp_path_factory: pytest.TempPathFactor
     run = tmp_path_factory.mktemp("killed") / "killed"
     command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(run))
     first = forks.ends(*command, env={**mlflow_at(server), **KILLED}, code=-9)
-    until_s = time.monotonic() + 60
-    while [found["info"]["status"] for found in server.runs(run.name)] != ["FAILED"]:  # the sender outlives its rank
-        assert time.monotonic() < until_s, server.runs(run.name)
-        time.sleep(0.1)
+    # The sender outlives its rank
+    wait_for("its end", lambda: [found["info"]["status"] for found in server.runs(run.name)] == ["FAILED"])
     trained, before = written(run)["train/loss"], server.curve(server.runs(run.name)[0], "train/loss")
     second = forks.ends(*command, env=mlflow_at(server))
     return Killed(run, trained, before, first + second)
@@ -180,10 +177,7 @@ def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Pat
     command = (*MADE_UP, "--epochs", "3", "--tracker", "wandb", *at(run))
     offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": PASSWORD * 3}
     output = forks.ends(*command, env={**offline, **KILLED}, code=-9)
-    until_s = time.monotonic() + 60
-    while rows_of(run).codes != [1]:  # the sender outlives its rank
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+    wait_for("its end", lambda: rows_of(run).codes == [1])  # the sender outlives its rank
     (first,) = rows_of(run).ids
     (run / "run.json").unlink()  # the checkpoint knows the run's id too
     output = forks.ends(*command, env=offline)

@@ -7,15 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rankup.places.files import write_json
-from tests.rigs.jobs import ROOT, Job, ended, environment, metrics, result, start
+from tests.rigs.jobs import ROOT, Job, ended, environment, metrics, result, start, wait_for
 
 TINY = ["--dataset", "digits", "--model", "mlp", "--epochs", "1", "--batch-size", "64", "--step-timeout-s", "60"]
 ENDLESS = [*TINY, "--epochs", "100000"]
@@ -51,18 +50,8 @@ def endless(clone: Path, *, trained: int) -> Iterator[Job]:
     metrics = clone / "runs/demo/metrics.jsonl"
     with ended(start("bash", clone / "train/demo.sh", *ENDLESS, env=env, cwd=clone)) as job:
         # Not "ready after": until the first step is done there is nothing to save
-        wait_for(lambda: metrics.exists() and metrics.stat().st_size > trained, job)
+        wait_for("steps", lambda: metrics.exists() and metrics.stat().st_size > trained, process=job.processes[0])
         yield job
-
-
-def wait_for(condition: Callable[[], bool], job: Job, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline or job.processes[0].poll() is not None:
-            job.kill()
-            job.wait()
-            raise AssertionError(job.output)
-        time.sleep(0.1)
 
 
 def run_with_torchrun(clone: Path, script: str) -> "subprocess.CompletedProcess[str]":
