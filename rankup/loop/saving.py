@@ -10,7 +10,7 @@ from typing import Any
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.commit import Changing
-from rankup.loop.record import Position, write_record
+from rankup.loop.record import Position, versions, write_record
 from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Metrics
 from rankup.state import parts, tree
@@ -19,7 +19,7 @@ from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
-from rankup.state.shards import INDEX, Shards
+from rankup.state.shards import Shards
 from rankup.timing import DECIDE_S
 
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
@@ -56,7 +56,7 @@ class Saving:
         if run.newest is not None:
             items = run.newest.tracked
             if run.newest.sharded:
-                with Shards(self._folder(run.newest), run.newest.files[INDEX]) as shards:
+                with Shards(self._folder(run.newest), run.newest.index) as shards:
                     items = shards.read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
@@ -84,6 +84,25 @@ class Saving:
         except ValueError as error:
             raise UserError(f"{newest.path} does not fit this {error}. {self._way_out}") from None
 
+    def begin(self) -> None:
+        """The run goes on: say from where. Raises UserError where the copy has items that nobody tracks."""
+        newest = self.run.newest
+        if newest is None:
+            return
+        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
+            raise UserError(
+                f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
+                "them, or set another run or fresh=True to begin anew."
+            )
+        self.group.log.info(f"resumed from {self.run.origin.words}")
+        self.say_changed("world size", newest.record["world_size"], self.group.world_size)
+        self.say_changed("torch", newest.record["versions"]["torch"], versions()["torch"])
+
+    def say_changed(self, what: str, before: Any, now: Any) -> None:
+        """Say of something that differs from the attempt before what that means."""
+        if before != now:
+            self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
+
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
         way_out = self._way_out
@@ -92,7 +111,7 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            with Shards(self._folder(newest), newest.files[INDEX]) as shards:
+            with Shards(self._folder(newest), newest.index) as shards:
                 state = shards.read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +57,6 @@ class Metrics:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
-                _hide_errors_of_writer()
                 # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
                 # TensorBoard hides all of them from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
@@ -85,20 +83,6 @@ class Metrics:
             for name, picture in pictures.items():
                 if self._writer is not None:
                     self._writer.add_image(name, picture, step)
-
-    def hyperparameters(self, settings: dict[str, Any]) -> None:
-        """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.
-
-        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
-        """
-        if self._writer is None:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
-        with self._disk():
-            for summary in session:
-                self._writer.file_writer.add_summary(summary)
 
     def line(self, step: int, total_steps: int) -> str:
         """Where the run stands, as one line for the terminal."""
@@ -160,17 +144,6 @@ class Metrics:
         except OSError as error:
             assert self.directory is not None
             raise disk_error("metrics", self.directory, error) from None
-
-
-def _hide_errors_of_writer() -> None:
-    """TensorBoard's writer thread would print a traceback of a full disk, and the next write raises the error again."""
-    usual = threading.excepthook
-
-    def show(failure: threading.ExceptHookArgs) -> None:
-        if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
-            usual(failure)
-
-    threading.excepthook = show
 
 
 def entry(step: int, values: dict[str, float]) -> dict[str, Any]:

@@ -150,21 +150,6 @@ def test_memory_of_a_node_is_held_by_the_other(
     assert list(tmp_path.glob("node*/memory/rankup-*/*")) == []
 
 
-def test_damaged_part_is_replaced_by_the_other_nodes(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    nodes = Nodes(forks, tmp_path)
-    codes, output = nodes.run(**kill(0, step=13))
-    assert codes == [-9, 171], output
-    (path,) = tmp_path.glob("node1/memory/rankup-*/*.rank-00001/step-00000012/rank-00001.safetensors")
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    codes, output = nodes.run()
-    assert codes == [0, 0], output
-    assert "rank-00001.safetensors does not match its digest" in output
-    assert FROM_MEMORY.format(12) in output
-    assert seen(tmp_path / "run") == undisturbed
-
-
 # Loops of one's own ---------------------------------------------------------------------------------------------
 
 LOOP = (STRUCK, ROOT / "tests" / "rigs" / "split_loop.py")
