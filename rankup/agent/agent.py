@@ -206,7 +206,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs, and the next can be forked at once."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        await self.ranks.server.ready.wait()  # else the others' ranks wait in vain for those of a node that imports torch
+        await self.ranks.server.ready.wait()  # the others wait in vain for ranks of a node that imports torch
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 
