@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agent.test_launch import HEAD, until
+from tests.agent.test_launch import HEAD
 from tests.rigs import namespaces
-from tests.rigs.jobs import Job, ended, free_port, start
+from tests.rigs.jobs import Job, ended, free_port, start, wait_for
 from tests.rigs.namespaces import Net
 
 # Each rank writes down who it is, and waits
@@ -68,7 +68,7 @@ class Nodes:
             starts = [int(name[0]) for name in names]
             return [number for number in starts if number > after and starts.count(number) == world_size]
 
-        return int(min(until(found, f"no attempt of {world_size} ranks")))
+        return int(min(wait_for(f"no attempt of {world_size} ranks", found)))
 
     def of_rank(self, rank: int, attempt: int) -> int:
         """The node whose agent has started that rank."""
@@ -116,8 +116,8 @@ def test_spare_that_came_later_goes_on_after_node_0_with_the_other(tmp_path: Pat
     with ended(nodes.job) as job:
         first = nodes.begin(2)
         nodes.add(2)
-        until(lambda: (tmp_path / "runs0/job/status").exists(), "no status")
-        until(lambda: nodes.shown(0).count("spare"), "no spare")
+        wait_for("no status", lambda: (tmp_path / "runs0/job/status").exists())
+        wait_for("no spare", lambda: nodes.shown(0).count("spare"))
         time.sleep(1)
         nodes.kill(0)
         nodes.attempt(2, after=first)
@@ -199,7 +199,7 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
     with ended(nodes.job) as job:
         first = nodes.begin(2)
         nodes.kill(1)
-        until(lambda: nodes.ranks(0) == 0, "the rank does not end")
+        wait_for("the rank does not end", lambda: nodes.ranks(0) == 0)
         time.sleep(2)  # longer than --wait-for-node
         nodes.add(2)
         nodes.attempt(2, after=first)
@@ -217,7 +217,7 @@ def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path
         nodes.attempt(2)
         assert job.processes[bad].wait(100) == 172
         if bad:
-            until(lambda: '"left out"' in nodes.shown(0), "status does not say it")
+            wait_for("status does not say it", lambda: '"left out"' in nodes.shown(0))
         nodes.go()
         assert job.wait() == [172 * (node == bad) for node in range(3)], job.output
     assert len([*(tmp_path / "shared").glob("*-0-of-3")]) == 2, job.output
@@ -266,7 +266,7 @@ def test_of_a_cut_network_the_majority_goes_on_and_the_other_part_joins_it_again
         first = nodes.begin(3)
         net.cut(cut)
         second = nodes.attempt(2, after=first)
-        until(lambda: nodes.ranks(cut) == 0, "ranks go on where they are cut off")
+        wait_for("ranks go on where they are cut off", lambda: nodes.ranks(cut) == 0)
         net.mend(cut)
         nodes.attempt(3, after=second)
         nodes.go()
@@ -282,7 +282,7 @@ def test_of_two_nodes_that_are_cut_apart_the_one_that_leads_goes_on(net: Net, tm
         first = nodes.begin(2)
         net.cut(1)
         second = nodes.attempt(1, after=first)
-        until(lambda: nodes.ranks(1) == 0, "ranks go on where they are cut off")
+        wait_for("ranks go on where they are cut off", lambda: nodes.ranks(1) == 0)
         net.mend(1)
         nodes.attempt(2, after=second)
         nodes.go()
