@@ -68,7 +68,7 @@ class Nodes:
             starts = [int(name[0]) for name in names]
             return [number for number in starts if number > after and starts.count(number) == world_size]
 
-        return int(min(wait_for(f"no attempt of {world_size} ranks", found)))
+        return int(min(wait_for(f"an attempt of {world_size} ranks", found)))
 
     def of_rank(self, rank: int, attempt: int) -> int:
         """The node whose agent has started that rank."""
@@ -116,8 +116,8 @@ def test_spare_that_came_later_goes_on_after_node_0_with_the_other(tmp_path: Pat
     with ended(nodes.job) as job:
         first = nodes.begin(2)
         nodes.add(2)
-        wait_for("no status", lambda: (tmp_path / "runs0/job/status").exists())
-        wait_for("no spare", lambda: nodes.shown(0).count("spare"))
+        wait_for("a status", lambda: (tmp_path / "runs0/job/status").exists())
+        wait_for("a spare", lambda: nodes.shown(0).count("spare"))
         time.sleep(1)
         nodes.kill(0)
         nodes.attempt(2, after=first)
@@ -199,7 +199,7 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
     with ended(nodes.job) as job:
         first = nodes.begin(2)
         nodes.kill(1)
-        wait_for("the rank does not end", lambda: nodes.ranks(0) == 0)
+        wait_for("the end of the rank", lambda: nodes.ranks(0) == 0)
         time.sleep(2)  # longer than --wait-for-node
         nodes.add(2)
         nodes.attempt(2, after=first)
@@ -217,7 +217,7 @@ def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path
         nodes.attempt(2)
         assert job.processes[bad].wait(100) == 172
         if bad:
-            wait_for("status does not say it", lambda: '"left out"' in nodes.shown(0))
+            wait_for("a status that says it", lambda: '"left out"' in nodes.shown(0))
         nodes.go()
         assert job.wait() == [172 * (node == bad) for node in range(3)], job.output
     assert len([*(tmp_path / "shared").glob("*-0-of-3")]) == 2, job.output
@@ -266,7 +266,7 @@ def test_of_a_cut_network_the_majority_goes_on_and_the_other_part_joins_it_again
         first = nodes.begin(3)
         net.cut(cut)
         second = nodes.attempt(2, after=first)
-        wait_for("ranks go on where they are cut off", lambda: nodes.ranks(cut) == 0)
+        wait_for("the end of the ranks that are cut off", lambda: nodes.ranks(cut) == 0)
         net.mend(cut)
         nodes.attempt(3, after=second)
         nodes.go()
@@ -282,7 +282,7 @@ def test_of_two_nodes_that_are_cut_apart_the_one_that_leads_goes_on(net: Net, tm
         first = nodes.begin(2)
         net.cut(1)
         second = nodes.attempt(1, after=first)
-        wait_for("ranks go on where they are cut off", lambda: nodes.ranks(1) == 0)
+        wait_for("the end of the ranks that are cut off", lambda: nodes.ranks(1) == 0)
         net.mend(1)
         nodes.attempt(2, after=second)
         nodes.go()

@@ -199,7 +199,7 @@ class Sequence:
     def run(self) -> None:
         for node in range(self.count):
             self.add(node)
-        wait_for("no step", lambda: self.furthest() > 2)
+        wait_for("a step", lambda: self.furthest() > 2)
         for _ in range(self.random.randint(3, 7)):
             if self.furthest() > STEPS - 80:
                 break

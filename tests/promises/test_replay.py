@@ -45,7 +45,7 @@ def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bit
     shared = tmp_path / "shared"
 
     def all_at(step: int, ranks: int) -> None:
-        wait_for(f"not {ranks} ranks at step {step}", lambda: len([*shared.glob(f"{step}-*")]) == ranks)
+        wait_for(f"{ranks} ranks at step {step}", lambda: len([*shared.glob(f"{step}-*")]) == ranks)
 
     with ended(nodes.job) as job:
         for node in range(3):
