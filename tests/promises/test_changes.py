@@ -310,7 +310,7 @@ def test_node_0_is_lost_with_its_disk_before_the_first_checkpoint(sequence: Sequ
     assert sequence.where == "own"
     for node in range(sequence.count):
         sequence.add(node)
-    until(lambda: sequence.furthest() > 3, "no step")
+    wait_for("steps", lambda: sequence.furthest() > 3)
     sequence.kill(sequence.processes(0))
     del sequence.agents[0]
     sequence.finish()
