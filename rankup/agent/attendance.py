@@ -14,6 +14,7 @@ from typing import Any
 from rankup.agent.protocol import KILLED, VERSION, Link, Member, interface_of
 from rankup.agent.record import RecordWriter
 from rankup.agent.secret import greeting, read_secret
+from rankup.agent.votes import NONE, Basis, age
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
 from rankup.timing import (
@@ -51,7 +52,7 @@ class Attendance:
         yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
         this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
         `silent_s`: the leader is lost where it gives no sign of life for so long."""
-        self.basis: dict[str, Any] = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}  # see `Leader`
+        self.basis: Basis = NONE
         self._silent_s = silent_s
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
@@ -155,7 +156,7 @@ class Attendance:
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
             basis = message.get("basis", self.basis)
-            if (basis["n"], basis["v"]) >= (self.basis["n"], self.basis["v"]):  # else a newer one is proposed already
+            if age(basis) >= age(self.basis):  # else a newer one is proposed already
                 self.basis = basis
             if "basis" in message:
                 link.send("has", n=self.basis["n"], v=self.basis["v"])

@@ -22,6 +22,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
+|                                                    | left_out(why): leave, the ranks of this member have failed |
+|                                                    | again and again                                            |
 |                                                    | spare: the job runs without this member, which waits       |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
 |                                                    | quiet: another member of this host prints that             |
@@ -49,7 +51,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 4  # of the messages; hello and refused stay as they are
+VERSION = 5  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 
@@ -134,6 +136,7 @@ class Member:
     port: int = 0
     interface: str = ""
     local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
+    place: str = ""  # the id of what it shares with all that have the same
     serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
 
     @property

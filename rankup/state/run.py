@@ -35,7 +35,8 @@ class Run:
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
         self.folder, self.group, self.options = folder, group, options
-        self.lease = Lease(folder, group.attempt) if group.is_rank0 else None
+        agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
+        self.lease = Lease(folder, group.attempt, agreed=agreed) if group.is_rank0 else None
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
@@ -207,7 +208,9 @@ class Run:
         if step <= max(0, self.saved_step):
             return False
         try:
-            problem = rescue.write(self.lineage.run, step, make_files)
+            # A node 0 that comes next may have another disk, and knows of no run
+            line = {lineage.FILE: to_json(self.lineage.values())}
+            problem = rescue.write(self.lineage.run, step, lambda: {**make_files(), **line})
             if self.second is not None:
                 self.second.wait(first=True)
         except Exception as error:

@@ -19,8 +19,8 @@ from rankup.agent.network import listen
 from rankup.agent.protocol import VERSION, Link, Member, encode
 from rankup.agent.secret import NONCE, greeting, prove, read_secret
 from rankup.errors import LaunchError
-from tests.agent.test_launch import WAITS, add_node, until
-from tests.rigs.jobs import Job, ended, free_port
+from tests.agent.test_launch import WAITS, add_node
+from tests.rigs.jobs import Job, ended, free_port, wait_for
 
 SECRET = b"0123456789abcdef"
 BOUND_S = 120.0
@@ -252,11 +252,11 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
                 break
         stranger = Stranger(port, recorded)
         with stranger.talking():
-            until(lambda: stranger.rounds >= 5, "a stranger that has said all")
+            wait_for("a stranger that has said all", lambda: stranger.rounds >= 5)
             add_node(job, folders[1], text, node=1, num_nodes=2, port=port, env=env)
-            until(lambda: (folders[1] / "here-1-0").exists(), "a membership")
+            wait_for("a membership", lambda: (folders[1] / "here-1-0").exists())
             said = stranger.rounds
-            until(lambda: stranger.rounds >= said + 20, "a stranger that has said all again")
+            wait_for("a stranger that has said all again", lambda: stranger.rounds >= said + 20)
             for folder in folders:
                 (folder / "go").touch()
             assert job.wait() == [0, 0], job.output
