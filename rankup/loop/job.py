@@ -495,7 +495,7 @@ class Job:
         split, only the loss is compared. Buffers and random numbers are as before afterwards. One rank alone has
         nothing to compare with.
         """
-        self.agreement.recompute(loss, batch, step=self.position.step)
+        self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
     def goodput(self) -> dict[str, Any]:
         """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
