@@ -45,7 +45,7 @@ from rankup.agent.processes import (
     state_of,
     within,
 )
-from rankup.agent.protocol import KILLED, VERSION, Link, Links, Member, in_thread
+from rankup.agent.protocol import AGENTS, KILLED, SIGNALS, VERSION, Link, Links, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import (
@@ -153,6 +153,7 @@ class Agent:
         self.attendance = Attendance(
             me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
+            commit=AGENTS,
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
@@ -437,6 +438,7 @@ class Agent:
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
         rank = self.ranks[local_rank]
+        asked = self._passed_on or self._leaves or rank.told  # its signal was our SIGTERM
         if message["is"] == "end" and rank.running:
             # At once: its process may take a while to end, and the others wait for it
             rank.said = End.read(message, self.host)
@@ -444,8 +446,8 @@ class Agent:
                 self.attendance.say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
             self.attendance.say("ask")
-        elif message["is"] == "stop" and not (self._passed_on or self._leaves or rank.told):  # else it was our SIGTERM
-            self._hear_signal(str(message["signal"]))
+        elif message["is"] == "stop" and message["signal"] in SIGNALS and not asked:
+            self._hear_signal(message["signal"])
 
     def _records(self) -> Mapping[int, RecordWriter]:
         """Of this node's ranks that run."""

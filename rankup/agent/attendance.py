@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import asdict, replace
 from typing import Any
 
-from rankup.agent.protocol import KILLED, VERSION, Link, Member, interface_of
+from rankup.agent.protocol import KILLED, LEADERS, VERSION, Link, Member, fits, interface_of
 from rankup.agent.record import RecordWriter
 from rankup.agent.secret import greeting, read_secret
 from rankup.env.addresses import is_loopback
@@ -46,13 +46,15 @@ class Attendance:
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
         records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = SILENT_S,
+        commit: Mapping[str, Any] | None = None,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
         yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
         this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
-        `silent_s`: the leader is lost where it gives no sign of life for so long."""
+        `silent_s`: the leader is lost where it gives no sign of life for so long. `commit`: the form of what it says
+        besides as it commits."""
         self.basis: dict[str, Any] = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}  # see `Leader`
-        self._silent_s = silent_s
+        self._silent_s, self._commit = silent_s, dict(commit or {})
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
@@ -105,6 +107,9 @@ class Attendance:
                 try:
                     while True:
                         message = await link.receive()
+                        form = LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})
+                        if not fits(message, form):
+                            raise ConnectionError(f"it sent a {message['is']!r:.20} that is no message of ours")
                         self._heard_s = self._clock()
                         if self._take(link, message):
                             put(message)

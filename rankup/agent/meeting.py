@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankup.agent.network import foreign_address
-from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
+from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
 from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges
@@ -597,7 +597,9 @@ class Leader:
 
     def stop(self, name: str, **more: Any) -> None:
         """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at. With
-        `change` it goes on then, in another membership."""
+        `change` it goes on then, in another membership. Raises ValueError for what is no such signal."""
+        if name not in SIGNALS:
+            raise ValueError(name)
         self.tell("stop", signal=name, **more)
         if self.running and self._stop is None:
             self._stop = StopAgreement(seat.link for seat in self._chosen)
