@@ -157,15 +157,14 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
 
 def _replay(given: argparse.Namespace) -> int:
     """Train as a run whose nodes came and went did: with as many ranks from the same steps on."""
-    from rankup.observe.metrics import changes_of_ranks
+    from rankup.places.files import read_json
+    from rankup.state.copies import STATE, list_copies, looks_whole
 
     if given.nnodes or given.spares or given.nproc:
         raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
     path = next((path for path in (Path(given.replay), Path(given.run_dir, given.replay)) if path.is_dir()), None)
-    try:
-        changes = changes_of_ranks(path) if path is not None else []
-    except (OSError, ValueError) as error:
-        raise UserError(f"{error}.") from None
+    whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)] if path is not None else []
+    changes = (read_json(whole[-1] / STATE) or {}).get("ranks") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {given.replay}.")
     given.replay, code = "", FINISHED
@@ -213,10 +212,7 @@ def _status(given: argparse.Namespace) -> int:
 def _logs(given: argparse.Namespace) -> int:
     from rankup.observe.logs import logs
 
-    logs(
-        runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow,
-        as_json=given.as_json,
-    )
+    logs(runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow)
     return FINISHED
 
 
@@ -357,9 +353,8 @@ COMMANDS = {
         (
             RUN, RUN_DIR,
             _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
-            _option("--since", default="", metavar="TIME", help="nothing older: 10m, 14:05, 2026-11-22T14:05"),
+            _option("--since", default="", metavar="TIME", help="nothing older: 10m, 2026-11-22T14:05"),
             _option("--follow", action="store_true", help="go on with new lines until Ctrl-C"),
-            JSON,
         ),
     ),
     "stacks": Command(

@@ -11,23 +11,20 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.status import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.ends import Ends
-from rankup.loop.job import RESULT, Job, Settings
+from rankup.loop.job import Job, Settings
 from rankup.loop.record import check_random_scheme, check_record
 from rankup.observe import tracker
-from rankup.places.files import read_json
-from rankup.places.lineage import Lineage
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.export import find_copy
-from rankup.state.options import Options
 from rankup.state.reading import Check, Copy, no_check, share
 from rankup.state.run import open_run
 
@@ -107,7 +104,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
     Raises UserError on all ranks where another attempt is alive, or where the run can't be gone on with.
     """
     def owned(owner: Any) -> None:
-        group.status.claim(owner, copy=getattr(owner, "copy_status", None))
+        group.status.claim(owner)
         if settings.tracker != "none":
             tracker.check(settings.tracker)
 
@@ -115,14 +112,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         check_random_scheme(path, record, begin_anew=settings.begin_anew)
         settings.fits(path, record)
 
-    options = Options(
-        store=settings.store, mirror=settings.mirror, fresh=settings.fresh, how=settings.save,
-        sharded=settings.sharded, keep=settings.keep, memory_every=settings.memory_every_steps,
-        setup_s=settings.setup_timeout_s, save_s=settings.save_timeout_s, start=group.launch.start,
-        check=_checked(settings.check, settings.begin_anew), fits=fits,
-        wanted=lambda other: _begun_by_this_launch(other, group),
-        finished=lambda newest: settings.finished(newest, read_json(group.run_dir / RESULT) or {}),
-    )
+    options = replace(settings, check=_checked(settings.check, settings.begin_anew), fits=fits)
     with open_run(group.run_dir, group, options, owned=owned) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)
@@ -141,20 +131,6 @@ def _checked(more: Check, begin_anew: str) -> Check:
         more(path, record, tracked)
 
     return check
-
-
-def _begun_by_this_launch(found: Lineage, group: Group) -> bool:
-    """Whether this attempt is a restart that finds what its own launch began anew, and has to go on with that.
-
-    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
-    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
-    `start` names the start of them all.
-    """
-    if group.launch.start:
-        return found.start == group.launch.start
-    if not group.restarted or group.launch.agent is None:
-        return group.restarted
-    return job_of(found.begun_by) == job_of(group.attempt)
 
 
 def open_checkpoint(

@@ -19,6 +19,7 @@ ROUTE_S = 4.0  # for the route to the next member: a packet that a firewall drop
 PORT_S = 5.0  # how long the end of an earlier job's process may take to free the port
 GATHER_S = 1.0  # newcomers of a running job that come within this are taken together
 CALL_S = 2.0  # between two calls of a leader to addresses where another one may have been started
+FOUND_S = 2 * CALL_S  # at least so long a new node 0 waits to be called, before it begins a job with fewer nodes
 PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
 PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
 
@@ -90,12 +91,11 @@ RESCUE_OLD_S = 7 * 24 * 3600.0  # a rescue that no run went on with for so long 
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
 REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a store is asked again
-UPLOAD_SILENT_S = 300.0  # how long an upload may stand still
+MIRROR_S = 3600.0  # for one copy to a mirror: no save waits for it
 # At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
 FIND_S, SEARCH_S = 5.0, 60.0
 # At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
 UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
-UPLOAD_STATUS_S = 3.0  # for the status of an attempt that ends: a restart does not wait longer for a dead store
 
 # Looking at a run -----------------------------------------------------------------------------------------------------
 LAST_REPORT_S = 1.0  # how long the end of an attempt may wait for the last report: a disk may hang

@@ -122,6 +122,8 @@ class Agent:
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._commit: dict[str, Any] = {}
+        self._given = dict(os.environ)
+        self.places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -296,7 +298,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self._leave_soon()
         await self._all_ended.wait()
-        mistake = "" if self.alone else choose_interface(os.environ, event["ip"])
+        mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 
     # This node's ranks ----------------------------------------------------------------------------------------------
@@ -351,6 +353,7 @@ class Agent:
         """The numbers of this node's ranks in a membership. Returns False for a spare."""
         if commit["change"]:
             log.warning("%s", commit["change"])
+        self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in commit["basis"]["known"]}
         used, token = commit["basis"]["used"], self.attendance.me.token
         if token not in used:
             log.info("this node is a spare: it waits until a node is needed")
@@ -655,13 +658,13 @@ class Lead:
             self.status.release()
 
     async def _call(self) -> None:
-        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on."""
+        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
+        that is started anew where it was before, and does not find node 0, hears of this leader too."""
         node, me = self.agent.claimed, self.leader.me
-        known = {(node.master_addr, node.master_port)}
         while True:
             await asyncio.sleep(timing.CALL_S)
             here = {(member.ip, member.serves) for member in self.leader.members}
-            known |= {(ip, port) for _, ip, port, _ in self.leader.basis["known"]}
+            known = {(node.master_addr, node.master_port), *self.agent.places.values()}
             await asyncio.gather(*(self._call_one(*place) for place in known - here - {(me.ip, me.serves)}))
 
     async def _call_one(self, ip: str, port: int) -> None:

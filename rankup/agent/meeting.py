@@ -19,8 +19,9 @@ newcomer that is needed has all ranks stop before one step, and save.
 
 Two halves of a job never both go on: each proposal carries its basis, which the next one depends on. Of its `voters` a
 majority has to be here, of two equal halves the one with the leader; and of those in use, `used`, one, without whose
-ranks no earlier membership can go on. All voters, spares too, know a proposal before it is committed. One never
-committed counts together with those `before` it, as a part of the job may not know of it: each needs its majority.
+ranks no earlier membership can go on. (`ran` were in use in the last membership that was committed.) All voters, spares
+too, know a proposal before it is committed. One never committed counts together with those `before` it, as a part of
+the job may not know of it: each needs its majority.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ from rankup.timing import (
     ALIVE_S,
     ANSWER_S,
     ENDING_S,
+    FOUND_S,
     FROZEN_S,
     GATHER_S,
     HELLO_S,
@@ -409,7 +411,8 @@ class Leader:
         order = {token: place for place, token in enumerate(self.basis["used"])}
         fit = [seat for seat in seats if not seat.unfit]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
-        waited = self._clock() - self._begun_s >= self._limits.wait_s
+        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
+        waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
         return fit[:self._limits.most] if len(fit) >= enough and not self._outvoted() else []
 
@@ -507,6 +510,7 @@ class Leader:
             known = self._places(here)
             more["basis"] = self._next = {
                 "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "before": self._electorates,
+                "ran": self.basis.get("ran", self.basis["used"]),
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
             }
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
@@ -555,7 +559,7 @@ class Leader:
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         if self._limits is not None:
             change = self._describe_change()
-            self.basis = {**self._next, "before": [], "job": more["job"]}
+            self.basis = {**self._next, "before": [], "ran": self._next["used"], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 
@@ -580,7 +584,7 @@ class Leader:
 
     def _describe_change(self) -> str:
         """For the log of all nodes."""
-        before, now = set(self.basis["used"]), set(self._next["used"])
+        before, now = set(self._next["ran"]), set(self._next["used"])
         hosts = {token: name for token, _, _, name in self.basis["known"]} | self._names
         why = {member.token: reason for member, _, reason in self._lost.values()}
         if before == now:

@@ -99,13 +99,17 @@ async def foreign_address(host: str) -> str:
     )
 
 
-def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> str:
+def choose_interface(
+    environ: MutableMapping[str, str], own_ip: str, *, given: Mapping[str, str] | None = None
+) -> str:
     """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless one is named.
 
     By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
     other node can reach it. Returns what is wrong where the user's choice has no address here, else "".
+    `given`: `environ` before the first call, where there are several.
     """
-    named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    given = environ if given is None else given
+    named = given.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named and not address_of(named):
         known = psutil.net_if_addrs()
         problem = "that has an address" if named in known else "that exists"
@@ -119,5 +123,5 @@ def choose_interface(environ: MutableMapping[str, str], own_ip: str) -> str:
         for name, value in (
             ("GLOO_SOCKET_IFNAME", routed), ("NCCL_SOCKET_IFNAME", f"={routed}"), ("TP_SOCKET_IFNAME", routed),
         ):
-            environ[name] = environ.get(name) or value
+            environ[name] = given.get(name) or value
     return ""

@@ -83,15 +83,11 @@ class StatusFile:
         self.rank, self.world_size = launch.rank, launch.world_size
         self.begun = False
         self._owner: Owner | None = None
-        self._copy: Callable[[Path], None] = lambda path: None
         self._ended: dict[str, Any] | None = None  # what an earlier attempt left that finished or was stopped
 
-    def claim(self, owner: Owner, *, copy: Callable[[Path], None] | None = None) -> None:
-        """The run directory is ours as long as `owner` says so. Rank 0 only.
-
-        `copy`: gets the path of `status.json` each time it was written, and raises nothing.
-        """
-        self._owner, self._copy = owner, copy or self._copy
+    def claim(self, owner: Owner) -> None:
+        """The run directory is ours as long as `owner` says so. Rank 0 only."""
+        self._owner = owner
         self.write_summary([])
 
     def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
@@ -117,7 +113,6 @@ class StatusFile:
             summary = self._ended
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "status.json", summary)
-            self._copy(self.run_dir / "status.json")
 
     def _may_write(self, earlier: dict[str, Any]) -> bool:
         """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second

@@ -26,54 +26,35 @@ from rankup.observe.step_clock import COMPUTE, DATA, WAITING, StepClock
 from rankup.observe.stragglers import RankReports
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_atomically, write_json
+from rankup.places.lineage import RESULT
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.reading import Check, Copy, no_check
+from rankup.state.options import Options
 from rankup.state.run import Run
 from rankup.state.shards import check_shared
 
-RESULT = "result.json"  # in the folder of the run
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Options):
     """The arguments of `init`, and what else a program may set that opens its job itself.
 
-    `store`: an address below which the run lies too. `mirror`: a folder or an address for second copies. `save`: sync,
-    async or auto. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `share_all`: rank 0's
-    buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a rank that lost another
-    one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings `shown`.
-    `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
-
-    `check`: called with path and record of a copy, and once it is read with the tracked state too; raises UserError for
-    a copy of another program, ValueError for a damaged one. `fits`: the same, where this attempt may not go on from it.
-    `finished`: whether nothing is left to do after a copy, given what `result.json` says.
+    `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
+    rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings
+    `shown`. `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
     """
 
     seed: int
-    fresh: bool = False
     save_every_steps: int | None = None
-    keep: int = 2
     log_every_steps: int = 10
-    compare_every_steps: int | None = None
     tensorboard: bool = True
-    setup_timeout_s: float = 1800.0
     step_timeout_s: float = 600.0
-    save_timeout_s: float = 600.0
-    memory_every_steps: int | None = None
-    store: str = ""
-    mirror: str = ""
-    save: str = "auto"
-    sharded: bool = True
     share_all: bool = False
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
     begin_anew: str = BEGIN_ANEW
     again: str = "The same command"
-    check: Check = no_check
-    fits: Check = no_check
-    finished: Callable[[Copy, dict[str, Any]], bool] = lambda copy, result: False
 
 
 class Job:
@@ -374,6 +355,8 @@ class Job:
             return
         self._begun = True
         run, newest = self.run, self.run.newest
+        commit = (self.group.launch.agent or {}).get("commit", {})
+        changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
 
         def open_files() -> None:
             with contextlib.suppress(OSError):
@@ -382,8 +365,7 @@ class Job:
                 self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
                 unit=self.course.unit, check_owner=run.check_owner,
             )
-            commit = (self.group.launch.agent or {}).get("commit", {})
-            if commit.get("change"):
+            if "basis" in commit and (commit["change"] or changed):
                 used = len(commit["basis"]["used"])
                 self.metrics.membership(self.position.step, number=commit["n"], nodes=used, ranks=self.world_size)
 

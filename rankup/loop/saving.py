@@ -19,7 +19,7 @@ from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
-from rankup.state.shards import INDEX, Shards
+from rankup.state.shards import Shards
 from rankup.timing import DECIDE_S
 
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
@@ -45,6 +45,8 @@ class Saving:
         self.can_rescue = True
         self.total: int | None = None
         self.loader_states: list[Any] = []
+        # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
+        self.ranks: list[list[int]] = run.newest.record.get("ranks", []) if run.newest is not None else []
         self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
         self.agree: Callable[[int], None] = lambda step: None
         self._seed, self._again = seed, again
@@ -54,7 +56,7 @@ class Saving:
         if run.newest is not None:
             items = run.newest.tracked
             if run.newest.sharded:
-                with Shards(self._folder(run.newest), run.newest.files[INDEX]) as shards:
+                with Shards(self._folder(run.newest), run.newest.index) as shards:
                     items = shards.read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
@@ -90,7 +92,7 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            with Shards(self._folder(newest), newest.files[INDEX]) as shards:
+            with Shards(self._folder(newest), newest.index) as shards:
                 state = shards.read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
@@ -155,8 +157,17 @@ class Saving:
         group = self.group
         return write_record(
             position, seed=self._seed, world_size=group.world_size, run=self.run.lineage.run, attempt=self.run.mark,
-            written_by=f"rank {group.rank} on {group.hosts[group.rank]}", about=self.about,
+            written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
+            about=self.about | ({"ranks": self.ranks} if self.ranks else {}),
         )
+
+    def note_ranks(self) -> bool:
+        """From this step on as many ranks train as there are now. Returns whether that is a change."""
+        step, ranks = self.position.step, self.group.world_size
+        self.ranks = [each for each in self.ranks if each[0] < step]
+        if changed := not self.ranks or self.ranks[-1][1] != ranks:
+            self.ranks.append([step, ranks])
+        return changed
 
     def stopped(self) -> str:
         """What to say of a run that was stopped at its last commit."""

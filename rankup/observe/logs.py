@@ -5,7 +5,6 @@ size. Times have whole seconds: within one the ranks take turns, and each rank's
 """
 
 import heapq
-import json
 import os
 import re
 import sys
@@ -14,49 +13,42 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from difflib import get_close_matches
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.timing import FOLLOW_S, SAME_S
 
-MOST = 1 << 20  # bytes of lines that are compared at once
+MOST = 4096  # lines that are compared at once
 TAIL = 1 << 12  # bytes of each file that --follow begins with
-LONGEST = 1 << 15  # bytes of a line; the rest of a longer one is a line of its own
-COLOURS = (36, 33, 32, 35, 34, 31)  # of the ranks, in turn
-UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-# Lines without it belong to the record of the line before: the rest of a traceback, or what a library prints
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 
-Record = tuple[bytes, int, int, bytes, bytes]  # time, number in that second, rank, host, text of one or more lines
+Record = tuple[bytes, int, int, bytes, bytes]  # time, number in that second, rank, host, text of one line
 
 
-def logs(
-    runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False, as_json: bool = False
-) -> None:
+def logs(runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False) -> None:
     """Print the lines of a run; with `follow` until a signal ends the process.
 
-    `runs`: the folder of all runs. `run`: see `find_logs`. `rank`: such as "0-3,7". `since`: such as "10m" or "14:05".
-    `as_json`: an object a line, with `time`, `ranks`, `hosts` (of each rank) and `text`.
+    `runs`: the folder of all runs. `run`: see `find_logs`. `rank`: such as "0-3,7". `since`: such as "10m".
     Raises UserError where no such run has logs, and where `rank` or `since` can't be understood.
     """
-    wanted = wanted_ranks(rank)
-    first = first_stamp(since, now=datetime.now())
+    wanted, first_s = wanted_ranks(rank), moment(since)
     folder = find_logs(runs, run)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     found: dict[int, RankLog] = {}
-    skip = TAIL if follow and not first else 0
+    skip = follow and not since
 
     def look() -> Iterator[bytes]:
         """What was not read yet, also of ranks that have begun to write."""
         for number, path in _files(folder).items():
             if number not in found and (not wanted or number in wanted):
-                found[number] = RankLog(path, number, skip)
-        lines = folded(heapq.merge(*(log.records(whole=not follow) for log in found.values())), first)
-        return (printed for line in lines for printed in (_as_json(line) if as_json else _labelled(line, colour)))
+                found[number] = RankLog(path, number, TAIL if skip else None)
+        merged = heapq.merge(*(log.records(whole=not follow) for log in found.values()))
+        return (line.labelled() for line in folded(merged, first_s))
 
     try:
         _write(look())
@@ -111,104 +103,83 @@ def wanted_ranks(text: str) -> Collection[int]:
     return ranks
 
 
-def first_stamp(text: str, *, now: datetime) -> bytes:
-    """The time that --since stands for, as logs have it; b"" for no text. Raises UserError."""
+def moment(text: str) -> float:
+    """The time that --since stands for, of `time.time()`; the beginning of all times for no text. Raises UserError."""
     if not text:
-        return b""
+        return -inf
+    if found := re.fullmatch(r"(\d+)([smhd])", text):
+        return time.time() - int(found[1]) * UNITS[found[2]]
     try:
-        if re.fullmatch(r"(?:\d+[smhd])+", text):
-            parts = re.findall(r"(\d+)([smhd])", text)
-            moment = now - sum((timedelta(**{UNITS[unit]: int(count)}) for count, unit in parts), timedelta())
-        elif re.match(r"\d\d?:\d\d", text):
-            moment = datetime.fromisoformat(f"{now:%Y-%m-%d}T{text.zfill(len(text) + (text[1] == ':'))}")
-        else:
-            moment = datetime.fromisoformat(text)
-        return _stamp(moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment)
+        return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
-        raise UserError(
-            f"--since must be a time such as 10m, 2h30m, 14:05 or 2026-11-22T14:05, got {text}."
-        ) from None
-
-
-def _stamp(moment: datetime) -> bytes:
-    return f"{moment:%Y-%m-%dT%H:%M:%S}".encode()
+        raise UserError(f"--since must be a time such as 10m, 2h or 2026-11-22T14:05, got {text}.") from None
 
 
 @lru_cache(maxsize=16)
-def _shifted(stamp: bytes, seconds: float) -> bytes:
-    """So many seconds later; b"" for what is no time."""
+def _seconds(stamp: bytes) -> float:
+    """The time that stands before a line, of `time.time()`."""
     try:
-        return _stamp(datetime.fromisoformat(stamp.decode()) + timedelta(seconds=seconds))
-    except (ValueError, OverflowError):
-        return b""
+        return datetime.fromisoformat(stamp.decode()).timestamp()
+    except ValueError:  # none, or no time
+        return 0.0
 
 
 # Reading and merging --------------------------------------------------------------------------------------------------
 
 
 class RankLog:
-    """A file `rank-N.log`: what it has, or the last `tail` bytes of it, and later what was added to it."""
+    """A file `rank-N.log`: all that it has, or the last `tail` bytes of it, and later what was added to it."""
 
-    def __init__(self, path: Path, rank: int, tail: int) -> None:
-        self.path, self.rank, self._tail = path, rank, tail
-        self._offset = self._inode = 0
+    def __init__(self, path: Path, rank: int, tail: int | None) -> None:
+        self.path, self.rank, self._offset = path, rank, 0
         self._stamp = self._host = b""  # of the last line
+        if tail is not None and (size := path.stat().st_size) > tail:
+            with path.open("rb") as file:
+                file.seek(size - tail)
+                file.readline()  # most likely the rest of one
+                self._offset = file.tell()
 
     def records(self, *, whole: bool) -> Iterator[Record]:
         """What was not read yet. `whole`: also the last line, if it has no end yet."""
-        number, text = 0, b""
-        for line in self._lines(whole):
-            found = HEAD.match(line)
-            if text and (found or len(text) > LONGEST):
-                yield self._stamp, number, self.rank, self._host, text
-                text, number = b"", number + 1
-            if found:
-                number = number if found[1] == self._stamp else 0
-                self._stamp, self._host = found.groups()
-            text += line[found.end() :] if found else line
-        if text:
-            yield self._stamp, number, self.rank, self._host, text
-
-    def _lines(self, whole: bool) -> Iterator[bytes]:
+        number = 0
         with suppress(FileNotFoundError), self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:  # a new file under that name
-                self._inode, self._offset, self._stamp, self._host = status.st_ino, 0, b"", b""
-                if self._tail and status.st_size > self._tail:
-                    file.seek(status.st_size - self._tail)
-                    file.readline(LONGEST)  # most likely the rest of one
-                    self._offset = file.tell()
             file.seek(self._offset)
-            while line := file.readline(LONGEST):
-                if not (whole or line.endswith(b"\n") or len(line) == LONGEST):
+            for line in file:
+                if not (whole or line.endswith(b"\n")):
                     break  # it is being written
                 self._offset += len(line)
-                yield line
+                number += 1
+                if found := HEAD.match(line):
+                    number = number if found[1] == self._stamp else 0
+                    self._stamp, self._host = found.groups()
+                yield self._stamp, number, self.rank, self._host, line[found.end() if found else 0 :].rstrip(b"\n")
 
 
 @dataclass(slots=True)
 class Line:
-    """A record that one or several ranks, each with its host, wrote at `stamp`. `number`: its place among all."""
+    """A line that one or several ranks, each with its host, wrote at `stamp`. `number`: its place among all."""
 
     stamp: bytes
     number: int
     text: bytes
     who: list[tuple[int, bytes]]
 
+    def labelled(self) -> bytes:
+        return b"%b %b%b\n" % (self.stamp, _label(tuple(sorted(self.who))), self.text)
 
-def folded(records: Iterable[Record], since: bytes) -> Iterator[Line]:
-    """The records, which are in the order of time: equal ones of several ranks as one, where the order allows it."""
+
+def folded(records: Iterable[Record], first_s: float) -> Iterator[Line]:
+    """The lines, which are in the order of time: equal ones of several ranks as one, where the order allows it."""
     pending = deque[Line]()
     newest: dict[bytes, Line] = {}  # of those that are pending, by text
     last: dict[int, int] = {}  # by rank: the number of its last line
-    size = count = 0
+    count = 0
     for stamp, _, rank, host, text in records:
-        if stamp < since:
+        now_s = _seconds(stamp)
+        if now_s < first_s:
             continue
-        limit = _shifted(stamp, -SAME_S)
-        while pending and (pending[0].stamp < limit or size > MOST):
+        while pending and (_seconds(pending[0].stamp) < now_s - SAME_S or len(pending) > MOST):
             line = pending.popleft()
-            size -= len(line.text)
             if newest.get(line.text) is line:
                 del newest[line.text]
             yield line
@@ -216,38 +187,18 @@ def folded(records: Iterable[Record], since: bytes) -> Iterator[Line]:
         if found is None or found.number <= last.get(rank, -1):
             found = newest[text] = Line(stamp, count, text, [])
             pending.append(found)
-            size, count = size + len(text), count + 1
+            count += 1
         found.who.append((rank, host))
         last[rank] = found.number
     yield from pending
 
 
-# Printing -------------------------------------------------------------------------------------------------------------
-
-
-def _labelled(line: Line, colour: bool) -> Iterator[bytes]:
-    label = _label(tuple(sorted(line.who)), colour)
-    label = b"%b %b" % (line.stamp, label) if line.stamp else label
-    for text in line.text.removesuffix(b"\n").split(b"\n"):
-        # A progress bar writes over itself: only its last state would be left on a terminal
-        yield b"%b%b\n" % (label, text.rstrip(b"\r").rpartition(b"\r")[2])
-
-
-def _as_json(line: Line) -> Iterator[bytes]:
-    ranks, hosts = zip(*((rank, host.decode(errors="replace")) for rank, host in sorted(line.who)), strict=True)
-    for text in line.text.decode(errors="replace").removesuffix("\n").split("\n"):
-        yield json.dumps({"time": line.stamp.decode(), "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"
-
-
 @lru_cache(maxsize=4096)
-def _label(who: tuple[tuple[int, bytes], ...], colour: bool) -> bytes:
+def _label(who: tuple[tuple[int, bytes], ...]) -> bytes:
     """b"rank 3 on node1: "; several hosts are not named."""
     ranks, hosts = [rank for rank, _ in who], {host for _, host in who}
-    label = f"rank{'s' if len(who) > 1 else ''} {ranges(ranks)}".encode()
-    label += (b" on " + min(hosts) if len(hosts) == 1 and b"" not in hosts else b"") + b":"
-    if colour:
-        label = b"\x1b[%dm%b\x1b[0m" % (1 if len(who) > 1 else COLOURS[ranks[0] % len(COLOURS)], label)
-    return label + b" "
+    host = b" on " + min(hosts) if len(hosts) == 1 and b"" not in hosts else b""
+    return f"rank{'s' if len(who) > 1 else ''} {ranges(ranks)}".encode() + host + b": "
 
 
 def _write(lines: Iterable[bytes]) -> None:

@@ -3,17 +3,13 @@
 import json
 import math
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rankup.errors import disk_error
-from rankup.places.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +57,6 @@ class Metrics:
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
-                _hide_errors_of_writer()
                 # TensorBoard's values of an attempt that was killed since its checkpoint may be in its file or not:
                 # TensorBoard hides all of them from this step on, and they are written again
                 first = saved.step + 1 if saved.evaluated == saved.step else max(1, saved.step)
@@ -88,20 +83,6 @@ class Metrics:
             for name, picture in pictures.items():
                 if self._writer is not None:
                     self._writer.add_image(name, picture, step)
-
-    def hyperparameters(self, settings: dict[str, Any]) -> None:
-        """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.
-
-        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
-        """
-        if self._writer is None:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
-        with self._disk():
-            for summary in session:
-                self._writer.file_writer.add_summary(summary)
 
     def line(self, step: int, total_steps: int) -> str:
         """Where the run stands, as one line for the terminal."""
@@ -165,17 +146,6 @@ class Metrics:
             raise disk_error("metrics", self.directory, error) from None
 
 
-def _hide_errors_of_writer() -> None:
-    """TensorBoard's writer thread would print a traceback of a full disk, and the next write raises the error again."""
-    usual = threading.excepthook
-
-    def show(failure: threading.ExceptHookArgs) -> None:
-        if not (type(failure.thread).__module__.startswith("tensorboard.") and isinstance(failure.exc_value, OSError)):
-            usual(failure)
-
-    threading.excepthook = show
-
-
 def entry(step: int, values: dict[str, float]) -> dict[str, Any]:
     """A line of `metrics.jsonl`."""
     # JSON has no NaN: strict readers would refuse the file
@@ -225,19 +195,6 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
             file.write(content.ljust(len(tail), b"\n"))
             file.truncate(size - len(tail) + len(content))
     return [entry for _, entry in kept]
-
-
-def changes_of_ranks(run_dir: Path) -> list[tuple[int, int]]:
-    """(step, ranks) for each change of their number in a run whose nodes came and went. Raises OSError, ValueError."""
-    found = dict[int, int]()
-    with open_regular(run_dir / "metrics.jsonl") as file:
-        for line in file:
-            if b'"job/ranks"' in line and (entry := _kept_entry(line, sys.maxsize, 0)) is not None:
-                if not isinstance(ranks := entry.get("job/ranks"), (int, float)) or ranks < 1:
-                    raise ValueError(f"{run_dir}/metrics.jsonl: job/ranks must be a number of ranks, got {ranks!r:.80}")
-                found[int(entry["step"])] = int(ranks)
-    changes = list(found.items())
-    return [change for before, change in pairwise([(0, 0), *changes]) if change[1] != before[1]]
 
 
 def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ two seconds (`rankup.observe.goodput`), and its lease as often.
 
 import json
 import os
-import shutil
 import sys
 import time
 from itertools import groupby
@@ -119,13 +118,9 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
 
 
 def as_text(shown: RenderableType) -> str:
-    """As wide as the terminal; in a pipe as wide as it needs to be. Colours only on a terminal that wants them."""
-    on_terminal = sys.stdout.isatty()
-    console = Console(
-        width=shutil.get_terminal_size().columns if on_terminal else 10_000, force_terminal=on_terminal,
-        color_system="standard" if on_terminal and not os.environ.get("NO_COLOR") else None,
-        markup=False, emoji=False, highlight=False,
-    )
+    """As wide as the terminal; in a pipe as wide as it needs to be."""
+    width = None if sys.stdout.isatty() else 10_000
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(shown)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import rankup
-from rankup.errors import UserError
+from rankup.errors import UserError, reason
 from rankup.places.files import read_json, write_json
 from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
@@ -39,7 +39,7 @@ TRACKERS = ("mlflow", "wandb")
 FOLDER = "tracker"  # in the run directory
 KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
 MOST_POINTS = 50  # in one request; MLflow takes 1,000 values
-LONGEST_REASON = 120  # characters
+LONGEST_REASON = 200  # characters
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 FOR_PACKAGES = {
     "PYTHONWARNINGS": "ignore",
@@ -335,7 +335,7 @@ def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> No
         try:
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            why = "" if failing else f"{_reason(error)}. "
+            why = "" if failing else f"{reason(error)[:LONGEST_REASON].rstrip('. ')}. "
             if ended:
                 say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
             elif why:
@@ -347,15 +347,6 @@ def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> No
         elif failing:
             say("info", "answers again")
         pause_s, failing, seen = SENDER_LOOK_S, False, True
-
-
-def _reason(error: BaseException) -> str:
-    """The error as one line that fits a terminal: what was tried, and the error at the bottom of it."""
-    root = error
-    while (below := root.__cause__ or root.__context__) is not None:
-        root = below
-    parts = (" ".join(str(each).split())[:LONGEST_REASON].rstrip(". ") for each in (error, root))
-    return "... ".join(dict.fromkeys(parts))
 
 
 def main() -> None:

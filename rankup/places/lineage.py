@@ -17,10 +17,10 @@ from typing import Any, Self
 
 from rankup.places.files import read_json, write_json
 
-FILE = "run.json"
+FILE, RESULT = "run.json", "result.json"
 RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
 # What belongs to the run that a directory holds, and is put aside where another one takes its place
-OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", "result.json", "config.yaml", "tracker", FILE)
+OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", FILE)
 
 
 @dataclass(slots=True)

@@ -2,11 +2,9 @@
 
 Five verbs: names, read, write, upload and download (whole files), remove. A place promises what every object store
 does: a name has whole content, what was written is read next, and a list shows it. There is no rename. Any request may
-fail, and is tried again as long as `patience` says.
+fail, and is tried again until the time for it is over.
 """
 
-import asyncio
-import concurrent.futures
 import contextlib
 import errno
 import json
@@ -14,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -39,36 +37,19 @@ _FULL = ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "StorageF
 T = TypeVar("T")
 
 
-class Patience:
-    """How long requests are tried again: for `timeout_s` in all or, if `renewed`, after whatever got through last."""
-
-    def __init__(self, timeout_s: float = 0.0, *, renewed: bool = False) -> None:
-        self._timeout_s, self._renewed = timeout_s, renewed
-        self._until_s = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return self._until_s - time.monotonic()
-
-    def renew(self, *_: object) -> None:
-        """A request was answered, or a part of a large file was taken."""
-        if self._renewed:
-            self._until_s = time.monotonic() + self._timeout_s
-
-
 @dataclass(frozen=True)
 class Place:
     """What lies below `url`.
 
-    Every method raises UserError where the place refuses (no such bucket, denied, full), and PeerLost where `patience`
-    is over, since to try again later may help.
+    Every method raises UserError where the place refuses (no such bucket, denied, full), and PeerLost where
+    `until_s` is over, since to try again later may help.
     """
 
     url: str  # as the user gave it, for messages
     fs: Any  # fsspec's file system
     root: str  # what `fs` calls `url`
     warn: Callable[[str], None]
-    patience: Patience = field(default_factory=Patience)
+    until_s: float = 0.0  # of `time.monotonic()`: until then requests are tried again
     request_s: float | None = None  # the bound of one small request; None: REQUEST_S
 
     @classmethod
@@ -83,15 +64,11 @@ class Place:
 
     def within(self, timeout_s: float) -> Self:
         """The same, with requests that are tried again for `timeout_s` from now on."""
-        return replace(self, patience=Patience(timeout_s))
+        return replace(self, until_s=time.monotonic() + timeout_s)
 
-    def while_moving(self, silence_s: float) -> Self:
-        """The same, with requests that may take as long as no silence of the place is longer than `silence_s`."""
-        return replace(self, patience=Patience(silence_s, renewed=True))
-
-    def once(self, request_s: float | None = None) -> Self:
+    def once(self, request_s: float) -> Self:
         """The same without warnings and second tries, and with so many seconds for each small request."""
-        return replace(self, warn=lambda text: None, patience=Patience(), request_s=request_s)
+        return replace(self, warn=lambda text: None, until_s=0.0, request_s=request_s)
 
     def below(self, name: str) -> Self:
         """The place whose names are those that begin with `name/` here."""
@@ -186,6 +163,10 @@ class Place:
                 folder.rmdir()
 
     @property
+    def _left_s(self) -> float:
+        return self.until_s - time.monotonic()
+
+    @property
     def _is_folder(self) -> bool:
         return "file" in _protocols(self.fs)
 
@@ -193,30 +174,18 @@ class Place:
         return f"{self.root}/{name}"
 
     def _put(self, path: Path, size: int, name: str) -> None:
-        if not self.fs.async_impl:
-            self.fs.put_file(str(path), self._path(name))
-            return
-        # Not fsspec's own `timeout`, which bounds the whole, however well it goes on
-        from fsspec.callbacks import Callback  # where an address is used
-
-        more: dict[str, Any] = {"callback": Callback(hooks={"renew": self.patience.renew})}
+        more: dict[str, Any] = {}
         if {"s3", "s3a", "gs", "gcs"} & _protocols(self.fs):
             more["chunksize"] = max(PART, size // 9_999 + 1)
         if {"s3", "s3a"} & _protocols(self.fs):
             more["max_concurrency"] = PARALLEL
-        work = self.fs._put_file(str(path), self._path(name), **more)
-        future, bound_s = asyncio.run_coroutine_threadsafe(work, self.fs.loop), max(REQUEST_S, self.patience.left_s)
-        while not concurrent.futures.wait([future], bound_s).done:
-            if (bound_s := self.patience.left_s) <= 0:
-                future.cancel()
-                raise TimeoutError(f"{path.name} was not taken in time")
-        future.result()
+        self._call("put_file", str(path), self._path(name), large=True, **more)
 
     def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
         """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
         if self.fs.async_impl:
             request_s = self.request_s or REQUEST_S
-            more["timeout"] = max(request_s, self.patience.left_s) if large else request_s
+            more["timeout"] = max(request_s, self._left_s) if large else request_s
         return getattr(self.fs, method)(*values, **more)
 
     def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
@@ -224,9 +193,7 @@ class Place:
         pause_s, told = FIRST_PAUSE_S, False
         while True:
             try:
-                found = work()
-                self.patience.renew()
-                return found
+                return work()
             except FileNotFoundError as error:
                 if not writes:
                     raise
@@ -241,7 +208,7 @@ class Place:
                         f"{self.url} {why}: {what}: {reason(error)}. What was written there before is as it was. Mend "
                         "that, and run the same command again."
                     ) from None
-                left_s = self.patience.left_s
+                left_s = self._left_s
                 if left_s <= 0:
                     raise PeerLost(
                         f"{self.url} did not answer in time: {what}: {reason(error)}", nobody_died=True

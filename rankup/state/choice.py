@@ -21,7 +21,7 @@ from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
-from rankup.state.options import Options
+from rankup.state.options import Options, may_take
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, read, share
 from rankup.state.second import SecondPlace
@@ -77,11 +77,11 @@ def find_origin(
     own = [*found, *_peers(folder, group), *_rescues(options)]
     answers = group.gather([_sees(folder, token), own])
     candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
-    memory = PartsInMemory(group, options.check, options.fits) if options.memory_every != 0 else None
+    memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
     candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
-    second = next((rank for rank, (sees, _) in enumerate(answers) if rank and not sees), None)
-    origin, chosen, damaged = Origin(known or new, second), None, dict[str, str]()
-    for line, one in in_order(candidates, known, options.may_take, group, folder):
+    unseen = [rank for rank, (sees, _) in enumerate(answers) if rank and not sees and options.compare_every_steps != 0]
+    origin, chosen, damaged = Origin(known or new, min(unseen, default=None)), None, dict[str, str]()
+    for line, one in in_order(candidates, known, lambda other: may_take(other, options, group), group, folder):
         if memory is not None and one.kind == PARTS:
             origin.copy, problem = memory.load(one.where)
         else:
@@ -98,8 +98,9 @@ def find_origin(
     passed_over(folder, damaged, origin.copy, group.log.warning if group.is_rank0 else None)
     origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", options.check))
     if chosen is not None:
-        origin.words = _words(chosen, origin, group, any(name.startswith("checkpoint") for name in damaged))
-    _put_aside_others(folder, origin.lineage.run)
+        origin.words = _words(chosen, origin, group)
+    if group.local_rank == 0:
+        _put_aside_others(folder, origin.lineage.run)
     return origin
 
 
@@ -221,8 +222,8 @@ def _name(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> st
     return f"checkpoint {Path(one.where).name}{of}"
 
 
-def _words(chosen: Candidate, origin: Origin, group: Group, damaged: bool) -> str:
-    """For the user: what the run goes on from. `damaged`: rank 0 has a checkpoint that is."""
+def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
+    """For the user: what the run goes on from."""
     assert origin.copy is not None
     if chosen.kind < PEER:
         return origin.copy.path.name
@@ -230,26 +231,18 @@ def _words(chosen: Candidate, origin: Origin, group: Group, damaged: bool) -> st
         return f"step {origin.copy.step}, rescued by {origin.copy.record['written_by']}; no finished step was lost"
     if chosen.kind == PARTS:
         return f"step {origin.copy.step}, of which each rank's part was in memory"
-    has = "only damaged checkpoints" if damaged else "no checkpoint"
-    has = f"none newer than step {origin.saved[1]['step']}" if origin.saved[1] else has
-    hosts = group.hosts
-    where = f"{hosts[chosen.rank]} (rank {chosen.rank})"
-    return f"step {origin.copy.step}, the second copy on {where}: {hosts[0]} (rank 0) has {has}"
+    has = f"none newer than step {origin.saved[1]['step']}" if origin.saved[1] else "no good checkpoint"
+    hosts, rank = group.hosts, chosen.rank
+    return f"step {origin.copy.step}, the second copy on {hosts[rank]} (rank {rank}): {hosts[0]} (rank 0) has {has}"
 
 
 def _put_aside_others(folder: Path, run: str) -> None:
     """Move the second copies of other runs than this one to `before-<time>/`, as --fresh does on rank 0's disk.
 
-    Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run. The ranks
-    of a node do this at the same time: one of them moves a folder, the others find it gone.
+    Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run.
     """
-    for other in (folder / SECOND).glob("*"):
-        if other.name == run or not other.is_dir():
-            continue
+    for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
         moved = before(folder) / SECOND
         with contextlib.suppress(OSError):
             moved.mkdir(parents=True, exist_ok=True)
             other.rename(moved / other.name)
-        with contextlib.suppress(OSError):  # another rank was faster, and this folder is still empty
-            moved.rmdir()
-            moved.parent.rmdir()

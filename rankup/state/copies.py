@@ -146,13 +146,6 @@ def is_shard(name: str) -> bool:
     return name.startswith("rank-")
 
 
-def fingerprint_tensors(path: Path) -> str:
-    """A digest over those of all tensors in a copy, equal on two ranks that hold the same. Reads only the manifest."""
-    entries = read_manifest(path)["files"]
-    digests = [f"{name} {entries[name]['sha256']}" for name in sorted(entries) if name.endswith(".safetensors")]
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
 def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
     """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
     named = NAME.fullmatch(path.name)

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from rankup.agent.status import job_of
+from rankup.group.group import Group
 from rankup.places.lineage import Lineage
 from rankup.state.reading import Check, Copy, no_check
 
@@ -12,32 +15,43 @@ class Options:
     """How a run is kept.
 
     `store`: an address below which the run must lie too, "" for none. `mirror`: a folder or an address that gets copies
-    and may fail. `fresh`: put aside what is there, unless `wanted` says that it is this launch's own. `how`: sync,
-    async, or auto, see `rankup.state.saver`. `sharded`: each rank writes its part of a copy. `keep`: how many copies
-    stay. `setup_s`, `save_s`: deadlines. `start`: names the start of a job whose containers are started again.
-    `memory_every`: steps from one part in memory to the next, see `rankup.state.parts`; 0 takes none that are there
-    either.
+    and may fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async, or auto, see
+    `rankup.state.saver`. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many
+    copies stay. `memory_every_steps`: from one part in memory to the next, see `rankup.state.parts`; 0 takes none that
+    are there either. `compare_every_steps`: 0 says that ranks hold different states on purpose. Others: deadlines.
 
-    `check`: looks at the record of a copy; raises UserError where it is of another kind, and ValueError where it is
-    damaged. `fits`: the same, where this attempt may not go on from it. `finished`: whether nothing is left to do after
-    a copy; asked on rank 0.
+    `check`: called with path and record of a copy, and once it is read with the tracked state too; raises UserError for
+    a copy of another program, ValueError for a damaged one. `fits`: the same, where this attempt may not go on from it.
+    `finished`: whether nothing is left to do after a copy, given what `result.json` says; asked on rank 0.
     """
 
     store: str = ""
     mirror: str = ""
     fresh: bool = False
-    how: str = "auto"
-    sharded: bool = False
+    save: str = "auto"
+    sharded: bool = True
     keep: int = 2
-    memory_every: int | None = None
-    setup_s: float = 600.0
-    save_s: float = 600.0
-    start: str = ""
+    memory_every_steps: int | None = None
+    compare_every_steps: int | None = None
+    setup_timeout_s: float = 1800.0
+    save_timeout_s: float = 600.0
     check: Check = no_check
     fits: Check = no_check
-    wanted: Callable[[Lineage], bool] = lambda other: False
-    finished: Callable[[Copy], bool] = lambda copy: False
+    finished: Callable[[Copy, dict[str, Any]], bool] = lambda copy, result: False
 
-    def may_take(self, other: Lineage) -> bool:
-        """Whether this attempt may go on with the run `other`."""
-        return not self.fresh or self.wanted(other)
+
+def may_take(other: Lineage, options: Options, group: Group) -> bool:
+    """Whether this attempt may go on with the run `other`: where it begins anew, only if it is a restart that finds
+    what its own launch began anew.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
+    """
+    if not options.fresh:
+        return True
+    if group.launch.start:
+        return other.start == group.launch.start
+    if not group.restarted or group.launch.agent is None:
+        return group.restarted
+    return job_of(other.begun_by) == job_of(group.attempt)

@@ -312,38 +312,30 @@ class PartsInMemory:
                 yield where, *self._of[where]
 
     def load(self, where: str) -> tuple[Copy | None, str]:
-        """This rank's part as a copy, once all ranks have whole ones, and else why not. A damaged one is removed."""
-        group, parts, left = self.group, {*self._parts[where]}, [*range(self.group.world_size)]
-        path, files = Path(), dict[str, bytes]()
-        while left:
-            plan: dict[int, _Part] = {}
-            for rank in left:
-                able = [part for part in parts if rank in part.ranks]
-                if not able:
-                    return None, f"no whole part of rank {rank}"
-                plan[rank] = min(able, key=lambda part: (part.node != self._nodes[rank], part.path))
-            problem = ""
-            for rank, part in plan.items():
-                moved, source = part.node != self._nodes[rank], self._nodes.index(part.node)
-                if moved and group.rank == source:
-                    for work, _ in _send(*_read(Path(part.path)), rank):
-                        group.collective(work.wait)
-                if group.rank == rank:
-                    path = Path(part.path)
-                    if moved:
-                        found = _receive(source, partial(_new, path.parent.name))
-                        path, problem = found or path, "" if found else "it can't be read, or there is no room here"
-            if group.rank in plan and not problem:
-                files, problem = verify(path)
-                if problem:
-                    group.log.warning(f"a part in memory was passed over: {path}: {problem}")
-                    shutil.rmtree(path, ignore_errors=True)
-            problems = group.gather(problem)
-            left = [rank for rank in left if problems[rank]]
-            parts -= {plan[rank] for rank in left}
+        """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed."""
+        group, path, files, problem = self.group, Path(), dict[str, bytes](), ""
+        for rank in range(group.world_size):
+            able = [part for part in self._parts[where] if rank in part.ranks]
+            part = min(able, key=lambda part: (part.node != self._nodes[rank], part.path))
+            moved, source = part.node != self._nodes[rank], self._nodes.index(part.node)
+            if moved and group.rank == source:
+                for work, _ in _send(*_read(Path(part.path)), rank):
+                    group.collective(work.wait)
+            if group.rank == rank:
+                path = Path(part.path)
+                if moved:
+                    found = _receive(source, partial(_new, path.parent.name))
+                    path, problem = found or path, "" if found else "it can't be read, or there is no room here"
+        if not problem:
+            files, problem = verify(path)
+            if problem:
+                group.log.warning(f"a part in memory was passed over: {path}: {problem}")
+                shutil.rmtree(path, ignore_errors=True)
+        if problem := next(filter(None, group.gather(problem)), ""):
+            return None, problem
         # One for all: rank 0 alone may know the values of the last evaluation
         record = group.broadcast(json.loads(files[STATE]))
-        return Copy(path, record, {}, True, {name: files[name] for name in (STATE, INDEX)}), ""
+        return Copy(path, record, {}, files[INDEX]), ""
 
 
 # Between ranks --------------------------------------------------------------------------------------------------

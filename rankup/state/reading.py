@@ -31,28 +31,28 @@ class Copy:
     """A copy of the state, verified.
 
     `record`: what `state.json` says, `step`, `run` and `attempt` among it. `tracked`: the tracked items, on the CPU; {}
-    where the copy is `sharded`, and all of that is still in the ranks' files.
+    where all of that is still in the ranks' files, which `index` describes.
     """
 
     path: Path
     record: dict[str, Any]
     tracked: dict[str, Any]
-    sharded: bool = False
-    files: dict[str, bytes] = field(default_factory=dict, repr=False)  # as read, without those of the ranks
+    index: bytes = field(default=b"", repr=False)
 
     @property
     def step(self) -> int:
         return int(self.record["step"])
 
+    @property
+    def sharded(self) -> bool:
+        return self.index != b""
+
     def as_plain(self) -> Self:
         """The same with all shards read into this process, as if it had been saved plain."""
         if not self.sharded:
             return self
-        with Shards(self.path, self.files[INDEX]) as shards:
-            tracked = shards.read_all()
-        files = {name: b"".join(content) if isinstance(content, tree.TensorFile) else content
-                 for name, content in tree.to_files(tracked).items()}
-        return replace(self, tracked=tracked, sharded=False, files={STATE: self.files[STATE], **files})
+        with Shards(self.path, self.index) as shards:
+            return replace(self, tracked=shards.read_all(), index=b"")
 
 
 def load(path: Path, check: Check = no_check) -> Copy:
@@ -82,12 +82,19 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
 
 def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
     """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
-    own = {} if copy is None or group.rank != source else copy.files
-    path, names = group.broadcast(("" if copy is None else str(copy.path), list(own)), source=source)
-    files = {name: group.broadcast_bytes(own.get(name, b""), source=source) for name in names}
-    received = copy if group.rank == source else _parse(Path(path), files, no_check) if files else None
-    # The files take as much memory as the state itself. Of a sharded one the index is needed
-    return received and replace(received, files=files if received.sharded else {})
+    if group.world_size == 1:
+        return copy
+    own = tree.to_files(copy.tracked) if copy is not None and group.rank == source else {}
+    about = [str(copy.path), copy.record, copy.index.decode(), [*own]] if copy is not None and own else None
+    if (about := group.broadcast(about, source=source)) is None:
+        return None
+    path, record, index, names = about
+    files = dict[str, bytes]()
+    for name in names:
+        content = own.get(name, b"")
+        whole = content if isinstance(content, bytes) else b"".join(content)
+        files[name] = group.broadcast_bytes(whole, source=source)
+    return copy if own else Copy(Path(path), record, tree.from_files(files), index.encode())
 
 
 def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
@@ -96,26 +103,20 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
     if problem:
         return None, problem
     try:
-        found = _parse(path, files, check)
-        if found.sharded:
+        record = json.loads(files[STATE])
+        check(path, record)  # first: a copy of another kind may hold what nobody here can read
+        if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
+            raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run:.80}".')
+        if not isinstance(record.get("attempt"), str):
+            raise ValueError(f"{STATE}: attempt is missing")
+        if INDEX in files:
             with Shards(path, files[INDEX]) as shards:
                 shards.check()
-        return found, ""
+            return Copy(path, record, {}, files[INDEX]), ""
+        tracked = tree.from_files(files)
+        check(path, record, tracked)
+        return Copy(path, record, tracked), ""
     except UserError:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything
         return None, f"its files don't fit together ({' '.join(str(error).split())[:200]})"
-
-
-def _parse(path: Path, files: dict[str, bytes], check: Check) -> Copy:
-    record = json.loads(files[STATE])
-    check(path, record)  # first: a copy of another kind may hold what nobody here can read
-    if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
-        raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run:.80}".')
-    if not isinstance(record.get("attempt"), str):
-        raise ValueError(f"{STATE}: attempt is missing")
-    if INDEX in files:
-        return Copy(path, record, {}, True, files)
-    tracked = tree.from_files(files)
-    check(path, record, tracked)
-    return Copy(path, record, tracked, False, files)

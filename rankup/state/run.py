@@ -14,12 +14,13 @@ from typing import Any
 from rankup.errors import Stopped, UserError, disk_error, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places import lineage
+from rankup.places.files import read_json
 from rankup.places.lease import Lease
 from rankup.places.lineage import Lineage
 from rankup.state import parts, rescue
 from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
-from rankup.state.options import Options
+from rankup.state.options import Options, may_take
 from rankup.state.reading import Copy
 from rankup.state.saver import Saver, SecondCopies
 from rankup.state.second import SecondPlace
@@ -38,6 +39,7 @@ class Run:
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
+        self._rescued = True  # this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
 
@@ -49,11 +51,11 @@ class Run:
             group, self.folder, Lineage(**known) if known else None, Lineage(**new), token, found,
             {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
         )
-        self.parts = parts.Parts(group, self.lineage.run, options.memory_every)
+        self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
         newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and self.origin.kind < PEER and group.on_rank0(
-            lambda: options.finished(newest)
+            lambda: options.finished(newest, read_json(self.folder / lineage.RESULT) or {})
         )
         if self.finished:
             rescue.remove(self.lineage.run)
@@ -92,7 +94,7 @@ class Run:
             remove_unfinished(copies)
             owned(self.store or self.lease)
             begun = Lineage.read(self.folder)
-            if options.fresh and not (begun and options.may_take(begun)):
+            if options.fresh and not (begun and may_take(begun, options, self.group)):
                 begun = None
                 # To start anew must not lose anything
                 if lineage.put_aside(self.folder, (*lineage.OF_RUN, SECOND), moved := lineage.before(self.folder)):
@@ -100,15 +102,14 @@ class Run:
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
                 self.mirror = stack.enter_context(self._second(options.mirror, required=False))
-                self.mirror.adopt(nothing_here=nothing_here, wanted=options.may_take)
+                self.mirror.adopt(nothing_here=nothing_here, wanted=lambda other: may_take(other, options, self.group))
                 begun = Lineage.read(self.folder)
-                owned(self.store or self.lease)  # the mirror's status is of an earlier attempt
             found += found_in(list_copies(copies))
             for kind, place in (STORE, self.store), (MIRROR, self.mirror):
                 found += [[kind, *one] for one in place.found()] if place else []
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        new, mark = Lineage.new(self.group.attempt, options.start), lineage.new_mark(self.group.attempt)
+        new, mark = Lineage.new(self.group.attempt, self.group.launch.start), lineage.new_mark(self.group.attempt)
         return begun.values() if begun else None, new.values(), self.lease.token, mark
 
     def _second(self, url: str, *, required: bool) -> SecondPlace:
@@ -168,7 +169,7 @@ class Run:
                 raise disk_error(lineage.FILE, self.folder, error) from None
             open_files()
             if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
-                self.store.upload(None, timeout_s=self.options.save_s)
+                self.store.upload(None, timeout_s=self.options.save_timeout_s)
             if self.mirror is not None:
                 self.mirror.copy(next(reversed(list_copies(self.saver.folder)), None))
 
@@ -189,7 +190,9 @@ class Run:
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
         self.saved_step = step
-        rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
+        if self._rescued:  # what an earlier attempt left: while this one trains none is written
+            rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
+            self._rescued = False
         if self.mirror is not None:
             self.mirror.copy(self.saver.folder / f"step-{step:08d}")
         if self.group.is_rank0:
@@ -206,7 +209,7 @@ class Run:
         try:
             problem = rescue.write(self.lineage.run, step, make_files)
             if self.second is not None:
-                self.second.wait_for_first()
+                self.second.wait(first=True)
         except Exception as error:
             self.group.log.warning(f"no rescue: {reason(error)}")
             return False
@@ -227,7 +230,7 @@ def open_run(
     newest copy can't be gone on with.
     """
     run = Run(folder, group, options)
-    group.watch.enter("setup", options.setup_s)  # a copy may have to be fetched
+    group.watch.enter("setup", options.setup_timeout_s)  # a copy may have to be fetched
     with contextlib.ExitStack() as stack:
         run.find(stack, owned)
         try:
@@ -238,7 +241,7 @@ def open_run(
                 # ends. Until then no other attempt may own the folder: the kernel frees the lease, as after a kill
                 stack.pop_all()
             elif run.saver.writing:
-                group.watch.enter("save", options.save_s)
+                group.watch.enter("save", options.save_timeout_s)
                 run.saver.wait()
             if run.mirror is not None and isinstance(error, Stopped):
                 run.mirror.finish(stopped=True)

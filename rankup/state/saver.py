@@ -4,16 +4,16 @@ So the ranks stand still for the copy alone, not for digests and the disk (tests
 beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). A thread calls no collective: gloo pairs them
 by their order, and the loop calls its own meanwhile.
 
-Rank 0 writes plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name once all parts
-are there. Where the nodes share no disk, a rank of another node keeps the newest copy a second time: nothing is sent,
-because it has the state that rank 0 saves.
+Rank 0 writes plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first
+step after all have done so. Where the nodes share no disk, a rank of another node keeps the newest copy a second time:
+nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`.
 """
 
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,12 +21,13 @@ from rankup.agent.limits import memory_available
 from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
-from rankup.state.copies import STATE, Content, fingerprint_tensors, list_copies, step_of
+from rankup.state.copies import STATE, Content, list_copies, step_of
 from rankup.state.options import Options
-from rankup.state.shards import collect_parts, file_of, index, own_parts, write_part
+from rankup.state.shards import Part, check_visible, file_of, index, own_parts, write_part
 from rankup.state.tree import Tensors, encode, files_of, is_dense
 from rankup.state.writing import Writing
 
+T = TypeVar("T")
 ROOM = 2  # a save needs its copy in memory, and as much again stays free
 
 
@@ -45,17 +46,18 @@ class Saver:
         keeps second copies. `upload`: rank 0's; it copies a published one to another place, `upload(path,
         timeout_s=...)`.
         """
-        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_s
+        self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
         self.saved, self.second, self.upload = saved, second, upload
         self.step: int | None = None
-        self._copies = HostCopies(group.device, options.how, say=group.log.info)
-        self._writing = Writing("save", options.save_s)
+        self._copies = HostCopies(group.device, options.save, say=group.log.info)
+        self._writing = Writing("save", options.save_timeout_s)
         self._count = 0
         self._published = threading.Event()  # what is being written stands in `folder`, or never will
-        self._hurry = threading.Event()  # this process ends: do not wait for other ranks
-        self._staging: Path | None = None  # of a sharded copy
-        self._tensors = ""  # the fingerprint of those in the copy that was written last
+        # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
+        self._staging: Path | None = None  # rank 0's
+        self._part: Part | None = None
+        self._join_parts: Callable[[list[Part]], bool] | None = None
 
     def save(
         self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
@@ -72,12 +74,14 @@ class Saver:
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
-            self.second.begin(step, record, tracked, wait=wait)
+            self.second.save(step, record, tracked, wait=wait)
         self.step, self._count = step, self._count + 1
+        self._part, self._join_parts = None, None
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
             # No rank may wait for the part of one that writes none
-            if prepared and not (self.sharded and self.group.max(int(self._writing.failure is not None))):
+            failed = self.group.max(int(prepared is None)) if self.sharded else 0
+            if prepared and not failed:
                 work, beside = prepared
                 self._published.clear()
                 (self._writing.start if beside else self._writing.run)(lambda: self._write(work))
@@ -93,10 +97,10 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
-        over = self._writing.failure is not None
-        if self.group.is_rank0:
-            over = not self._writing.under_way or self._writing.left_s <= 0
-        if wait or self.group.max(int(over)):
+        under_way = self._writing.under_way and self._writing.left_s > 0
+        if wait or self.group.max(2 if self._writing.failure is not None else int(under_way)) != 1:
+            self._conclude()
+        if wait and self.step is not None:  # shards are joined, and are uploaded now
             self._conclude()
 
     @property
@@ -107,10 +111,9 @@ class Saver:
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
 
-        An upload is not waited for: the next attempt makes it. Neither are parts of ranks that may be gone.
+        An upload is not waited for: the next attempt makes it. Neither are shards, which other ranks have to write too.
         """
-        self._hurry.set()
-        if self._writing.under_way:  # any thread may call this
+        if self._writing.under_way and self._join_parts is None:  # any thread may call this
             self._published.wait(self._writing.left_s)
 
     def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
@@ -151,35 +154,40 @@ class Saver:
 
         def write() -> None:
             self._copies.wait()
-            if not self.sharded:
-                files = {STATE: record, **files_of(nodes, held)}
-                path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
-            else:
-                part = write_part(staging, self.group.rank, held, offsets)
-                if not self.group.is_rank0:
-                    return
-                parts = collect_parts(staging, part, self.group, until_s=self._writing.until_s, hurry=self._hurry)
-                path = copies.publish(
-                    staging, {STATE: record, **index(nodes, tensors, parts)},
-                    {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}, step=step, keep=self.keep,
-                    check_owner=self.check_owner,
-                )
-            self._tensors = fingerprint_tensors(path)
-            self._published.set()
-            if self.upload is None:
+            if self.sharded:
+                self._part = offsets, write_part(staging, self.group.rank, held)
                 return
-            # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
-            if self._writing.in_thread or self._copies.how == "sync":
-                self.upload(path, timeout_s=self._writing.left_s)
-            else:
-                self.upload_beside(path, step=step)
+            files = {STATE: record, **files_of(nodes, held)}
+            path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
+            self._stands(path, step)
 
+        def join_parts(parts: list[Part]) -> bool:
+            check_visible(staging, parts, self.group)
+            entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
+            files = {STATE: record, **index(nodes, tensors, parts)}
+            path = copies.publish(staging, files, entries, step=step, keep=self.keep, check_owner=self.check_owner)
+            return self._stands(path, step)
+
+        if self.sharded:
+            self._join_parts = join_parts
         return write, beside
 
-    def _write(self, work: Callable[[], object]) -> None:
+    def _stands(self, path: Path, step: int) -> bool:
+        """A copy is published: upload it where that is wanted. Returns whether that goes on beside the training."""
+        self._published.set()
+        if self.upload is None:
+            return False
+        # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
+        if self._copies.how == "sync":
+            self.upload(path, timeout_s=self._writing.left_s)
+            return False
+        self.upload_beside(path, step=step)
+        return True
+
+    def _write(self, work: Callable[[], T]) -> T:
         """Raises PeerLost in place of an error where another attempt owns the run by now: it removes our files."""
         try:
-            work()
+            return work()
         except (OSError, UserError):
             if self.group.is_rank0:
                 self.check_owner()
@@ -190,33 +198,31 @@ class Saver:
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        if self.group.is_rank0 and self._writing.under_way:
+        if self._writing.under_way and self._writing.failure is None:
             # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
             self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
             self._writing.join()
         own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
-        found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._tensors])
-        # Rank 0 says of a part that is missing what its writer says better. But no rank may blame its disk for what
-        # another attempt has removed
-        failed = [(kind, text) for kind, text, _ in reversed(found) if kind]
+        found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._part])
+        # No rank may blame its disk for what another attempt has removed
+        failed = [(kind, text) for kind, text, _ in found if kind]
         for kind, text in sorted(failed, key=lambda failure: failure[0] != "PeerLost"):
-            self._hurry.set()
             if self._staging is not None:
                 copies.remove(self._staging)
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
+        join_parts, self._join_parts = self._join_parts, None
+        if join_parts and self.group.on_rank0(lambda: self._write(lambda: join_parts([part for *_, part in found]))):
+            return  # it is being uploaded
         step, self.step = self.step, None
-        if self.second is not None:
-            self.second.confirm(step, found[0][2])
         self.saved(step)
 
 
 class SecondCopies:
-    """Keeps the newest checkpoint on the disk of another node than rank 0's: one rank's, in a thread.
+    """Keeps the newest copy on the disk of another node than rank 0's: one rank writes what it holds, in a thread.
 
-    It holds the state in memory from the save on, and writes once rank 0's checkpoint stands: only whole checkpoints
-    have a second copy. No step and no save waits for it, and whatever fails is one line.
+    No step and no save waits for it, and whatever fails is one line.
     """
 
     def __init__(
@@ -224,67 +230,44 @@ class SecondCopies:
     ) -> None:
         """`more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, options.how, say=group.log.debug)
-        self._writing = Writing("copy", options.save_s)
-        self._held: tuple[int, Mapping[str, Content]] | None = None  # the step of a copy in memory, and its files
+        self._copies = HostCopies(group.device, options.save, say=group.log.debug)
+        self._writing = Writing("copy", options.save_timeout_s)
         self._kept = False  # one is written here
         self._said = ""
 
-    def begin(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Hold the state, as rank 0 begins to save it. Where the copy before is not written, this one is left out; with
+    def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
+        """Begin to write the state of this step. Where the copy before is not written, this one is left out; with
         `wait` that one gets done first."""
         if wait:
-            self._writing.join(self._writing.left_s)
+            self.wait()
         if self._writing.under_way:
             self.group.log.debug(f"no second copy of step {step}: an earlier one is still under way")
             return
         nodes, tensors = encode(tracked)
         # Without memory for a copy that is kept, one for this save: the tensors change with the next step
-        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device, "async")).take(tensors)
-        self._held = step, {STATE: record, **self.more(), **files_of(nodes, held)}
+        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device)).take(tensors)
+        files = {STATE: record, **self.more(), **files_of(nodes, held)}
+        self._writing.start(lambda: self._write(step, files))
 
-    def confirm(self, step: int, tensors: str) -> None:
-        """Rank 0's copy of this step stands. `tensors`: `fingerprint_tensors` of it."""
-        if self._held is not None and self._held[0] == step:  # else the copy of this step was left out
-            files, self._held = self._held[1], None
-            self._writing.start(lambda: self._write(step, files, tensors))
+    def wait(self, *, first: bool = False) -> None:
+        """Let the copy get done that is under way, within the deadline of a save, because this process ends. `first`:
+        only the first one, which also says of which run this node's rescues are."""
+        if not (first and self._kept):
+            self._writing.join(self._writing.left_s)
 
-    def wait_for_first(self) -> None:
-        """Let the first copy get done that is under way: it also says of which run this node's rescues are."""
-        if not self._kept:
-            self.wait()
-
-    def wait(self) -> None:
-        """Let the copy get done, within the deadline of a save, because the training ends."""
-        self._writing.join(self._writing.left_s)
-
-    def _write(self, step: int, files: Mapping[str, Content], tensors: str) -> None:
-        def check() -> None:
-            if staging.exists() and fingerprint_tensors(staging) != tensors:  # it is called once more, when all stands
-                host = self.group.hosts[0]
-                raise UserError(
-                    f"no second copy of step {step}: this rank holds other weights, or another state of the optimizer, "
-                    f"than rank 0 on {host} has saved. They have come apart: look at the memory of both machines."
-                )
-
+    def _write(self, step: int, files: Mapping[str, Content]) -> None:
         try:
             self._copies.wait()
             copies.remove_unfinished(self.folder)
             for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
                 if step_of(path) > step:
                     shutil.rmtree(path, ignore_errors=True)
-            staging = copies.create_staging(copies.staging_in(self.folder, step))
-            copies.publish(staging, files, {}, step=step, keep=1, check_owner=check)
-            self._kept = True
+            copies.save(self.folder, files, step=step, keep=1)
+            self._kept, self._said = True, ""
         except Exception as error:  # a copy that fails must not end the training
-            text = str(error) if isinstance(error, UserError) else reason(error)
-            self._say(text if text.startswith("no second copy") else f"no second copy: {text}")
-
-    def _say(self, text: str) -> None:
-        """A full disk stays full: each text is said once in a row."""
-        if text != self._said:
+            if (text := f"no second copy: {reason(error)}") != self._said:  # a full disk stays full
+                self.group.log.warning(text)
             self._said = text
-            self.group.log.warning(text)
 
 
 class HostCopies:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.lease import Lease, StoreLease, folder_of, highest_number
+from rankup.places.lease import Lease, StoreLease, highest_number
 from rankup.places.lineage import FILE, OF_RUN, Lineage, put_aside
 from rankup.places.place import Place
 from rankup.state.copies import list_copies, looks_whole, uploading
 from rankup.state.options import Options
 from rankup.state.stored_run import StoredRun
 from rankup.state.writing import Writing
-from rankup.timing import FIND_S, SEARCH_S, UPLOAD_END_S, UPLOAD_SILENT_S, UPLOAD_STATUS_S, UPLOAD_STOP_S
+from rankup.timing import FIND_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 
 SUPERSEDED = "superseded"
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
@@ -42,8 +42,8 @@ class SecondPlace(StoredRun):
         self.folder, self.required, self.keep, self.log = folder, required, options.keep, log
         self.address, self.run = self.place.url, ""  # the id of the run that is copied
         self.called = self.address if required else f"the mirror {self.address}"
-        self._folder_lease, self._save_s = lease, options.save_s
-        self._opening_s = min(options.setup_s, options.save_s)
+        self._folder_lease, self._save_s = lease, options.save_timeout_s
+        self._opening_s = min(options.setup_timeout_s, options.save_timeout_s)
         self._lease: StoreLease | None = None
         self._free = 0  # of a mirror: the number that was free at the opening
         self._held = contextlib.ExitStack()
@@ -59,9 +59,9 @@ class SecondPlace(StoredRun):
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def patient(self, timeout_s: float | None) -> Self:
-        """This, with so much patience from now on; None: as long as it goes on."""
-        self.place = self.place.within(SHARE * timeout_s) if timeout_s else self.place.while_moving(UPLOAD_SILENT_S)
+    def patient(self, timeout_s: float) -> Self:
+        """This, with so much patience from now on."""
+        self.place = self.place.within(SHARE * timeout_s)
         return self
 
     # At opening -----------------------------------------------------------------------------------------------
@@ -138,16 +138,16 @@ class SecondPlace(StoredRun):
             return
         aside = self.folder / SUPERSEDED
         shutil.rmtree(aside, ignore_errors=True)
-        put_aside(self.folder, (*OF_RUN, "status.json"), aside)
+        put_aside(self.folder, OF_RUN, aside)
         self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
 
     # While training -------------------------------------------------------------------------------------------
 
-    def upload(self, path: Path | None, *, timeout_s: float | None = None) -> None:
+    def upload(self, path: Path | None, *, timeout_s: float) -> None:
         """Copy what has changed beside the copies, and then the copy `path`: a resumed run does not repeat saved steps.
 
-        `timeout_s`: None for as long as bytes arrive. Raises UserError where the place refuses, and PeerLost where it
-        does not answer, or where another attempt owns the run by now. The copy stays here in any case.
+        Raises UserError where the place refuses, and PeerLost where it does not answer within `timeout_s`, or where
+        another attempt owns the run by now. The copy stays here in any case.
         """
         lease = self.patient(timeout_s)._claim()
         lease.check()
@@ -166,13 +166,6 @@ class SecondPlace(StoredRun):
         self._folder_lease.check()
         if self._lease is not None and not self._lease.is_ours():
             self._lease.check()
-
-    def copy_status(self, path: Path) -> None:
-        """Copy `status.json`, which is written last of all, when the lease has been given back. Raises nothing."""
-        with contextlib.suppress(UserError, PeerLost, OSError):
-            if self._lease is not None and self.is_ours() and not self._lease.followed():
-                place = self._lease.place.once(UPLOAD_STATUS_S).below(folder_of(self._lease.number))
-                place.write(path.name, path.read_bytes())
 
     def finish(self, *, stopped: bool) -> None:
         """Copy the files a last time, and the newest copy if it is not there. Raises as `upload` if it is required.
@@ -220,7 +213,7 @@ class SecondPlace(StoredRun):
         # `is`: the same step may have been saved again meanwhile
         path = self._newest if self._newest is not self._has else None
         try:
-            self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else None)
+            self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else MIRROR_S)
         except Exception as error:  # a mirror must not end the training
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
                 self._fail(str(error) or type(error).__name__)

@@ -6,12 +6,10 @@ rank and offset of each of its parts. So a copy loads at any number of ranks, sp
 has to be on storage that all nodes share.
 """
 
-import contextlib
 import errno
 import json
 import math
 import os
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,10 +19,9 @@ import torch
 
 from rankup.errors import UserError, disk_error
 from rankup.group.group import Group
-from rankup.places.files import read_json
 from rankup.state.copies import Fingerprint, write_durably
 from rankup.state.tree import DTYPES, TensorFile, decode, encode
-from rankup.timing import HURRY_S, VISIBLE_S
+from rankup.timing import VISIBLE_S
 
 INDEX = "shards.json"
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -66,47 +63,22 @@ def own_parts(tensors: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tenso
     return {name: local for name, (local, _) in parts.items()}, {name: list(at) for name, (_, at) in parts.items()}
 
 
-def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor], offsets: dict[str, list[int]]) -> Part:
-    """Write a rank's part into `staging`, which rank 0 has made, and say so there. Raises UserError, and says that too.
-
-    No collective tells rank 0, because ranks write beside the training.
-    """
-    note: dict[str, Any] = {}
+def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor]) -> Fingerprint:
+    """Write a rank's part into `staging`, which rank 0 has made. Raises UserError."""
     try:
         if not _wait_until_visible(staging, size=None):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        note = {"offsets": offsets, "file": write_durably(staging / file_of(rank), TensorFile(parts))}
-        return offsets, note["file"]
+        return write_durably(staging / file_of(rank), TensorFile(parts))
     except OSError as error:
         raise disk_error("checkpoint", staging.parent, error) from None
-    finally:
-        with contextlib.suppress(OSError):
-            told = staging / f"{_note_of(rank)}.part"
-            told.write_text(json.dumps(note))
-            told.rename(staging / _note_of(rank))
 
 
-def collect_parts(staging: Path, own: Part, group: Group, *, until_s: float, hurry: threading.Event) -> list[Part]:
-    """The parts of all ranks, once they are written. Rank 0 calls this. `hurry`: the other ranks may be gone.
-
-    Raises UserError where a rank could not write or rank 0 does not see what it wrote, and OSError where `staging` is
-    gone.
-    """
-    parts = [own]
-    for rank in range(1, group.world_size):
-        while (note := read_json(staging / _note_of(rank))) is None:
-            staging.stat()
-            if hurry.is_set() or group.watch.lost_a_peer:
-                until_s = min(until_s, time.monotonic() + HURRY_S)
-            if time.monotonic() > until_s:
-                raise UserError(f"checkpoint: rank {rank} on {group.hosts[rank]} has not written its part in time.")
-            time.sleep(0.02)
-        if not note or not _wait_until_visible(staging / file_of(rank), size=note["file"]["bytes"]):
+def check_visible(staging: Path, parts: list[Part], group: Group) -> None:
+    """Raises UserError where rank 0 does not see what another rank wrote, and OSError where `staging` is gone."""
+    staging.stat()
+    for rank, (_, file) in enumerate(parts):
+        if not _wait_until_visible(staging / file_of(rank), size=file["bytes"]):
             raise _not_shared([rank], staging.parent, group)
-        parts.append((note["offsets"], note["file"]))
-        (staging / _note_of(rank)).unlink()
-    (staging / _note_of(0)).unlink()
-    return parts
 
 
 def index(tree: dict[str, Any], tensors: dict[str, Any], parts: list[Part]) -> dict[str, bytes]:
@@ -119,10 +91,6 @@ def index(tree: dict[str, Any], tensors: dict[str, Any], parts: list[Part]) -> d
         for name, tensor in tensors.items()
     }
     return {INDEX: json.dumps({"tree": tree, "shards": table}).encode()}
-
-
-def _note_of(rank: int) -> str:
-    return f".{file_of(rank)}.json"
 
 
 # Reading --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A run at an address: its copies, and what `metrics.jsonl` and the other files say of it.
 
     lease/00000007.json
-    00000007/run.json config.yaml status.json result.json metrics.jsonl logs/ tensorboard/
+    00000007/run.json config.yaml result.json metrics.jsonl logs/ tensorboard/
     00000007/checkpoints/<id of the run>/step-00001200-5f0c9a417be2/... manifest.json
 
 All that an attempt writes lies below its number in `rankup.places.lease`. An owner that was frozen, and taken for dead,
@@ -27,15 +27,15 @@ from rankup.errors import UserError, disk_error
 from rankup.places.cache import cache_root
 from rankup.places.lease import folder_of, highest_number, number_of
 from rankup.places.lineage import FILE as RUN_FILE
-from rankup.places.lineage import RUN_ID, Lineage
+from rankup.places.lineage import RESULT, RUN_ID, Lineage
 from rankup.places.place import Place
 from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, passed_over
 from rankup.urls import is_url
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder
-FILES = (RUN_FILE, "config.yaml", "status.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")
-FOLDERS = ("tensorboard", "before-*")  # the second: what --fresh has put aside
+FILES = (RUN_FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -140,20 +140,16 @@ class StoredRun:
     # Reading --------------------------------------------------------------------------------------------------
 
     def lineage(self) -> Lineage | None:
-        """The run that is there now, by run.json or, where that is lost, by its copies; None where there is none.
-
-        Raises UserError where that can't be told.
-        """
+        """The run that is there now, None where there is none. Raises UserError where that can't be told."""
         names = self.place.names()
         if newest := self._newest_run_file(names):
             return newest[1]
-        runs = sorted({one.run for one in _copies(names)})
-        if len(runs) > 1:
+        if runs := sorted({one.run for one in _copies(names)}):
             raise UserError(
-                f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of {len(runs)} "
-                f"runs: {', '.join(runs)}. Put run.json back from a copy, or remove the others, or set another --name."
+                f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of "
+                f"{', '.join(runs)}. Put run.json back from a copy, or set another --name."
             )
-        return Lineage(runs[0], "", "", []) if runs else None
+        return None
 
     def copies(self, run: str) -> list[Stored]:
         """The copies of that run, the newest first."""
@@ -287,14 +283,11 @@ def _digest(manifest: bytes) -> str:
 
 def _is_file(name: str) -> bool:
     """Whether it is one of those beside the copies, and leads nowhere else."""
-    return name in FILES or (name.startswith(tuple(f.partition("*")[0] for f in FOLDERS)) and ".." not in name)
+    return name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name)
 
 
 def _small_files(directory: Path) -> Iterator[str]:
     """The names of what is copied besides copies."""
     yield from (name for name in FILES if (directory / name).is_file())
-    for pattern in FOLDERS:
-        for path in (path for folder in directory.glob(pattern) for path in folder.rglob("*") if path.is_file()):
-            name = path.relative_to(directory)
-            if "checkpoints" not in name.parts:
-                yield name.as_posix()
+    events = (path for path in (directory / TENSORBOARD).rglob("*") if path.is_file())
+    yield from (path.relative_to(directory).as_posix() for path in events)

@@ -51,10 +51,6 @@ class Writing:
             thread.join(timeout_s)
 
     @property
-    def in_thread(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    @property
     def under_way(self) -> bool:
         return self._thread is not None
 

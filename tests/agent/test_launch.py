@@ -53,9 +53,7 @@ def nodes(folder: Path, text: str, *options: str, num_nodes: int = 2, env: dict[
     """The agents of several nodes, one rank each."""
     job, port = Job(), free_port()
     for node in range(num_nodes):
-        own = folder / f"node{node}"
-        own.mkdir()
-        add_node(job, own, text, *options, node=node, num_nodes=num_nodes, port=port, env=env)
+        add_node(job, folder / f"node{node}", text, *options, node=node, num_nodes=num_nodes, port=port, env=env)
     return job
 
 
@@ -63,6 +61,7 @@ def add_node(
     job: Job, folder: Path, text: str, *options: str, node: int, num_nodes: int, port: int,
     env: dict[str, str] | None = None,
 ) -> None:
+    folder.mkdir(exist_ok=True)
     line = (
         "-m", "rankup", "launch", f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1",
         f"--master-port={port}", f"--run-dir={folder}/runs", *options,
@@ -131,18 +130,6 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     assert ours == ({"RANKUP_AGENT", "RANKUP_CACHE"} if knows_us else set())
 
 
-def test_lines_have_host_and_rank_and_each_rank_has_a_file(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, "print('hello from', rank); print('oh', rank, file=sys.stderr)")) as job:
-        assert job.wait() == [0], job.output
-    for rank in TWO:
-        assert re.search(rf"^\[\S+ r{rank}/2\] hello from {rank}$", job.output, re.MULTILINE), job.output
-        log = (tmp_path / f"runs/job/logs/rank-{rank}.log").read_text()
-        assert re.search(rf"^\d{{4}}-\S+ \S+ r{rank} oh {rank}$", log, re.MULTILINE), log
-        assert f"r{1 - rank} " not in log
-    found = status(tmp_path)
-    assert (found["state"], found["code"], {end["code"] for end in found["ranks"].values()}) == ("finished", 0, {0})
-
-
 def test_nobody_reads_what_is_printed_and_the_job_goes_on(tmp_path: Path) -> None:
     text = "print('x' * 100, flush=True)\n" + WAITS + "print('y' * 100000, flush=True)\nif restart == 0: sys.exit(75)"
     with ended(launch(tmp_path, text, "--restart-on=75")) as job:
@@ -170,11 +157,10 @@ def test_last_lines_of_a_rank_are_in_its_file_where_nobody_reads_the_terminal(tm
 
 def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "wait_for('hangs')")
-    codes, output = forks.run(
+    forks.ends(
         "launch", "--run-dir", tmp_path / "runs", script, env={"HANGS": f"{tmp_path}/hangs"},
         preload="tests.agent.test_launch:hang_from_the_first_report_on",
     )
-    assert codes == [0], output
 
 
 def hang_from_the_first_report_on() -> None:
@@ -406,12 +392,6 @@ def _signals_are_handled(pid: int) -> bool:
 # Several nodes --------------------------------------------------------------------------------------------------------
 
 
-def test_two_nodes_train_as_one_job_and_one_end_is_the_end_of_all(tmp_path: Path) -> None:
-    with ended(nodes(tmp_path, "print('world', os.environ['WORLD_SIZE'], 'group', os.environ['GROUP_RANK'])")) as job:
-        assert job.wait() == [0, 0], job.output
-    assert ["world 2 group 0" in job.outputs[0], "world 2 group 1" in job.outputs[1]] == [True, True]
-
-
 def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
     with ended(nodes(tmp_path, WAITS)) as job:
         folders = [tmp_path / f"node{node}" for node in TWO]
@@ -448,8 +428,6 @@ def test_lost_agent_is_replaced_and_the_job_goes_on(lost: int, tmp_path: Path) -
     port, job = free_port(), Job()
     with ended(job):
         folders = [tmp_path / f"node{node}" for node in (0, 1, 2)]
-        for folder in folders:
-            folder.mkdir()
         for node in TWO:
             add_node(job, folders[node], WAITS, node=node, num_nodes=2, port=port)
         for node in TWO:
@@ -470,7 +448,6 @@ def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):
         for node in TWO:
-            (tmp_path / f"node{node}").mkdir()
             add_node(
                 job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=8", node=node, num_nodes=3, port=port
             )
@@ -483,7 +460,6 @@ def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):
         for node in TWO:
-            (tmp_path / f"node{node}").mkdir()
             add_node(job, tmp_path / f"node{node}", f"print({node})", node=node, num_nodes=2, port=port)
         assert job.wait() == [2, 2], job.output
     assert "script job.py must be the same on all ranks" in job.output

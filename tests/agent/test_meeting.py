@@ -26,7 +26,7 @@ from rankup.agent.meeting import Leader, describe_differences, describe_missing
 from rankup.agent.protocol import LONGEST, VERSION, Link, Member
 from rankup.env.node_env import Limits
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
-from rankup.timing import NOTICE_S
+from rankup.timing import FOUND_S, NOTICE_S
 from tests.rigs.jobs import ROOT, free_port
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
@@ -262,6 +262,16 @@ async def test_fewer_nodes_than_the_least_hear_what_is_waited_for():
 
 
 @asynchronous
+async def test_new_node_0_does_not_begin_alone_before_the_leader_of_a_job_that_goes_on_has_had_time_to_call_it():
+    async with room(member(0, of=3), Limits(1, 3, wait_s=0.0)) as here:
+        puppet = await here.enter(member(0, of=3))
+        await here.pass_time(FOUND_S - 1, puppet)
+        await here.nothing_is_said_to(puppet)
+        await here.pass_time(2.0, puppet)
+        assert (await puppet.hears("propose"))["n"] == 1
+
+
+@asynchronous
 async def test_fault_while_a_membership_is_committed_refuses_all():
     async with room(limits=ANY) as here:
         here.prepared = lambda n: asyncio.sleep(0, {})
@@ -279,7 +289,7 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
         for puppet, problem in zip(puppets, ("", "no route to node2", "no answer from node0"), strict=True):
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         await until(lambda: here.said)
-        await here.pass_time(3.0, *puppets)
+        await here.pass_time(FOUND_S + 1, *puppets)
         for puppet in puppets:
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
         said = [await puppet.hears("commit") for puppet in puppets]

@@ -24,7 +24,7 @@ TEXT = HEAD + """
 shared, world = pathlib.Path(sys.argv[1]), os.environ["WORLD_SIZE"]
 job = os.environ["TORCHELASTIC_RUN_ID"]
 path = shared / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}-of-{world}"
-path.with_suffix(".new").write_text(f"{job} {os.getpid()}")
+path.with_suffix(".new").write_text(f"{job} {os.getpid()} {os.environ.get('GLOO_SOCKET_IFNAME')}")
 path.with_suffix(".new").rename(path)
 while not (shared / "go").exists(): time.sleep(0.01)
 """
@@ -259,3 +259,29 @@ def test_of_two_nodes_that_are_cut_apart_the_one_that_leads_goes_on(net: Net, tm
         assert job.wait() == [0, 0], job.output
     assert len(list((tmp_path / "shared").glob("*-of-1"))) == 1, job.output
     assert len(nodes.jobs()) == 1
+
+
+@pytest.mark.parametrize("net", [2], indirect=True)
+def test_node_that_began_alone_uses_the_interface_that_leads_to_the_one_that_comes(net: Net, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", net=net)
+    with ended(nodes.job) as job:
+        first = nodes.begin(1)
+        nodes.add(1)
+        second = nodes.attempt(2, after=first)
+        nodes.go()
+        assert job.wait() == [0, 0], job.output
+    assert {path.read_text().split()[2] for path in (tmp_path / "shared").glob(f"{second}-*")} == {"eth0"}
+
+
+@pytest.mark.parametrize("net", [4], indirect=True)
+def test_node_that_is_started_anew_is_called_where_node_0_is_gone(net: Net, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:4", "--wait-for-node=0.5", net=net)
+    with ended(nodes.job) as job:
+        attempt = nodes.begin(4)
+        for node, left in ((3, 3), (0, 2)):
+            nodes.kill(node)
+            attempt = nodes.attempt(left, after=attempt)
+        nodes.add(3)
+        nodes.attempt(3, after=attempt)
+        nodes.go()
+        assert job.wait() == [-9, 0, 0, -9, 0], job.output

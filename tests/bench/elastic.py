@@ -1,20 +1,21 @@
-"""What does a lost node cost an elastic job of four nodes: under torchrun, and under `launch`, whose roster is fixed?
+"""What does a change of the nodes cost a job: under `launch`, with a spare and without, and under torchrun?
 
-    python tests/bench/elastic.py [--repeats 5]
+    python tests/bench/elastic.py [--repeats 10]
+    python tests/bench/elastic.py --light 64
 
-Four nodes of one process each, all on this machine. In each repeat, for the launchers by turns, node 3 (its launcher
-and its rank) is killed and started again at once. Under torchrun it is also killed and stays away, and comes back
-later: with torch's heartbeats (5 s, and three may be missed), and with faster ones. `launch` can't go on without it:
-there the others are stopped and started anew with `--nnodes 3`. The time is from the kill, or from the command that
-starts nodes, to the end of the next step. Nothing is asserted.
+Three nodes of one process each, all on this machine. Each repeat starts a job of each kind, by turns, and does to it
+what the table says. A node is killed with its ranks, which the others see at once, or stopped (SIGSTOP), which they see
+by its silence. The time is from there to the end of the next step. A node that comes back costs a pause: the time
+between two steps. Torchrun's node 0 holds the store, without which its job ends.
+
+`--light`: so many agents whose ranks are a script that sleeps; the time is until the last rank of the next membership
+has started. Nothing is asserted.
 """
 
 import argparse
-import datetime
+import itertools
 import os
-import platform
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,144 +24,195 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.machine import cpu_model
-from tests.bench.recovery import SETTINGS, Fault
+from tests.bench.machine import conditions, markdown_table
+from tests.bench.recovery import SETTINGS, Fault, newest_steps
 from tests.rigs.containers import wait_for
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
-NODES = 4
-TASK = ["--dataset", "digits", "--model", "mlp", "--progress=none", "--simulated-nodes", *SETTINGS]
-# As k8s/components/elastic/job.yaml sets them
-RENDEZVOUS = "join_timeout=900,read_timeout=30,last_call_timeout=5"
-FASTER = ",keep_alive_interval=1,keep_alive_max_attempt=6"
+NODES = 3
+TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", "--simulated-nodes", *SETTINGS]
+SILENT_S, WAIT_S = 3, 1
+LAUNCH = ["-m", "rankup", "launch", "--master-addr=127.0.0.1", "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
+TORCHRUN = [
+    "-m", "torch.distributed.run", f"--nnodes=2:{NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d",
+    "--rdzv-conf=join_timeout=900,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+    "--max-restarts=1000",
+]
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-Words = Callable[[int, int], list[str]]  # what starts a node: by its number, and by how many there are
+LIGHT = """
+import os, pathlib, sys, time
+path = pathlib.Path(sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + os.environ["RANK"])
+path.with_suffix(".new").write_text(f"{time.time()} {os.environ['WORLD_SIZE']}")
+path.with_suffix(".new").rename(path)
+time.sleep(3600)
+"""
 
 
 class Job:
     """The nodes of one job."""
 
-    def __init__(self, folder: Path, words: Words) -> None:
-        self.folder, self.words, self.run = folder, words, folder / "job"
-        self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+    def __init__(self, folder: Path, line: list[str], *, torchrun: bool = False) -> None:
+        self.folder, self.line, self.run, self.port = folder, line, folder / "job", free_port()
+        self.torchrun = torchrun
+        self.nodes: dict[int, psutil.Popen] = {}
 
-    def start(self, *nodes: int, of: int = NODES) -> None:
+    def start(self, *nodes: int) -> None:
         for node in nodes:
-            line = [sys.executable, *self.words(node, of), *TASK, "--run-dir", str(self.folder)]
+            own = [f"--rdzv-endpoint=127.0.0.1:{self.port}"] if self.torchrun else [
+                f"--node-rank={node}", f"--master-port={self.port}", f"--run-dir={self.folder}"]
+            at = self.line.index("launch" if not self.torchrun else "torch.distributed.run") + 1
             with (self.folder / f"node{node}.txt").open("a") as output:
-                self.nodes[node] = subprocess.Popen(
-                    line, env=environment(SEPARATE_STORE), cwd=ROOT, stdout=output, stderr=output
+                self.nodes[node] = psutil.Popen(
+                    [sys.executable, *self.line[:at], *own, *self.line[at:]], env=environment(SEPARATE_STORE), cwd=ROOT,
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 )
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        return [*self.nodes[node].children(recursive=True), self.nodes[node]]
 
     def kill(self, *nodes: int) -> None:
         """As if their machines lost their power: all processes at once."""
         for node in nodes:
-            parent = self.nodes.pop(node)
-            for process in [*psutil.Process(parent.pid).children(recursive=True), parent]:
+            for process in self.processes(node):
                 process.kill()
-            parent.wait()
+            self.nodes.pop(node).wait()
 
-    def stop(self) -> None:
-        for process in self.nodes.values():
-            process.terminate()
-        while self.nodes:
-            self.nodes.popitem()[1].wait(120)
-
-
-def by_torchrun(port: int, conf: str = RENDEZVOUS) -> Words:
-    options = ["--nnodes", f"{NODES - 1}:{NODES}", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf, "--max-restarts", "1000"]
-    return lambda node, of: ["-m", "torch.distributed.run", *options, str(MAIN), "train"]
+    def rested(self) -> None:
+        """Wait until all that the nodes import is imported: what is measured is no start."""
+        busy_s = 0.0
+        while (now_s := sum(
+            sum(process.cpu_times()[:2]) for node in self.nodes for process in self.processes(node)
+            if not process.name().startswith("rank ")
+        )) > busy_s + 0.05:
+            busy_s = now_s
+            time.sleep(2)
 
 
-def by_launch(port: int) -> Words:
-    where = ["--master-addr", "127.0.0.1", "--master-port", str(port), str(MAIN), "train"]
-    return lambda node, of: [str(MAIN), "launch", "--nnodes", str(of), "--node-rank", str(node), *where]
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def lost_for_a_while(job: Job, name: str) -> dict[str, float]:
-    """Killed, and back when three train; then killed, and started again at once."""
-    found, fault = {}, Fault(job.run)
-    job.kill(3)
-    found[f"{name}: killed, three go on"] = fault.cost()[0]
-    time.sleep(1)
+def to_next_step(job: Job, act: Callable[[], Any]) -> float:
     fault = Fault(job.run)
-    job.start(3)
-    found[f"{name}: comes back, four go on"] = fault.cost()[0]
-    time.sleep(1)
-    return found | lost_and_back(job, name)
+    act()
+    return fault.cost()[0]
 
 
-def lost_and_back(job: Job, name: str) -> dict[str, float]:
+def pause(job: Job, node: int) -> float:
+    """Of the training, as that node comes back."""
     fault = Fault(job.run)
-    job.kill(3)
-    job.start(3)
-    return {f"{name}: killed, started again at once": fault.cost()[0]}
+    job.start(node)
+    fault.cost()
+    times = [entry["time"] for entry in newest_steps(job.run) if entry["time"] > fault.moment_s - 5]
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def started_anew(job: Job, name: str) -> dict[str, float]:
-    """As `lost_and_back`, and what somebody has to do where node 3 stays away: end the others, start them as three."""
-    found = lost_and_back(job, name)
-    time.sleep(1)
-    job.kill(3)
-    fault = Fault(job.run)
-    job.stop()
-    job.start(*range(3), of=3)
-    return found | {f"{name}: stopped, three start anew": fault.cost()[0]}
+def measure(job: Job, kind: str) -> dict[str, float]:
+    def stop(node: int) -> None:
+        for process in reversed(job.processes(node)):
+            process.suspend()
+
+    found, spare = {}, "spare" in kind
+    job.rested()
+    found["another node is killed"] = to_next_step(job, lambda: job.kill(2))
+    if spare:
+        job.start(2)
+        job.rested()
+    else:
+        time.sleep(1)
+        found["it comes back: pause"] = pause(job, 2)
+        job.rested()
+    if not job.torchrun:
+        found[f"another node is silent for {SILENT_S} s"] = to_next_step(job, lambda: stop(1))
+        job.kill(1)
+        job.start(1)
+        if not spare:
+            wait_for("three nodes", lambda: '"job/nodes": 3' in (job.run / "metrics.jsonl").read_text()[-20000:])
+        time.sleep(3)
+        job.rested()
+        found["node 0 is killed"] = to_next_step(job, lambda: job.kill(0))
+    return found
 
 
-VARIANTS: dict[str, tuple[Callable[[int], Words], Callable[[Job, str], dict[str, float]]]] = {
-    "torchrun": (by_torchrun, lost_for_a_while),
-    "torchrun, faster": (lambda port: by_torchrun(port, RENDEZVOUS + FASTER), lost_for_a_while),
-    "launch": (by_launch, started_anew),
+KINDS = {
+    "launch, a spare": lambda folder: Job(folder, [*LAUNCH, "--nnodes=2", "--spares=1", *TASK]),
+    f"launch, fewer after {WAIT_S} s": lambda folder: Job(
+        folder, [*LAUNCH, f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}", *TASK]),
+    "torchrun": lambda folder: Job(folder, [*TORCHRUN, *TASK, "--run-dir", str(folder)], torchrun=True),
 }
+
+
+def light(count: int) -> dict[str, float]:
+    """One job of so many agents, one of them a spare."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "job.py").write_text(LIGHT)
+    options = [f"--nnodes={count // 2}:{count - 1}", "--spares=1", f"--wait-for-node={WAIT_S}"]
+    job = Job(folder, [*LAUNCH, *options, str(folder / "job.py"), str(folder)])
+
+    def started(world_size: int, after_s: float) -> float:
+        """When the last rank of the newest membership has started."""
+        def found() -> list[float]:
+            texts = defaultdict(list)
+            for path in folder.glob("*-*[0-9]"):
+                texts[int(path.name.partition("-")[0])].append(path.read_text().split())
+            newest = texts[max(texts, default=-1)]
+            times = [float(at) for at, size in newest if int(size) == world_size]
+            return times if len(times) == world_size and min(times) > after_s else []
+
+        wait_for(f"{world_size} ranks", found)
+        return max(found()) - after_s
+
+    try:
+        job.start(*range(count))
+        started(count - 1, 0.0)
+        time.sleep(5)
+        costs = {}
+        for what, act, left in (
+            ("an agent is killed, a spare is there", lambda: job.kill(count // 3), count - 1),
+            ("agent 0 is killed, no spare is there", lambda: job.kill(0), count - 2),
+            ("agent 0 comes back", lambda: job.start(0), count - 1),
+        ):
+            began_s = time.time()
+            act()
+            costs[what] = started(left, began_s)
+            time.sleep(3)
+        return costs
+    finally:
+        job.kill(*job.nodes)
+        shutil.rmtree(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
-    costs: dict[str, list[float]] = defaultdict(list)
-    loads = []
-    for _ in range(repeats):
-        for name, (make, measure) in VARIANTS.items():
-            folder = Path(tempfile.mkdtemp())
-            port = free_port()
-            job = Job(folder, make(port))
-            try:
-                job.start(0)
-                wait_for("the store, on node 0", lambda port=port: is_open(port))
-                job.start(*range(1, NODES))
-                wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())
-                time.sleep(3)
-                loads.append(os.getloadavg()[0])
-                found = measure(job, name)
-            finally:
-                job.kill(*job.nodes)
-                shutil.rmtree(folder)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--light", type=int, default=0, metavar="AGENTS")
+    given = parser.parse_args()
+    costs, loads = defaultdict[tuple[str, str], list[float]](list), []
+    for _ in range(given.repeats):
+        for kind, make in ({f"{given.light} light agents": None} if given.light else KINDS).items():
+            loads.append(os.getloadavg()[0])
+            if make is None:
+                found = light(given.light)
+            else:
+                folder = Path(tempfile.mkdtemp())
+                job = make(folder)
+                try:
+                    job.start(*range(NODES))
+                    wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())
+                    time.sleep(3)
+                    found = measure(job, kind)
+                finally:
+                    job.kill(*job.nodes)
+                    shutil.rmtree(folder)
             for what, took_s in found.items():
-                costs[what].append(took_s)
-                print(f"{what}: {took_s:.1f} s", file=sys.stderr, flush=True)
-    print("| node 3 of 4 | median, s | fastest | slowest |\n|---|---|---|---|")
-    for what, found_s in costs.items():
-        print(f"| {what} | {statistics.median(found_s):.1f} | {min(found_s):.1f} | {max(found_s):.1f} |")
-    print(
-        f"\n{repeats} of each, launchers by turns; {psutil.cpu_count()} CPUs of {cpu_model()}, load average "
-        f"{min(loads):.0f} to {max(loads):.0f}, torch {torch.__version__}, {datetime.date.today():%B %Y}, Python "
-        f"{platform.python_version()}."
-    )
+                costs[kind, what].append(took_s)
+                print(f"{kind}: {what}: {took_s:.2f} s, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    rows = [[*names, *(f"{of(took):.2f}" for of in (statistics.median, min, max))] for names, took in costs.items()]
+    print("\n".join(markdown_table(["job", "what happens", "median, s", "fastest", "slowest"], rows)))
+    load = f"load {min(loads):.1f} to {max(loads):.1f} at the starts"
+    print(f"\n{given.repeats} of each, by turns; {load}. {conditions()}")
 
 
 if __name__ == "__main__":

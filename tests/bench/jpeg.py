@@ -4,8 +4,7 @@
 
 Both sides get the same files and workers, and end with normalised float32 batches in the training process. Files are
 listed before the clock starts, workers are started after. The sides take turns, and each number is the median of the
-repeats. The last table trains ResNet-18 and says which share of a step is waiting for data. The files are made here,
-500 x 375 pixels. Nothing is asserted.
+repeats. The files are made here, 500 x 375 pixels. Nothing is asserted.
 """
 
 import argparse
@@ -26,7 +25,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torchvision  # noqa: E402
-from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
@@ -124,47 +122,12 @@ def measure_loading(root: Path, *, repeats: int, steps: int, **options: Any) -> 
     return {name: (statistics.median(theirs), statistics.median(own)) for name, (theirs, own) in sides.items()}
 
 
-def measure_waiting(
-    root: Path, *, repeats: int, steps: int, **options: Any
-) -> dict[str, list[tuple[float, float]]]:
-    """By recipe, for torchvision and for us: the share of a ResNet-18 step that is waiting for data, and images/s."""
-    found: dict[str, list[list[tuple[float, float]]]] = {}
-    for repeat in range(repeats):
-        print(f"ResNet-18: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-        for recipe in RECIPES:
-            row = found.setdefault(recipe, [[], []])
-            for side, source in enumerate((torchvisions, ours)):
-                row[side].append(_train(source(root, recipe, **options), steps))
-    return {
-        recipe: [(statistics.median(s for s, _ in side), statistics.median(v for _, v in side)) for side in row]
-        for recipe, row in found.items()
-    }
-
-
-def _train(batches: Batches, steps: int) -> tuple[float, float]:
-    model = torchvision.models.resnet18(num_classes=10).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    waited_s = trained_s = 0.0
-    for step in range(steps + 1):
-        began_s = time.perf_counter()
-        batch = next(batches)
-        got_s = time.perf_counter()
-        optimizer.zero_grad()
-        labels = torch.zeros(len(batch), dtype=torch.int64)
-        nn.functional.cross_entropy(model(batch.to(memory_format=torch.channels_last)), labels).backward()
-        optimizer.step()
-        if step > 0:  # the first waits for the workers to start
-            waited_s, trained_s = waited_s + got_s - began_s, trained_s + time.perf_counter() - got_s
-    return waited_s / (waited_s + trained_s), steps * len(batch) / (waited_s + trained_s)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--images", type=int, default=1280)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", default="0,2", help="numbers of workers, a table for each")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="of ResNet-18, in each repeat; 0: none")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; torchvision's side gains from it too
@@ -176,8 +139,6 @@ def main() -> None:
         make_files(root, arguments.images)
         epoch = arguments.images // arguments.batch_size
         loading = {number: measure_loading(root, steps=epoch, workers=number, **options) for number in numbers}
-        waiting = measure_waiting(root, steps=arguments.steps, workers=max(numbers), **options) \
-            if arguments.steps else {}
     print(
         f"{cpu_model()}, {os.cpu_count()} CPUs (load {before:.1f} before), one thread a process, batch "
         f"{arguments.batch_size}, {arguments.images} files of 500 x 375; torch {torch.__version__}, "
@@ -187,11 +148,6 @@ def main() -> None:
         print(f"\n| images/s, {number} workers | torchvision | rankup | ratio |\n|---|---|---|---|")
         for name, (theirs, own) in table.items():
             print(f"| {name} | {theirs:,.0f} | {own:,.0f} | {own / theirs:.2f} |")
-    if waiting:
-        print(f"\n| ResNet-18, {max(numbers)} workers: waiting for data (images/s) | torchvision | rankup |")
-        print("|---|---|---|")
-    for name, ((their_share, their_speed), (own_share, own_speed)) in waiting.items():
-        print(f"| {name} | {their_share:.1%} ({their_speed:.1f}) | {own_share:.1%} ({own_speed:.1f}) |")
 
 
 if __name__ == "__main__":

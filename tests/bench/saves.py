@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.throughput import conditions
+from tests.bench.machine import conditions
 from tests.rigs import place_hooks
 from tests.rigs.jobs import MAIN, ROOT, environment
 
@@ -128,11 +128,10 @@ def main() -> None:
     print(table(about, found, loads))
 
 
-def table(about: dict[str, Any], found: dict[tuple[int, str], list[dict[str, Any]]], loads: list[float]) -> str:
+def table(about: str, found: dict[tuple[int, str], list[dict[str, Any]]], loads: list[float]) -> str:
     """Markdown. Medians of the repeats."""
     lines = [
-        f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_average']:.1f} before), one thread a process; torch "
-        f"{about['torch']}, Python {about['python']}, {about['date']}. A save each {EVERY} steps of {BATCH} images.",
+        f"{about}, one thread a process. A save each {EVERY} steps of {BATCH} images.",
         "",
         "| processes | save | keeps the steps waiting, ms | of sync | images/s | of no saves | peak memory, MB |",
         "|---|---|---|---|---|---|---|",

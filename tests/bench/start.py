@@ -20,13 +20,13 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.script import own_imports, safe_imports
-from tests.bench.throughput import conditions
+from tests.bench.machine import conditions
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port, rank_env
 
 GOAL = 1.3  # cold over bare
@@ -154,13 +154,11 @@ def main() -> None:
     print(table(cases, about, load_after=os.getloadavg()[0]))
 
 
-def table(cases: list[Case], about: dict[str, Any], *, load_after: float) -> str:
+def table(cases: list[Case], about: str, *, load_after: float) -> str:
     """Markdown, to be read and to be pasted."""
     heads = "".join(f" {world} forked rank{'s' if world > 1 else ''}, s |" for world in WORLDS)
     lines = [
-        f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_average']:.1f} before, {load_after:.1f} after), one "
-        f"thread a process; torch {about['torch']}, Python {about['python']}, {about['date']}; medians of "
-        f"{len(cases[0].cold)}.",
+        f"{about}, load {load_after:.1f} after, one thread a process; medians of {len(cases[0].cold)}.",
         "",
         f"| until the end of the first step | bare, s | cold, s | cold / bare (goal {GOAL}) |{heads}",
         f"|---|---|---|---|{'---|' * len(WORLDS)}",

@@ -1,4 +1,4 @@
-"""How fast is it here? Images/s with 1 and 2 processes, time to the first step, saving and loading a checkpoint.
+"""How fast is it here? Images/s with 1 and 2 processes, and the time to the first step. Saves: tests/bench/saves.py.
 
     make throughput   (or: python tests/bench/throughput.py --repeats 5 --steps 600)
 
@@ -7,10 +7,7 @@ of a ratio. Prints a table with its conditions and writes runs/throughput.json. 
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,8 +18,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from tests.bench.machine import conditions  # noqa: E402
+
 WORLDS = (1, 2)
-CHECKPOINTS = ("cnn", "resnet50")
 
 
 def train(world_size: int, run_dir: Path, *flags: str) -> tuple[float, dict[str, Any], list[dict[str, Any]]]:
@@ -60,45 +59,6 @@ def measure_training(repeats: int, steps: int, batch_size: int, run_dir: Path) -
     }
 
 
-def measure_checkpoint(model_name: str, repeats: int, directory: Path) -> dict[str, float]:
-    """Size, and the medians of saving (write, sync, rename) and loading (verify), with SGD's momentum."""
-    import torch
-
-    from tests.rigs.checkpoints import load_newest, save_checkpoint, training_state
-    from train.workloads.vision_models import build_model
-
-    model = build_model(model_name, channels=3, size=32, num_classes=10, dropout=0.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    saves, loads = [], []
-    for step in range(repeats):
-        began_s = time.perf_counter()
-        state = optimizer.state_dict()
-        path = save_checkpoint(directory, training_state(step), model.state_dict(), optimizer=state, keep=2)
-        saved_s = time.perf_counter()
-        earlier = load_newest(directory, print)
-        assert earlier is not None
-        model.load_state_dict(earlier.model)
-        optimizer.load_state_dict(earlier.tracked["optimizer"])
-        saves.append(saved_s - began_s)
-        loads.append(time.perf_counter() - saved_s)
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return {"megabytes": size / 1e6, "save_s": statistics.median(saves), "load_s": statistics.median(loads)}
-
-
-def conditions() -> dict[str, Any]:
-    import torch
-
-    from tests.bench.machine import cpu_model
-
-    return {
-        "cpu": cpu_model(), "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(), "load_average": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -106,12 +66,10 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 512], help="global, in samples")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/throughput.json")
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"conditions": conditions(), "training": {}, "checkpoint": {}}
+    report: dict[str, Any] = {"conditions": conditions(), "training": {}}
     with tempfile.TemporaryDirectory() as folder:
         for size in arguments.batch_sizes:
             report["training"][size] = measure_training(arguments.repeats, arguments.steps, size, Path(folder))
-        for model in CHECKPOINTS:
-            report["checkpoint"][model] = measure_checkpoint(model, arguments.repeats, Path(folder) / model)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     print(table(report))
@@ -120,10 +78,8 @@ def main() -> None:
 
 def table(report: dict[str, Any]) -> str:
     """Markdown, to be read and to be pasted."""
-    about = report["conditions"]
     lines = [
-        f"{about['cpu']}, {about['cpus']} CPUs (load {about['load_average']:.1f} before), one thread a process; torch "
-        f"{about['torch']}, Python {about['python']}, {about['date']}.",
+        f"{report['conditions']}, one thread a process.",
         "",
         "| small CNN | 1 process | 2 processes | ratio |",
         "|---|---|---|---|",
@@ -133,9 +89,6 @@ def table(report: dict[str, Any]) -> str:
         what = f"images/s, {row['data']}, global batch {size}"
         lines.append(f"| {what} | {slow:,.0f} | {fast:,.0f} | {fast / slow:.2f} |")
         lines.append(f"| from the command to the end of the first step, s | {early:.1f} | {late:.1f} | |")
-    lines += ["", "| checkpoint, with SGD's momentum | size, MB | save, s | load, s |", "|---|---|---|---|"]
-    for model, row in report["checkpoint"].items():
-        lines.append(f"| {model} | {row['megabytes']:.1f} | {row['save_s']:.2f} | {row['load_s']:.2f} |")
     return "\n".join(lines)
 
 

@@ -27,17 +27,14 @@ def stdin_from_file() -> None:
 @pytest.fixture(scope="module")
 def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    codes, output = forks.run("train", *TRAINED, "--name", "run", "--run-dir", folder)
-    assert codes == [0], output
+    output = forks.ends("train", *TRAINED, "--name", "run", "--run-dir", folder)
     assert "/run/ (result.json, checkpoints/)" in output  # there is no tensorboard/
     return folder / "run"
 
 
 def command(forks: Forks, run: Path, *arguments: str | Path, world_size: int = 1, code: int = 0) -> str:
     words = ("--name", run.name, "--run-dir", run.parent)
-    codes, output = forks.run(*arguments, *words, world_size=world_size)
-    assert codes == [code] * world_size, output
-    return output
+    return forks.ends(*arguments, *words, world_size=world_size, code=code)
 
 
 def evaluation(run: Path) -> dict[str, Any]:
@@ -177,11 +174,9 @@ def test_image_from_standard_input_is_predicted(
     command(forks, trained, "predict", "--input", pictures / "even/2.png", "--output", tmp_path / "file.csv")
     words = ("predict", "--name=run", "--run-dir", trained.parent, "--input", "-", "--output", tmp_path / "stdin.csv")
     preload = f"{__name__}:stdin_from_file"
-    codes, output = forks.run(*words, world_size=2, env={"INPUT": str(pictures / "even/2.png")}, preload=preload)
-    assert codes == [0, 0], output
+    output = forks.ends(*words, world_size=2, env={"INPUT": str(pictures / "even/2.png")}, preload=preload)
     assert [{**row, "input": "-"} for row in predicted(tmp_path / "file.csv")] == predicted(tmp_path / "stdin.csv")
-    codes, output = forks.run(*words, env={"INPUT": str(pictures / "notes.txt")}, preload=preload)
-    assert codes == [2], output
+    output = forks.ends(*words, env={"INPUT": str(pictures / "notes.txt")}, preload=preload, code=2)
     assert "error: standard input" in output
 
 

@@ -1,6 +1,6 @@
 """Logs of failed jobs, and what explain says about them.
 
-The texts are real: tests/bench/provoke.py recorded them, or known_faults.toml quotes them from reports. What our own
+The texts are real: recorded from small jobs of plain torch, or known_faults.toml quotes them from reports. What our own
 program prints: test_explain_own.py.
 """
 

@@ -12,8 +12,7 @@ TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", 
 
 
 def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run", world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*TINY, "--max-steps", "3", "--run-dir", str(tmp_path), "--name", "run", world_size=2)
     assert diagnose(output.splitlines()) == []
     assert diagnose_files([tmp_path / "run" / "logs" / "rank-0.log"]) == []
     assert diagnose_files([tmp_path / "run"]) == []
@@ -22,16 +21,14 @@ def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
 def test_run_that_never_joined_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
     env = jobs.rank_env(0, 2, jobs.free_port())
     line = [*TINY, "--join-timeout-s", "1", "--run-dir", str(tmp_path), "--name", "run"]
-    codes, output = forks.run(*line, env=env)
-    assert codes == [170], output
+    output = forks.ends(*line, env=env, code=170)
     for first, *_ in (diagnose(output.splitlines()), diagnose_files([tmp_path / "run"])):
         assert (first.name, first.rank) == ("rank-missing", 1)
 
 
 def test_mistake_is_the_line_itself(forks: Forks, tmp_path: Path) -> None:
     data = ["--data-dir", str(tmp_path), "--dataset", "imagefolder"]
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), *data)
-    assert codes == [2], output
+    output = forks.ends(*TINY, "--run-dir", str(tmp_path), *data, code=2)
     first = diagnose(output.splitlines())[0]
     assert first.name == "mistake"
     assert first.seen in output
@@ -58,16 +55,14 @@ def strange_fault() -> None:
 
 
 def test_known_fault_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload=f"{__name__}:known_fault")
-    assert codes == [1], output
+    output = forks.ends(*TINY, "--run-dir", str(tmp_path), preload=f"{__name__}:known_fault", code=1)
     assert output.splitlines()[-2].startswith("this is: /dev/shm is too small. ")
     assert output.count("this is:") == 1
     assert diagnose(output.splitlines())[0].name == "shm"
 
 
 def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*TINY, "--run-dir", str(tmp_path), preload=f"{__name__}:strange_fault")
-    assert codes == [1], output
+    output = forks.ends(*TINY, "--run-dir", str(tmp_path), preload=f"{__name__}:strange_fault", code=1)
     assert output.splitlines()[-2] == "RuntimeError: no flux in the frobnicator"
     assert diagnose(output.splitlines())[0].seen == output.splitlines()[-2]
 
@@ -75,8 +70,7 @@ def test_strange_fault_ends_with_its_traceback_alone(forks: Forks, tmp_path: Pat
 def test_known_fault_of_a_script_ends_with_what_it_is(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')")
-    codes, output = forks.run("launch", "--nproc=2", "--run-dir", tmp_path, script)
-    assert codes == [1], output
+    output = forks.ends("launch", "--nproc=2", "--run-dir", tmp_path, script, code=1)
     assert "this is: the GPU's memory was not enough" in output
     assert re.search(r"^rank \d on \S+ ended with 1 \(RuntimeError: CUDA out of .*exit code 1\)$", output, re.MULTILINE)
 

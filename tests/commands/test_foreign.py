@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from tests.rigs.foreign_scripts import (
-    FOLDER,
     SCRIPTS,
     WARN,
     Once,
@@ -33,10 +32,6 @@ def some(*names: str) -> pytest.MarkDecorator:
     ])
 
 
-def test_foreign_scripts_are_all_in_the_table() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, "ddp_tcp"}
-
-
 # On two nodes, in tests/launchers/: ddp_local_rank and ddp_tcp; imagenet and Lightning under Slurm
 @some("ddp_env", "bert_trainer")
 @again_if_aborted
@@ -44,24 +39,19 @@ def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
     script: Script, once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
-    codes, output = loaded.run(*line, env=WARN)
-    assert codes == [0], output
+    output = loaded.ends(*line, env=WARN)
     weights = result_of(output)
     assert weights == expected(script, once, loaded, tmp_path)
     if script.name == "ddp_env":
         assert weights == by_torchrun([script.path])
 
 
-# A group of one by env://, processes of its own
-@some("ddp_env", "imagenet")
 @again_if_aborted
-def test_foreign_script_runs_alone(script: Script, loaded: Forks, tmp_path: Path) -> None:
-    """As a group of one, where `python SCRIPT` would miss the variables of a launcher too."""
-    words = script.words(tmp_path / "own", script.alone)
-    codes, output = loaded.run("launch", "--run-dir", tmp_path, *words, env=WARN)
-    assert codes == [0], output
-    spawned = "--multiprocessing-distributed" in words  # two workers, by the script itself
-    assert result_of(output).startswith(f"world size {2 if spawned else 1},")
+def test_foreign_script_runs_alone(loaded: Forks, tmp_path: Path) -> None:
+    """As a group of one, where `python SCRIPT` would miss the variables of a launcher too. With workers that it spawns
+    itself: tests/launchers/slurm/test_slurm_foreign.py."""
+    output = loaded.ends("launch", "--run-dir", tmp_path, *SCRIPTS["ddp_env"].words(tmp_path), env=WARN)
+    assert result_of(output).startswith("world size 1,")
 
 
 @again_if_aborted

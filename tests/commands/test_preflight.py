@@ -14,8 +14,7 @@ def test_preflight_that_says_no_starts_no_rank(forks: Forks, tmp_path: Path) -> 
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     (tmp_path / "runs").touch()  # no folder: nothing can be written there
-    (code,), output = forks.run("launch", "--preflight", script, env=LOST, cwds=[tmp_path])
-    assert code == 20, output
+    output = forks.ends("launch", "--preflight", script, env=LOST, cwds=[tmp_path], code=20)
     assert "NOT FIT  storage" in output
     assert ": not fit to train. No rank was started (exit code 20)" in output
     assert "started" not in output.splitlines()
@@ -23,13 +22,11 @@ def test_preflight_that_says_no_starts_no_rank(forks: Forks, tmp_path: Path) -> 
 
 def test_preflight_that_says_yes_is_followed_by_the_script(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    (code,), output = forks.run("launch", "--preflight", "job.py", cwds=[tmp_path])
-    assert code == 0, output
+    output = forks.ends("launch", "--preflight", "job.py", cwds=[tmp_path])
     assert output.index("doctor: fit to train") < output.index("started")
 
 
 def test_doctor_alone_asks_no_other_rank(forks: Forks, tmp_path: Path) -> None:
     preload = "tests.rigs.injected_faults:healthy"
-    (code,), output = forks.run("doctor", "--alone", "--run-dir", tmp_path, env=LOST, preload=preload)
-    assert code == 0, output
+    output = forks.ends("doctor", "--alone", "--run-dir", tmp_path, env=LOST, preload=preload)
     assert "a single process" in output

@@ -1,6 +1,8 @@
 """Whatever happens to one rank, all end: within the bound, with the code of the cause, and with the culprit's name."""
 
+import contextlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,9 +12,8 @@ import pytest
 from rankup.agent import attendance, meeting
 from rankup.agent.logs import host_name
 from tests.rigs.faulting_workload import probe_saves
-from tests.rigs.faults import lives, session
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import result
+from tests.rigs.jobs import lives, result
 
 HOST = host_name()
 WORLD = 3
@@ -46,16 +47,18 @@ def assert_named(job: Job, run: Path, culprit: int, *, among: list[int]) -> None
 
 def assert_nothing_left(job: Job) -> None:
     """Each rank leads a session, and its DataLoader workers belong to it."""
-    sessions = {process.pid for process in job.processes}
-    left = [p for p in psutil.process_iter() if session(p) in sessions and lives(p)]
+    sessions, left = {process.pid for process in job.processes}, []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if lives(process.pid) and os.getsid(process.pid) in sessions:
+                left.append(process)
     assert psutil.wait_procs(left, timeout=60)[1] == []
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    codes, output = forks.run(*train(run), world_size=WORLD)
-    assert codes == [0] * WORLD, output
+    forks.ends(*train(run), world_size=WORLD)
     return result(run)["digest"]  # type: ignore[no-any-return]
 
 
@@ -135,8 +138,7 @@ def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_resta
         assert job.processes[culprit].code is None
         assert_named(job, run, culprit, among=others)
     assert_nothing_left(job)
-    codes, output = forks.run(*train(run), world_size=WORLD)
-    assert codes == [0] * WORLD, output
+    output = forks.ends(*train(run), world_size=WORLD)
     assert result(run)["digest"] == undisturbed, output
 
 
@@ -165,8 +167,7 @@ def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
 def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) -> None:
     order = probe("save", 2, 0, sleep_s=12)
     preload = "tests.group.test_deadlines:accept_little_silence"
-    codes, output = forks.run(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
-    assert codes == [0] * WORLD, output
+    forks.ends(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
 
 
 def accept_little_silence() -> None:

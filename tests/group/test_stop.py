@@ -44,8 +44,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     digests = {}
     for world_size in (1, 2):
         run = tmp_path_factory.mktemp("undisturbed") / "run"
-        codes, output = forks.run(*train(run), world_size=world_size)
-        assert codes == [0] * world_size, output
+        forks.ends(*train(run), world_size=world_size)
         digests[world_size] = result(run)["digest"]
     return digests
 
@@ -78,8 +77,7 @@ def assert_resumes(
     forks: Forks, run: Path, digests: dict[int, str], *more: str, world_size: int,
     evaluated: tuple[int, ...] = (8, 16, 24, 32),
 ) -> None:
-    codes, output = forks.run(*train(run, *more), world_size=world_size)
-    assert codes == [0] * world_size, output
+    output = forks.ends(*train(run, *more), world_size=world_size)
     assert "resumed from step-" in output
     assert result(run)["digest"] == digests[world_size]
     assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
@@ -131,27 +129,18 @@ def test_signal_in_evaluation_saves_the_step_and_evaluates_again(
     assert_resumes(forks, run, undisturbed, world_size=2)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(("name", "rank", "workers"), [("SIGTERM", None, "1"), ("SIGUSR1", 1, "2")])
 def test_signal_to_the_process_group_while_waiting_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None, workers: str
 ) -> None:
+    """Of all ranks, or of one; the same run goes on with another number of workers."""
     run = tmp_path / "run"
     # Sent by the workers once the loop waits: they get it first, and sleep on for longer than any test waits
-    order = probe("data", 6, signal=name, to="group", before_s=1.0, sleep_s=600)
-    arguments = train(run, "--num-workers", "2", *AT_THE_END)
-    codes, output = forks.run(*arguments, world_size=2, env=order)
-    assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, "--num-workers", "1", *AT_THE_END, world_size=2, evaluated=(32,))
-
-
-def test_signal_of_one_rank_while_it_waits_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    order = probe("data", 6, signal="SIGTERM", to="group", rank=1, before_s=1.0, sleep_s=600)
+    order = probe("data", 6, signal=name, to="group", rank=rank, before_s=1.0, sleep_s=600)
     codes, output = forks.run(*train(run, "--num-workers", "2", *AT_THE_END), world_size=2, env=order)
     assert_stopped(run, codes, output, at_least=1)
-    assert_resumes(forks, run, undisturbed, *AT_THE_END, world_size=2, evaluated=(32,))
+    more = ("--num-workers", workers, *AT_THE_END)
+    assert_resumes(forks, run, undisturbed, *more, world_size=2, evaluated=(32,))
 
 
 def test_signal_while_evaluation_waits_for_data_saves(
@@ -187,8 +176,7 @@ def build_with_children(config: Config) -> Workload:
 
 
 def test_signal_to_a_process_that_the_users_code_forked_is_its_own(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*train(tmp_path / "run", "--workload", f"{__name__}:build_with_children"))
-    assert codes == [0], output
+    forks.ends(*train(tmp_path / "run", "--workload", f"{__name__}:build_with_children"))
 
 
 # Without a collective -----------------------------------------------------------------------------------------
@@ -211,11 +199,10 @@ def note_collectives() -> None:
 def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, tmp_path: Path) -> None:
     """Here of the last step: the mean loss of all ranks."""
     quiet = ("--log-every-steps", "100", "--save-every-steps", "100", "--max-steps", "7", *AT_THE_END)
-    codes, output = forks.run(
+    forks.ends(
         *train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
         preload=f"{__name__}:note_collectives",
     )
-    assert codes == [0, 0], output
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["6\n", "6\n"]
 
 
@@ -245,12 +232,10 @@ def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_
     run = tmp_path / "run"
     more = ("--workload", f"{__name__}:build_uneven", "--save-every-steps", "8", *AT_THE_END)
     line = ("launch", "--nproc=3", MAIN, *train(run, *more))
-    codes, output = forks.run(*line, env={"AT_21": what})
-    assert codes == [143], output
+    output = forks.ends(*line, env={"AT_21": what}, code=143)
     assert "restarted (" not in output
     newest = steps(run)[-1]
-    codes, output = forks.run(*line)
-    assert codes == [0], output
+    output = forks.ends(*line)
     resumed = re.search(r"resumed from .*?(\d+)", output)
     assert resumed, output
     # It was the loss of the 20th step, after one pass before the first: whoever finished the 19th has kept it
@@ -400,8 +385,7 @@ def test_signal_while_it_starts_ends_it_at_once(tmp_path: Path, name: str, modul
 def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path: Path, rank: int) -> None:
     run = tmp_path / "run"
     order = probe("build", 1, signal="SIGTERM", rank=rank, sleep_s=600)
-    codes, output = forks.run(*train(run), world_size=2, env=order)
-    assert codes == [143, 143], output
+    output = forks.ends(*train(run), world_size=2, env=order, code=143)
     assert "Traceback" not in output
     assert status(run)["state"] == "stopped"
 
@@ -409,31 +393,22 @@ def test_signal_in_set_up_of_one_rank_ends_all_as_stopped(forks: Forks, tmp_path
 # Who started it -----------------------------------------------------------------------------------------------
 
 
-def test_launch_passes_a_signal_on_and_keeps_the_code(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+def test_launch_passes_a_signal_on_and_keeps_the_code(forks: Forks, tmp_path: Path, name: str) -> None:
+    """SIGINT as by the key: to all processes."""
     run = tmp_path / "run"
     with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
         job.wait_for("epoch 1:")
-        job.processes[0].signal("SIGUSR1")
+        send = job.processes[0].signal_group if name == "SIGINT" else job.processes[0].signal
+        send(name)
         assert job.wait() == [143], job.output
     assert "restarted (" not in job.output
+    assert "Traceback" not in job.output
     # As it goes on after `launch`
     stopped_at = steps(run)[-1]
     assert f"saved at step {stopped_at}" in job.output
-    codes, output = forks.run(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
     assert f"resumed from step-{stopped_at:08d}" in output
-
-
-def test_interrupt_key_under_launch_saves_once(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with forks.running("launch", "--nproc=2", MAIN, *train(run, "--epochs", "100000")) as job:
-        job.wait_for("epoch 1:")
-        job.processes[0].signal_group("SIGINT")
-        assert job.wait() == [143], job.output
-    assert f"saved at step {steps(run)[-1]}" in job.output
-    assert "Traceback" not in job.output
 
 
 def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:

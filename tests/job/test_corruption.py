@@ -25,9 +25,7 @@ Once = Callable[[str, Callable[[], str]], str]
 
 def run(forks: Forks, folder: Path, ranks: int, code: int = 0, **env: str) -> str:
     folder.mkdir(exist_ok=True)
-    codes, output = forks.run("launch", f"--nproc={ranks}", SCRIPT, folder / "run", cwds=[folder], env=env)
-    assert codes == [code], output
-    return output
+    return forks.ends("launch", f"--nproc={ranks}", SCRIPT, folder / "run", cwds=[folder], env=env, code=code)
 
 
 @pytest.mark.parametrize("ranks", [3, 2])

@@ -4,16 +4,12 @@ import io
 import json
 import math
 import random
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
 
-from rankup.agent.logs import host_name
 from rankup.errors import UserError
 from rankup.loop.record import Position
 from rankup.observe.metrics import Metrics, cut_after, entry
@@ -29,23 +25,8 @@ MADE_UP = (
 SCALARS = {"train/loss", "train/lr", "train/images_per_s", "eval/loss", "eval/accuracy", "eval/accuracy_top5"}
 
 
-HOST = host_name()
-
-
 def at(run: Path) -> tuple[str, ...]:
     return ("--run-dir", str(run.parent), "--name", run.name)
-
-
-def test_metrics_hide_no_error_of_the_user_s_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[type[BaseException]] = []
-    monkeypatch.setattr(threading, "excepthook", lambda failure: shown.append(failure.exc_type))
-    start = Position()
-    metrics = Metrics(tmp_path, start, saved=start, tensorboard=True)
-    thread = threading.Thread(target=Path(tmp_path / "none").read_text)
-    thread.start()
-    thread.join()
-    metrics.close()
-    assert shown == [FileNotFoundError]
 
 
 def events(run: Path) -> EventAccumulator:
@@ -120,26 +101,6 @@ def test_one_writer_a_run(digits: Path) -> None:
     assert [path.parent.name for path in found] == ["tensorboard"]  # each folder is a run in TensorBoard's list
 
 
-def session(run: Path) -> dict[str, Any]:
-    """The settings that TensorBoard's HPARAMS tab shows of a run."""
-    content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
-    return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
-
-
-def test_hyperparameters_are_those_that_matter_or_differ(digits: Path) -> None:
-    assert session(digits) == {
-        "workload": "images", "dataset": "digits", "model": "mlp", "batch_size": 64, "epochs": 2, "max_steps": 0,
-        "optimizer": "sgd", "lr": 0.08, "seed": 0, "parallel": "ddp", "world_size": 2,
-        "log_every_steps": 10,  # not the default
-    }
-
-
-def test_list_of_columns_is_in_no_run(digits: Path) -> None:
-    """TensorBoard would take the first run's for all of them."""
-    assert "_hparams_/experiment" not in events(digits).summary_metadata
-
-
 @pytest.mark.parametrize("tag", ["eval/confusion", "eval/misclassified"])
 def test_pictures_are_there_and_not_blank(digits: Path, tag: str) -> None:
     (event,) = events(digits).Images(tag)
@@ -182,10 +143,6 @@ def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> 
         assert codes == [0], output
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 17))
-    assert session(run).keys() == {  # of a workload of one's own: no data set or model of images
-        "workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed", "parallel", "world_size",
-        "schedule", "log_every_steps", "eval_batch_size", "join_timeout_s",
-    }
 
 
 def test_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
@@ -282,9 +239,3 @@ def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     metrics._file = Full()  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
         metrics.training(entry(1, {"train/loss": 1.0}))
-
-
-def test_sums_of_a_run_are_those_of_its_lines(digits: Path) -> None:
-    entries: list[Any] = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in entries] == sorted(entry["step"] for entry in entries)
-    assert all(entry["time"] > 1.7e9 for entry in entries)

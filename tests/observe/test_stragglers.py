@@ -18,7 +18,7 @@ from tests.rigs.fork_server import Forks
 from train.data.order import Order
 
 STEPS = 50  # of a window
-RECORDED = Path(__file__).parent / "recorded_windows.jsonl"  # by tests/bench/stragglers.py
+RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
 HOSTS = ["node0", "node0", "node1", "node1"]
 
 
@@ -73,12 +73,6 @@ def test_hiccups_are_not_worth_a_line() -> None:
         ranks = [USUAL] * 4
         ranks[number % 4] = (0.002, 0.08)
         assert said(compared, windows(*ranks)) == []
-
-
-@pytest.mark.parametrize("slower", [0.0, 0.03, 0.06])
-def test_little_slowness_is_not_worth_a_line(slower: float) -> None:
-    ranks = [USUAL, USUAL, (0.002, 0.05 + 0.052 * slower)]
-    assert said(Stragglers(["node0"] * 3), windows(*ranks, count=1000)) == []
 
 
 def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:

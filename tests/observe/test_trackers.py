@@ -5,7 +5,6 @@ One run for all attempts, each step once, whatever happened, and a tracker that 
 
 import contextlib
 import json
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from rankup.observe import tracker
 from rankup.observe.metrics import cut_after
 from rankup.observe.tracker import Facts, Point, Sender, without_secrets
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, free_port, is_comparable, metrics, result
+from tests.rigs.jobs import free_port, is_comparable, metrics, result
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
 
@@ -340,10 +339,3 @@ def test_missing_package_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -
     way_out = r"on rank 0's node\. pip install 'rankup\[wandb\]', or '\.\[wandb\]' in a checkout\."
     with pytest.raises(UserError, match=f"wandb must be installed {way_out}"):
         tracker.check("wandb")
-
-
-@pytest.mark.parametrize("name", tracker.TRACKERS)
-def test_packages_of_trackers_are_imported_by_the_sender_alone(name: str) -> None:
-    imported = re.compile(rf"^\s*(import|from) {name}\b", re.MULTILINE)
-    files = [path for folder in ("rankup", "train") for path in (ROOT / folder).rglob("*.py")]
-    assert [path.name for path in files if imported.search(path.read_text())] == ["tracker.py"]

@@ -26,8 +26,7 @@ needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horo
 
 
 def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload: str = "") -> Path:
-    codes, output = forks.run(*LINE, *arguments, "--run-dir", folder, world_size=world_size, preload=preload)
-    assert codes == [0] * world_size, output
+    forks.ends(*LINE, *arguments, "--run-dir", folder, world_size=world_size, preload=preload)
     return folder / "run"
 
 
@@ -54,6 +53,14 @@ def test_any_number_of_ranks_follows_one(forks: Forks, alone: list[float], tmp_p
     difference = largest_difference(train(forks, tmp_path, world_size), alone)
     print(f"{world_size} ranks, batch 64: loss within {difference:.1e}")
     assert difference < 1e-5
+
+
+def test_curve_stays_the_same_where_nodes_leave_and_come_back(
+    forks: Forks, alone: list[float], tmp_path: Path
+) -> None:
+    for world_size, steps in ((3, 5), (2, 9), (3, STEPS)):
+        run = train(forks, tmp_path, world_size, "--max-steps", str(steps))
+    assert largest_difference(run, alone) < 1e-5
 
 
 # What the ranks do, and how far the loss may be from one process's in fp32. Were all ranks' means to count alike, it
@@ -151,8 +158,7 @@ def kill(rank: int, step: int, *, accumulate: int = 1) -> dict[str, str]:
 def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Forks, tmp_path: Path) -> None:
     """On the curve of one process, though the batch is another's for each."""
     line = (*SMALL, "--options.dropout", "0", "--accumulate", "2")
-    codes, output = forks.run(*line, "--run-dir", tmp_path / "one")
-    assert codes == [0], output
+    forks.ends(*line, "--run-dir", tmp_path / "one")
     four = forks.start(*line, "--run-dir", tmp_path / "four", world_size=4, env=kill(2, 5, accumulate=2))
     assert four.wait() == [171, 171, -9, 171], four.output
     three = forks.start(*line, "--run-dir", tmp_path / "four", "--max-steps", "9", world_size=3)
@@ -160,8 +166,7 @@ def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Fork
     assert "resumed from step 4, rescued by rank" in three.output
     assert "world size was 4, is 3: the run goes on, but its last bits will differ" in three.output
     assert "batch  10 global = 3 ranks x 3 to 4 in 2 parts" in three.output
-    codes, output = forks.run(*line, "--run-dir", tmp_path / "four", world_size=4)
-    assert codes == [0] * 4, output
+    forks.ends(*line, "--run-dir", tmp_path / "four", world_size=4)
     assert largest_difference(tmp_path / "four" / "run", losses(tmp_path / "one" / "run")) < 1e-5
     evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
                    for name in ("one", "four")]
@@ -173,8 +178,7 @@ def test_killed_rank_costs_nothing_and_going_on_is_to_the_bit(forks: Forks, tmp_
     """With dropout, whose random numbers are each rank's own."""
     world_size, shares = SPLITS[split]
     line = (*SMALL, *shares, "--save-every-steps", "3")
-    codes, output = forks.run(*line, "--run-dir", tmp_path / "whole", world_size=world_size)
-    assert codes == [0] * world_size, output
+    output = forks.ends(*line, "--run-dir", tmp_path / "whole", world_size=world_size)
     codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size, env=kill(1, 8))
     assert codes[1] == -9, output
     codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size)
@@ -192,16 +196,14 @@ def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_starte
     line = ("train", "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
             "--batch-size=64", f"--max-steps={STEPS}", "--save-every-steps=5", "--log-every-steps=1",
             "--tensorboard=false", "--progress=none", "--name=run")
-    codes, output = forks.run(*line, "--run-dir", tmp_path / "hand", world_size=3)
-    assert codes == [0] * 3, output
+    output = forks.ends(*line, "--run-dir", tmp_path / "hand", world_size=3)
     assert "batch  64 global = 3 ranks x 21 to 22" in output
     url = ("--init-method", (tmp_path / "meeting").as_uri(), "--world-size", "3")
     jobs = [forks.start(*line, "--run-dir", tmp_path / "file", *url, "--rank", str(rank)) for rank in range(3)]
     assert [job.wait() for job in jobs] == [[0]] * 3, "".join(job.output for job in jobs)
     faults = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]])
     words = ("launch", "--nproc=3", MAIN, *line, "--run-dir", tmp_path / "launch")
-    codes, output = forks.run(*words, env=faults)
-    assert codes == [0], output
+    output = forks.ends(*words, env=faults)
     assert len(places.strikes(tmp_path / "faults")) == 1
     assert "; no finished step was lost" in output
     digests = {name: result(tmp_path / name / "run")["digest"] for name in ("hand", "file", "launch")}
@@ -213,12 +215,9 @@ def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_starte
 
 def test_shares_are_printed_may_change_and_belong_to_a_number_of_ranks(forks: Forks, tmp_path: Path) -> None:
     line = (*SMALL, "--run-dir", tmp_path)
-    codes, output = forks.run(*line, "--shares", "4,1", "--max-steps", "5", world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*line, "--shares", "4,1", "--max-steps", "5", world_size=2)
     assert "batch  10 global = 2 ranks x 2 to 8 (shares 4,1), peak" in output
-    codes, output = forks.run(*line, "--shares", "1.5,1", "--max-steps", "6", world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*line, "--shares", "1.5,1", "--max-steps", "6", world_size=2)
     assert "shares was 4,1, is 1.5,1: the run goes on, but its last bits will differ" in output
-    codes, output = forks.run(*line, "--shares", "1.5,1", world_size=3)
-    assert codes == [2, 2, 2], output
+    output = forks.ends(*line, "--shares", "1.5,1", world_size=3, code=2)
     assert 'shares must be one number for each of 3 processes, got "1.5,1". Set --shares for as many' in output

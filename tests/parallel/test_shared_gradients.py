@@ -27,8 +27,7 @@ LINE = ("train", "--dataset=digits", "--model=cnn", "--limit-train=256", f"--max
 
 
 def test_mean_is_gloos_to_the_bit(forks: Forks) -> None:
-    codes, output = forks.run(world_size=2, preload="tests.parallel.test_shared_gradients:compare_with_gloo")
-    assert codes == [0, 0], output
+    forks.ends(world_size=2, preload="tests.parallel.test_shared_gradients:compare_with_gloo")
 
 
 def compare_with_gloo() -> None:
@@ -107,11 +106,10 @@ def test_three_ranks_leave_their_sums_to_gloo(forks: Forks, tmp_path: Path) -> N
 
 def train(forks: Forks, folder: Path, *more: str, preload: str, world_size: int = 2) -> tuple[Path, int]:
     """The run's folder, and how many exchanges through shared memory there were."""
-    codes, output = forks.run(
+    output = forks.ends(
         *LINE, *more, f"--run-dir={folder}", world_size=world_size,
         preload=f"tests.parallel.test_shared_gradients:{preload}",
     )
-    assert codes == [0] * world_size, output
     return folder / "run", output.count(EXCHANGED)
 
 
@@ -161,8 +159,7 @@ def lose_a_rank() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_connection_of_another_user_is_left_out(forks: Forks) -> None:
-    codes, output = forks.run(world_size=2, preload="tests.parallel.test_shared_gradients:meet_among_strangers")
-    assert codes == [0, 0], output
+    forks.ends(world_size=2, preload="tests.parallel.test_shared_gradients:meet_among_strangers")
 
 
 def meet_among_strangers() -> None:
@@ -198,8 +195,7 @@ def meet_among_strangers() -> None:
 
 
 def test_rank_on_another_host_leaves_both_to_gloo(forks: Forks) -> None:
-    codes, output = forks.run(world_size=2, preload="tests.parallel.test_shared_gradients:meet_nobody")
-    assert codes == [0, 0], output
+    forks.ends(world_size=2, preload="tests.parallel.test_shared_gradients:meet_nobody")
 
 
 def meet_nobody() -> None:

@@ -282,16 +282,14 @@ def on_machine_two() -> None:
 def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(
     forks: Forks, tmp_path: Path, world_size: int
 ) -> None:
-    codes, output = forks.run(*train_arguments(tmp_path / "undisturbed"), world_size=world_size)
-    assert codes == [0] * world_size, output
+    output = forks.ends(*train_arguments(tmp_path / "undisturbed"), world_size=world_size)
     run, go_on = tmp_path / "run", tmp_path / "go on"
     with forks.running(*train_arguments(run), world_size=world_size, env=waiting(go_on)) as first:
         first.wait_for("epoch 1:")
         before = (run / "status.json").read_text()
         assert json.loads(before)["state"] == "running"
         impatient = "tests.places.test_lease:short_waits"
-        codes, output = forks.run(*train_arguments(run), world_size=world_size, preload=impatient)
-        assert codes == [2] * world_size, output
+        output = forks.ends(*train_arguments(run), world_size=world_size, preload=impatient, code=2)
         lease = held(run)
         assert f"is owned by a live attempt, {lease['attempt']} on {lease['host']} (pid {lease['pid']})" in output
         assert lease["pid"] == first.processes[0].pid
@@ -313,8 +311,7 @@ def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp
         first.wait_until(lambda: there.exists() and steps(run / "checkpoints") == [8], "checkpoint and a step after it")
         (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
         first.processes[0].signal("SIGSTOP")
-        codes, output = forks.run(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
-        assert codes == [0], output
+        output = forks.ends(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
         assert "resumed from step-00000008" in output
         left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != ".lock"}
         written = (tmp_path / "metrics").read_bytes()
@@ -366,8 +363,7 @@ def test_owner_frozen_in_its_set_up_leaves_the_files_of_its_successor(forks: For
     with forks.running(*train_arguments(run), env=order, preload=freezing) as first:
         first.wait_until((tmp_path / "there").exists, "the end of the set-up")
         first.processes[0].signal("SIGSTOP")
-        codes, output = forks.run(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
-        assert codes == [0], output
+        forks.ends(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
         left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
         assert {"run.json", "metrics.jsonl", "result.json"} <= left.keys()
         (tmp_path / "go on").touch()
@@ -384,8 +380,7 @@ def test_frozen_owner_whose_checkpoint_is_gone_ends_with_171(forks: Forks, tmp_p
     with forks.running(*train_arguments(run, *more), env=order, preload=freezing) as first:
         first.wait_until((tmp_path / "there").exists, "a save of step 16")
         first.processes[0].signal("SIGSTOP")
-        codes, output = forks.run(*train_arguments(run, *more), preload="tests.places.test_lease:on_machine_two")
-        assert codes == [0], output
+        forks.ends(*train_arguments(run, *more), preload="tests.places.test_lease:on_machine_two")
         left = steps(run / "checkpoints")
         (tmp_path / "go on").touch()
         first.processes[0].signal("SIGCONT")

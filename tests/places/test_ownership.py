@@ -180,7 +180,7 @@ class AtSecondPlace:
         lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
         log: Any = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
-            self.url, run_dir, lease, log, Options(keep=1, save_s=60.0), required=self.required
+            self.url, run_dir, lease, log, Options(keep=1, save_timeout_s=60.0), required=self.required
         ) as place:
             if writer:
                 writer.hold(place, 60.0)
@@ -208,9 +208,6 @@ class AtSecondPlace:
                     place._lease._write(number)
             if self.required:
                 place.finish(stopped=False)
-        write_json(run_dir / "status.json", name)
-        if self.required:
-            place.copy_status(run_dir / "status.json")
 
     def look(self, name: str, num_saves: int) -> None:
         self.attempt("reader", 0, None)
@@ -219,8 +216,6 @@ class AtSecondPlace:
         for file in ("run.json", "result.json", "metrics.jsonl", f"checkpoints/step-{newest:08d}/manifest.json"):
             assert (written / file).read_bytes() == (read / file).read_bytes(), file
         assert steps(written / "checkpoints") == [newest]
-        if self.required:
-            assert json.loads((read / "status.json").read_text()) == name
 
 
 def schedule(runs: InFolder | AtSecondPlace, counts: list[int], rng: random.Random) -> None:

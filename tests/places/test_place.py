@@ -3,11 +3,8 @@
 import random
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -76,36 +73,6 @@ def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) 
     assert bucket.place().read("large") == content
 
 
-def test_a_large_file_has_time_as_long_as_its_parts_are_taken(
-    door: Door, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, failed, over = [0.0], list[str](), threading.Event()
-    monkeypatch.setattr(place, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda pause_s: None))
-    (tmp_path / "large").write_bytes(bytes(6 * place.PART))
-
-    def slow(request: Request) -> int | None:
-        clock[0] += 100 if "partNumber" in request.query else 0
-        if "partNumber=6" not in request.query or failed:
-            return None
-        failed.append(request.query)
-        return 503
-
-    door.rule = slow
-    bucket.place().while_moving(300).upload({"large": tmp_path / "large"})
-    assert bucket.place().names()["large"] == 6 * place.PART
-    assert failed
-
-    def silent(request: Request) -> None:
-        clock[0] += 400
-        over.wait(60)
-
-    door.rule = silent
-    monkeypatch.setattr(place, "REQUEST_S", 0.2)
-    with pytest.raises(PeerLost, match=r"did not answer in time: write large: .* was not taken in time"):
-        bucket.place().while_moving(0.3).upload({"large": tmp_path / "large"})
-    over.set()
-
-
 @pytest.mark.parametrize("status", [500, 503])
 def test_what_fails_for_a_moment_is_tried_again(status: int, door: Door, bucket: Bucket, tmp_path: Path) -> None:
     failures = iter([status] * 6)
@@ -113,13 +80,6 @@ def test_what_fails_for_a_moment_is_tried_again(status: int, door: Door, bucket:
     bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
     assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
     assert "tried again for" in bucket.said[0]
-
-
-def test_a_slow_store_is_waited_for(door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    door.rule = lambda request: time.sleep(0.1)
-    bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
-    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
-    assert bucket.said == []
 
 
 def test_a_store_that_stays_away_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

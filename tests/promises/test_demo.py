@@ -40,30 +40,19 @@ def clone(copied: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def endless(clone: Path) -> Iterator[Job]:
-    """The demo, started without an end."""
+def endless(clone: Path, *, trained: int) -> Iterator[Job]:
+    """The demo, started without an end, when it has more than so many bytes of metrics."""
     # torchrun itself may warn
     env = {
         "PYTHONPATH": str(clone),
         "PYTHONWARNINGS": "",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    metrics = clone / "runs/demo/metrics.jsonl"
     with ended(start("bash", clone / "train/demo.sh", *ENDLESS, env=env, cwd=clone)) as job:
-        yield job
-
-
-@pytest.fixture
-def demo(clone: Path) -> Iterator[Job]:
-    """The demo with steps behind it."""
-    with endless(clone) as job:
         # Not "ready after": until the first step is done there is nothing to save
-        wait_for(lambda: has_trained(clone), job)
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > trained, job)
         yield job
-
-
-def has_trained(clone: Path) -> bool:
-    path = clone / "runs/demo/metrics.jsonl"
-    return path.exists() and path.stat().st_size > 0
 
 
 def wait_for(condition: Callable[[], bool], job: Job, timeout_s: float = 240) -> None:
@@ -131,26 +120,20 @@ def test_demo_trains_anew_only_after_one_that_finished(clone: Path, state: str, 
     assert ran.stdout.count("--fresh") == (2 if fresh else 0)
 
 
-def test_demo_interrupted_saves_and_goes_on_next_time(clone: Path) -> None:
-    metrics = clone / "runs/demo/metrics.jsonl"
-    for name in ("SIGINT", "SIGHUP"):
-        steps = metrics.stat().st_size if metrics.exists() else 0
-        with endless(clone) as demo:
-            wait_for(lambda steps=steps: metrics.exists() and metrics.stat().st_size > steps, demo)
-            # As Ctrl-C and a terminal that closes do: to the whole group
-            os.killpg(demo.processes[0].pid, signal.Signals[name])
-            assert demo.wait() != [0]
-        assert "SIGTERM: saved at step" in demo.output
-        assert ("resumed from step-" in demo.output) == bool(steps)
-
-
-def test_demo_fails_and_leaves_nothing_when_an_agent_is_killed(demo: Job) -> None:
-    """Either of them: each run of the tests draws one."""
-    tree, node = tree_of(demo), random.randrange(2)
-    agents = agents_of(demo)
-    assert sorted(agents) == ["0", "1"]
-    agents[str(node)].kill()
-    assert demo.wait()[0] not in (0, None), demo.output
+def test_demo_interrupted_saves_goes_on_next_time_and_fails_with_an_agent_that_is_killed(clone: Path) -> None:
+    """Interrupted as by Ctrl-C or by a terminal that closes; either agent: each run of the tests draws one."""
+    with endless(clone, trained=0) as demo:
+        os.killpg(demo.processes[0].pid, random.choice((signal.SIGINT, signal.SIGHUP)))
+        assert demo.wait() != [0]
+    assert "SIGTERM: saved at step" in demo.output
+    assert "resumed from step-" not in demo.output
+    with endless(clone, trained=(clone / "runs/demo/metrics.jsonl").stat().st_size) as demo:
+        tree, node = tree_of(demo), random.randrange(2)
+        agents = agents_of(demo)
+        assert sorted(agents) == ["0", "1"]
+        agents[str(node)].kill()
+        assert demo.wait()[0] not in (0, None), demo.output
+    assert "resumed from step-" in demo.output
     assert f"rank {node}" in demo.output
     assert psutil.wait_procs(tree, timeout=60)[1] == []
 

@@ -39,8 +39,7 @@ def seen(run: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    codes, output = forks.run(*train(folder, "--memory-every-steps=0"), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*train(folder, "--memory-every-steps=0"), world_size=2)
     return seen(folder / "run")
 
 
@@ -59,8 +58,7 @@ def test_killed_rank_costs_the_steps_since_its_part(
 ) -> None:
     """In step 13, when that of step 12 is written. The next attempt ends before its thirteenth."""
     line = ("launch", "--nproc=2", MAIN, *train(tmp_path, *how))
-    codes, output = forks.run(*line, env=kill(rank, step=13))
-    assert codes == [0], output
+    output = forks.ends(*line, env=kill(rank, step=13))
     assert FROM_MEMORY.format(12) in output
     assert output.count("resumed from") == 1
     assert seen(tmp_path / "run") == undisturbed
@@ -70,8 +68,7 @@ def test_killed_rank_costs_the_steps_since_its_part(
 def test_parts_are_kept_as_often_as_they_cost_half_a_percent(forks: Forks, tmp_path: Path) -> None:
     """Of its own accord after the first step: long before there is any checkpoint."""
     line = ("launch", "--nproc=2", MAIN, *train(tmp_path), "--memory-every-steps=null", "--save-every-steps=0")
-    codes, output = forks.run(*line, env=kill(1, step=5))
-    assert codes == [0], output
+    output = forks.ends(*line, env=kill(1, step=5))
     assert FROM_MEMORY.format(1) in output
 
 
@@ -81,15 +78,13 @@ def test_memory_that_is_off_takes_no_part_that_is_there(
     codes, output = forks.run(*train(tmp_path), world_size=2, env=kill(1, step=13))
     assert codes == [171, -9], output
     assert len(in_memory(tmp_path)) == 4
-    codes, output = forks.run(*train(tmp_path, "--memory-every-steps=0"), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path, "--memory-every-steps=0"), world_size=2)
     assert "resumed from step-00000008" in output
     assert seen(tmp_path / "run") == undisturbed
 
 
 def test_memory_that_is_too_small_is_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    codes, output = forks.run(*train(tmp_path), world_size=2, preload=f"{__name__}:no_memory")
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path), world_size=2, preload=f"{__name__}:no_memory")
     assert output.count("no part of the state is kept in memory from now on: /dev/shm has 0 MiB free, ") == 1
     assert seen(tmp_path / "run") == undisturbed
 
@@ -153,21 +148,6 @@ def test_memory_of_a_node_is_held_by_the_other(
     assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
     assert list(tmp_path.glob("node*/memory/rankup-*/*")) == []
-
-
-def test_damaged_part_is_replaced_by_the_other_nodes(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    nodes = Nodes(forks, tmp_path)
-    codes, output = nodes.run(**kill(0, step=13))
-    assert codes == [-9, 171], output
-    (path,) = tmp_path.glob("node1/memory/rankup-*/*.rank-00001/step-00000012/rank-00001.safetensors")
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    codes, output = nodes.run()
-    assert codes == [0, 0], output
-    assert "rank-00001.safetensors does not match its digest" in output
-    assert FROM_MEMORY.format(12) in output
-    assert seen(tmp_path / "run") == undisturbed
 
 
 # Loops of one's own ---------------------------------------------------------------------------------------------

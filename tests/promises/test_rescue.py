@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from rankup.agent.status import new_job
 from rankup.state.rescue import places as folders
 from tests.observe.test_metrics import assert_same
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, comparable_metrics, result
+from tests.rigs.jobs import MAIN, comparable_metrics, rank_env, result
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
@@ -36,8 +38,7 @@ def train(folder: Path, *more: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    codes, output = forks.run(*train(folder), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*train(folder), world_size=2)
     return seen(folder / "run")
 
 
@@ -101,6 +102,25 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
         shutil.rmtree(place / f"rankup-{os.getuid()}" / earlier, ignore_errors=True)
 
 
+def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
+    """The first attempt of a launch may be killed before it puts the earlier run aside. Only attempts after the one
+    that did must not put it aside again."""
+    line = train(tmp_path, "--max-steps=6", "--fresh")
+
+    def attempt(job: str, restart: int) -> str:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
+        env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": None})
+        return forks.ends(*line, env=env)
+
+    yesterday, today = new_job(), new_job()
+    assert "was moved" not in attempt(yesterday, 0)
+    assert "is finished" in attempt(yesterday, 1)
+    assert "the earlier run was moved" in attempt(today, 1)
+    assert "is finished" in attempt(today, 2)
+    assert len(list((tmp_path / "run").glob("before-*"))) == 1
+
+
 @pytest.mark.usefixtures("left")
 def test_all_ranks_at_once_leave_no_rescue(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     groups = [[Fault("backward", 0, 8, saved=True), Fault("backward", 1, 8)]]
@@ -149,8 +169,7 @@ def test_where_memory_is_too_small_the_temporary_folder_does_and_then_the_checkp
     assert output.count(line) == (small == "shm tmp"), output
     assert len(list((tmp_path / "tmp").glob("rankup-*/*/step-*"))) == (small == "shm")
     env["SMALL"] = ""
-    codes, output = forks.run(*train(tmp_path, *OTHER), world_size=2, env=env, preload=preload)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path, *OTHER), world_size=2, env=env, preload=preload)
     assert f"resumed from {resumed}" in output
     assert list((tmp_path / "tmp").glob("rankup-*")) == []
 
@@ -167,6 +186,5 @@ def test_methods_whose_ranks_hold_different_states_say_so_once(forks: Forks, tmp
     codes, output = forks.run(*line, world_size=2, env=KILL)
     assert codes == [171, -9], output
     assert output.count("rescue none: no rank has the whole state") == 1
-    codes, output = forks.run(*line, world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*line, world_size=2)
     assert "resumed from step-00000010" in output

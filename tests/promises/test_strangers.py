@@ -55,8 +55,7 @@ def test_ranks_unpickle_nothing_not_even_inside_torch(forks: Forks, tmp_path: Pa
     more = ("--num-workers", "0", "--device", "cpu", "--run-dir", tmp_path, "--name", "run")
     for steps in ("4", "8"):
         line = ("train", *DIGITS, *METHODS[method], "--max-steps", steps, "--save-every-steps", "3", *more)
-        codes, output = forks.run(*line, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
-        assert codes == [0, 0], output
+        output = forks.ends(*line, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
     assert "resumed from step-00000004" in output
 
 
@@ -69,10 +68,9 @@ def test_the_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
         ("doctor",),
     ):
         if line[-1] == "--init-from":
-            codes, output = forks.run("train", *DIGITS, "--max-steps", "1", "--run-dir", tmp_path, "--name", "first")
+            forks.ends("train", *DIGITS, "--max-steps", "1", "--run-dir", tmp_path, "--name", "first")
             line = (*line, *(tmp_path / "first" / "checkpoints").iterdir())
-        codes, output = forks.run(*line, *where, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
-        assert codes == [0, 0], output
+        forks.ends(*line, *where, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
 
 
 # Port scans -----------------------------------------------------------------------------------------------------
@@ -81,8 +79,7 @@ def test_the_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
-    codes, output = forks.run(*LINE, "--run-dir", folder, "--name", "run", world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*LINE, "--run-dir", folder, "--name", "run", world_size=2)
     return str(result(folder / "run")["digest"])
 
 
@@ -151,8 +148,7 @@ def test_an_attempt_ends_well_or_with_a_code_that_is_tried_again(
 @NO_HOROVOD
 def test_horovods_ports_run_nothing_either(forks: Forks, tmp_path: Path, proof: Path):
     line = (*LINE, "--parallel", "horovod", "--device", "cpu", "--run-dir", tmp_path)
-    codes, output = forks.run(*line, "--name", "alone", world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*line, "--name", "alone", world_size=2)
     for seed in range(2):
         job = forks.start(*line, "--name", str(seed), world_size=2)
         strangers = disturbed(job, proof, seed=seed)

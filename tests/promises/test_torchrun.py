@@ -12,9 +12,20 @@ from pathlib import Path
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.rigs.faults import environ, lives
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, Job, comparable_metrics, ended, environment, free_port, result, start
+from tests.rigs.jobs import (
+    MAIN,
+    ROOT,
+    Job,
+    comparable_metrics,
+    ended,
+    environ_of,
+    environment,
+    free_port,
+    lives,
+    result,
+    start,
+)
 
 PATH = str(ROOT)
 SETTINGS = (
@@ -43,7 +54,7 @@ def wait_until(true: Callable[[], object], job: Job) -> None:
 
 
 def family(mark: str) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter() if environ(p).get("JOB_UNDER_TEST") == mark and lives(p)]
+    return [p for p in psutil.process_iter() if environ_of(p.pid).get("JOB_UNDER_TEST") == mark and lives(p.pid)]
 
 
 def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Path) -> None:
@@ -84,8 +95,7 @@ def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
 
 
 def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
-    assert codes == [0, 0], output
+    forks.ends("train", *SETTINGS, f"--run-dir={tmp_path}", "--name=undisturbed", world_size=2)
     run = tmp_path / "run"
     # Of one incarnation: the next one has fewer steps to do
     order = {"where": "loss", "call": 8, "rank": 1, "signal": "SIGKILL"}

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,27 +61,6 @@ def done_again(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -
             repeated.append(f"step {step} by rank {rank}")
         done[rank, step] = update
     return lost, repeated
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """From a loss to the next step of the lost rank, or to the next loss where that came first (not `complete`)."""
-
-    seconds: float
-    place: str
-    complete: bool
-
-
-def recoveries(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -> list[Recovery]:
-    """One for each loss after which something happened. Of faults that strike together the last one counts."""
-    found = []
-    for strike in struck:
-        losses = [other.time for other in struck if other.time > strike.time]
-        steps = [u["time"] for u in updates if u["rank"] == strike.rank and u["time"] > strike.time]
-        if losses or steps:
-            first = min(losses + steps)
-            found.append(Recovery(first - strike.time, strike.fault.place, complete=first in steps))
-    return found
 
 
 def left_in_memory(folder: Path) -> list[str]:

@@ -28,14 +28,10 @@ RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
 
 @dataclass(frozen=True)
 class Script:
-    """One script. `arguments`: for two processes on one node; {folder} is a new one, {url} an address on this machine.
-
-    `alone`: the arguments for a single process that nobody has launched, if it can be one. `package`: beside torch.
-    """
+    """One script. `arguments`: for two processes on one node; {folder} is a new one. `package`: beside torch."""
 
     name: str
     arguments: str = ""
-    alone: str | None = ""
     package: str = ""
 
     @property
@@ -44,8 +40,7 @@ class Script:
 
     def words(self, folder: Path, arguments: str | None = None) -> list[str]:
         text = self.arguments if arguments is None else arguments
-        url = f"tcp://127.0.0.1:{free_port()}"
-        return [str(self.path), *(word.format(folder=folder, url=url) for word in text.split())]
+        return [str(self.path), *(word.format(folder=folder) for word in text.split())]
 
     @property
     def why_not(self) -> str:
@@ -59,13 +54,10 @@ SCRIPTS = {
     for script in (
         Script("ddp_env"),
         Script("ddp_local_rank", "--local-rank={{rank}}"),
-        Script(
-            "imagenet", "--dist-url env://", "--multiprocessing-distributed --rank 0 --world-size 1 --dist-url {url}",
-        ),
         # The Trainer is built on Accelerate
-        Script("bert_trainer", "--output-dir {folder}", "--output-dir {folder}", package="accelerate"),
+        Script("bert_trainer", "--output-dir {folder}", package="accelerate"),
         Script("lightning_digits", "--devices 2", package="lightning"),
-        Script("dcp_checkpoints", "--checkpoint-dir {folder}", "--checkpoint-dir {folder}"),
+        Script("dcp_checkpoints", "--checkpoint-dir {folder}"),
     )
 }
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
+from tests.rigs.places import FAULTS
 
 
 class Process:
@@ -133,6 +134,12 @@ class Forks:
         """To its end: the exit codes, and all output."""
         job = self.start(*arguments, world_size=world_size, **more)
         return job.wait(timeout_s), job.output
+
+    def ends(self, *arguments: str | Path, code: int = 0, world_size: int = 1, **more: Any) -> str:
+        """To its end: all output. Each process must end with this code."""
+        codes, output = self.run(*arguments, world_size=world_size, **more)
+        assert codes == [code] * world_size, output
+        return output
 
     @contextmanager
     def running(self, *arguments: str | Path, **more: Any) -> Iterator[Job]:
@@ -253,7 +260,7 @@ def _be(job: dict[str, Any]) -> NoReturn:
         module, _, function = job["preload"].partition(":")
         getattr(importlib.import_module(module), function)()
     if job["arguments"][:1] == ["launch"]:
-        _warm_the_server()
+        _warm_servers(8 if any(word.startswith("--replay") for word in job["arguments"]) else 1)
     entry()
     os._exit(99)
 
@@ -274,21 +281,27 @@ class _Server:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _warm_the_server() -> None:
-    """In an agent: its first fork server is a fork of this process, which has imported torch, not a cold start."""
+def _warm_servers(count: int) -> None:
+    """In an agent: its first fork servers are forks of this process, which has imported torch, not cold starts."""
     from rankup.agent import fork_server
 
-    ours, theirs = socket.socketpair()
-    if (pid := os.fork()) == 0:
-        ours.close()
-        os.setsid()
-        _be_a_server(theirs)
-    theirs.close()
-    unused = [_Server(pid, ours)]
+    unused = list[_Server]()
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            ours.close()
+            for other in unused:
+                other.channel.close()
+            os.setsid()
+            _be_a_server(theirs)
+        theirs.close()
+        unused.append(_Server(pid, ours))
 
     def start(command: list[str], *, env: dict[str, str], pass_fds: list[int], **more: Any) -> Any:
         order = json.loads(command[2])
-        if not order["fork"] or not unused or any(env.get(name) != AT_START.get(name) for name in READ_AT_START):
+        # Of a job with faults at places only the path differs: it leads to a sitecustomize that installs their hooks
+        read = [name for name in READ_AT_START if name != "PYTHONPATH" or FAULTS not in env]
+        if not order["fork"] or not unused or any(env.get(name) != AT_START.get(name) for name in read):
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, **more)
         server = unused.pop()
         with server.channel as channel:
@@ -315,6 +328,8 @@ def _be_a_server(channel: socket.socket) -> NoReturn:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train", "tests")]:
         del sys.modules[name]
     del sys.path[0]  # the folder of this file
+    if FAULTS in env:
+        importlib.import_module("tests.rigs.place_hooks").install()
     sys.argv = [file, json.dumps({**order, "channel": passed})]
     runpy.run_path(file, run_name="__main__")
     os._exit(99)

@@ -1,5 +1,6 @@
 """Jobs that lose ranks at exact places, and what has to be true of each in the end: nothing, but for the time."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ WITHOUT_RESCUE = ("fsdp",)
 
 @dataclass(frozen=True)
 class Case:
-    """One job and what it suffers. `agents`: how many start its ranks: one, or as in containers one for each rank."""
+    """One job and what it suffers. `agents`: how many start its ranks: one, or as in containers one for each rank; 0:
+    nobody does, each is started and started again by hand."""
 
     profile: str
     world_size: int
@@ -50,13 +52,14 @@ class Case:
 
     def __str__(self) -> str:
         text = "; ".join(" + ".join(_told(fault) for fault in group) for group in self.faults)
-        return f"{self.profile}, {self.world_size} ranks, {self.agents} agents: {text}"
+        return f"{self.profile}, {self.world_size} ranks, {self.agents or 'no'} agents: {text}"
 
 
 def _told(fault: Fault) -> str:
     who = "any rank" if fault.rank < 0 else f"rank {fault.rank}"
     who += "" if fault.whom == "self" else f"'s {fault.whom}"
-    return f"{who} {fault.how} {fault.place}" + (f" in step {fault.step}" if fault.step else "")
+    when = (f" in step {fault.step}" if fault.step else "") + (f" and {fault.late_s} s later" if fault.late_s else "")
+    return f"{who} {fault.how} {fault.place}{when}"
 
 
 @dataclass
@@ -67,12 +70,7 @@ class Outcome:
     seconds: float = 0.0
     struck: Sequence[places.Strike] = ()
     lost: int = 0  # optimizer steps that were done again, since nobody who had finished them lived on
-    recoveries: Sequence[claims.Recovery] = ()
     output: str = ""
-
-    @property
-    def slowest(self) -> claims.Recovery:
-        return max(self.recoveries, key=lambda recovery: recovery.seconds, default=claims.Recovery(0.0, "", True))
 
 
 @dataclass
@@ -108,8 +106,10 @@ class Soak:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += claims.left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
-        recoveries = claims.recoveries(struck, updates)
-        return Outcome(problems, time.monotonic() - began_s, struck, lost, recoveries, output)
+        if all(fault.whom == "self" for group in case.faults for fault in group):
+            blamed = {int(rank) for rank in re.findall(r": rank (\d+) on", output)} - {strike.rank for strike in struck}
+            problems += [f"rank {rank} is blamed, to which nothing happened" for rank in blamed]
+        return Outcome(problems, time.monotonic() - began_s, struck, lost, output)
 
     def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
         """Digest and metrics of the run that nothing happens to."""
@@ -140,14 +140,20 @@ class _Job:
         folder.mkdir(parents=True)
         self.forks, self.folder = forks, folder.resolve()
         common = places.order(folder / "faults", case.faults)
-        nproc = case.world_size // case.agents
-        line = ["launch", f"--nproc={nproc}", "--max-restarts=20", str(MAIN), f"--run-dir={folder}", *settings]
+        own, port = [f"--run-dir={folder}", *settings], free_port()
         self.starts: list[tuple[list[str], dict[str, str]]] = []
-        port = free_port()
-        for node in range(case.agents):
-            self.starts.append((line, common | (rank_env(node, case.agents, port) if case.agents > 1 else {})))
-        # An agent that was killed or asked to stop has nobody else to start it again
-        self.left = sum(fault.whom != "self" or fault.how == "SIGTERM" for group in case.faults for fault in group)
+        for node in range(case.agents or case.world_size):
+            line = ["train", *own]
+            if case.agents:
+                nproc = case.world_size // case.agents
+                line = ["launch", f"--nproc={nproc}", "--max-restarts=20", str(MAIN), *own]
+            env = rank_env(node, case.agents or case.world_size, port) if case.agents != 1 else {}
+            self.starts.append((line, common | env))
+        # An agent that was killed or asked to stop has nobody else to start it again, nor has a rank without an agent
+        self.by_hand = not case.agents
+        self.left = 100 if self.by_hand else sum(
+            fault.whom != "self" or fault.how == "SIGTERM" for group in case.faults for fault in group
+        )
         self.started: list[Process] = []
 
     @property
@@ -167,7 +173,7 @@ class _Job:
                     if code == 0:
                         del running[number]
                     elif code is not None:
-                        if not self.left:
+                        if not self.left or 0 < code < 128:
                             return [f"ended with {code}"]
                         self.left -= 1
                         running[number] = self._start(self.starts[number])
@@ -180,7 +186,8 @@ class _Job:
 
     def _start(self, line: tuple[list[str], dict[str, str]]) -> Process:
         arguments, env = line
-        self.started += self.forks.start(*arguments, env=env, cwds=[self.folder]).processes
+        preload = "tests.rigs.place_hooks:install_in_fork" if self.by_hand else ""
+        self.started += self.forks.start(*arguments, env=env, cwds=[self.folder], preload=preload).processes
         return self.started[-1]
 
     def processes(self) -> list[psutil.Process]:

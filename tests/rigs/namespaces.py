@@ -9,7 +9,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 NEEDED = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -149,6 +149,17 @@ class Net:
 
     def mend(self, number: int) -> None:
         self._switch.run(f"ip link set port{number} up")
+
+    def part(self, some: Collection[int], others: Collection[int]) -> None:
+        """No packet passes between these and those."""
+        for here, there in ((some, others), (others, some)):
+            for number in here:
+                self.nodes[number].run(*(f"iptables -A INPUT -s {self.nodes[other].ip} -j DROP" for other in there))
+
+    def join(self) -> None:
+        """All nodes reach each other again."""
+        for node in self.nodes:
+            node.run("iptables -F INPUT")
 
     def close(self) -> None:
         for node in [*self.nodes, self._switch]:

@@ -3,6 +3,7 @@
 import functools
 import importlib.abc
 import importlib.machinery
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +28,17 @@ def install() -> None:
         return done
 
     pathlib.Path.rename = renamed  # type: ignore[assignment, method-assign]
+
+
+def install_in_fork() -> None:
+    """The preload of a process of tests/rigs/fork_server.py: what it has imported of the program it imports anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train")]:
+        del sys.modules[name]
+    install()
+    from train.main import entry
+
+    entry()
+    os._exit(99)
 
 
 def _kind(path: Path) -> str:

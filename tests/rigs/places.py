@@ -44,7 +44,7 @@ class Fault:
 
     `how`: a signal's name, or "memory": the kernel ends it for want of memory. `whom`: the rank itself, the process
     that forked it ("server"), the "agent", or the whole "node", all three. `saved`: a save that is under way gets
-    done first.
+    done first. `late_s`: so much later, wherever the process is by then.
     """
 
     place: str
@@ -53,6 +53,7 @@ class Fault:
     how: str = "SIGKILL"
     whom: str = "self"
     saved: bool = False
+    late_s: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.place in PLACES, self.place
@@ -153,7 +154,10 @@ def at(place: str) -> None:
     entry = {"fault": asdict(fault), "rank": int(os.environ["RANK"]), "pids": pids, "time": time.time()}
     os.write(claim, json.dumps(entry).encode())
     os.close(claim)
-    _strike(fault)
+    if fault.late_s:
+        threading.Timer(fault.late_s, _strike, [fault]).start()
+    else:
+        _strike(fault)
 
 
 def note_update() -> None:

@@ -43,17 +43,15 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
         self.run_dir.mkdir()
-        self.rank, self.world_size, self.hosts, self.is_rank0 = 0, 1, ["node0"], True
+        self.rank, self.local_rank, self.world_size, self.hosts, self.is_rank0 = 0, 0, 1, ["node0"], True
         self.log = SimpleNamespace(warning=self.said.append)
+        self.launch, self.restarted = SimpleNamespace(start="", agent=None), False
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         return value
-
-    def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
-        return data
 
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
         """A second copy of that step."""
@@ -147,13 +145,6 @@ def test_copy_that_is_damaged_is_passed_over_and_said(node: Node) -> None:
     assert node.said[0].startswith("the second copy step-00000008 on node0 (rank 0) was passed over: manifest.json is")
     with pytest.raises(UserError, match=r"damaged ones: the second copy step-00000008 on node0 .rank 0.: manifest"):
         node.go_on(A)
-
-
-def test_copy_stands_for_damaged_checkpoints_of_its_step(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.copy(8, "a", A)
-    checkpoint = node.checkpoint
-    monkeypatch.setattr(node, "checkpoint", lambda *of: flip(checkpoint(*of) / "model.safetensors", 99))
-    assert node.go_on(A, (8, "a")).words.endswith(": node0 (rank 0) has only damaged checkpoints")
 
 
 def test_rescue_is_taken_where_it_is_newer(node: Node) -> None:

@@ -36,8 +36,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "tree.json", "state.json"
 
 def test_checkpoint_of_two_ranks_has_plain_names_and_loads_anywhere(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run, "--max-steps", "3"), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*train(run, "--max-steps", "3"), world_size=2)
     path = run / "checkpoints" / "step-00000003"
     assert not [file for file in path.iterdir() if file.suffix not in (".json", ".safetensors")]
     loaded = load_file(path / "model.safetensors")
@@ -137,16 +136,13 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flipped", "empty directory"])
 def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, tmp_path: Path, harm: str) -> None:
-    codes, output = forks.run(*train(tmp_path / "undisturbed"), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path / "undisturbed"), world_size=2)
     run = tmp_path / "run"
     stop = {"PROBE": json.dumps({"where": "loss", "call": 22, "rank": 1, "signal": "SIGTERM"})}
-    codes, output = forks.run(*train(run), world_size=2, env=stop)
-    assert codes == [143, 143], output
+    output = forks.ends(*train(run), world_size=2, env=stop, code=143)
     last = list_copies(run / "checkpoints")[-1]
     flip(last / "optimizer.safetensors", 500) if harm == "flipped" else empty_directory(last)
-    codes, output = forks.run(*train(run), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(run), world_size=2)
     assert f"checkpoint {last.name} was passed over: " in output
     assert "resumed from step-00000016" in output
     assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
@@ -156,13 +152,11 @@ def test_job_with_damaged_checkpoints_only_is_refused_until_fresh(forks: Forks, 
     run = tmp_path / "run"
     assert forks.run(*train(run, "--max-steps", "8"), world_size=2)[0] == [0, 0]
     flip(run / "checkpoints" / "step-00000008" / "model.safetensors", 100)
-    codes, output = forks.run(*train(run), world_size=2)
-    assert codes == [2, 2], output
+    output = forks.ends(*train(run), world_size=2, code=2)
     assert output.count("only damaged ones: checkpoint step-00000008: model.safetensors does not match its digest") == 1
     assert "--fresh" in output
     assert steps(run / "checkpoints") == [8]
-    codes, output = forks.run(*train(run, "--fresh"), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*train(run, "--fresh"), world_size=2)
     assert len(list(run.glob("before-*/checkpoints/step-00000008"))) == 1
 
 
@@ -170,8 +164,7 @@ def test_job_with_damaged_checkpoints_only_is_refused_until_fresh(forks: Forks, 
 def test_five_steps_and_five_more_equal_ten_to_the_bit(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
     for run, parts in (("whole", ("10",)), ("parts", ("5", "10"))):
         for part in parts:
-            codes, output = forks.run(*train(tmp_path / run, "--max-steps", part, *more), world_size=2)
-            assert codes == [0, 0], output
+            output = forks.ends(*train(tmp_path / run, "--max-steps", part, *more), world_size=2)
     assert "resumed from step-00000005" in output
     whole, parts_ = (tmp_path / run / "checkpoints" / "step-00000010" for run in ("whole", "parts"))
     for name in ("model.safetensors", "optimizer.safetensors", "tree.json"):
@@ -187,10 +180,8 @@ def test_another_world_size_goes_on_from_rank_0s_disk_alone(
     for folder in folders:
         folder.mkdir()
     arguments = ("train", *SETTINGS, "--name", "run")
-    codes, output = forks.run(*arguments, "--max-steps", "12", world_size=first, cwds=folders)
-    assert codes == [0] * first, output
-    codes, output = forks.run(*arguments, "--max-steps", "20", world_size=then, cwds=folders)
-    assert codes == [0] * then, output
+    output = forks.ends(*arguments, "--max-steps", "12", world_size=first, cwds=folders)
+    output = forks.ends(*arguments, "--max-steps", "20", world_size=then, cwds=folders)
     assert "resumed from step-00000012" in output
     assert f"world size was {first}, is {then}: the run goes on, but its last bits will differ" in output
     assert result(folders[0] / "runs" / "run")["step"] == 20

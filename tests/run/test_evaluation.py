@@ -18,16 +18,12 @@ WORLDS = (1, 2, 3, 4)
 def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a checkpoint that is neither right nor wrong about everything."""
     folder = tmp_path_factory.mktemp("trained")
-    codes, output = forks.run("train", *DIGITS, "--max-steps", "30", "--name", "run", "--run-dir", folder)
-    assert codes == [0], output
+    forks.ends("train", *DIGITS, "--max-steps", "30", "--name", "run", "--run-dir", folder)
     return folder / "run"
 
 
 def evaluated(forks: Forks, run: Path, world_size: int, *arguments: str) -> dict[str, Any]:
-    codes, output = forks.run(
-        "evaluate", "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size
-    )
-    assert codes == [0] * world_size, output
+    forks.ends("evaluate", "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size)
     outcome: dict[str, Any] = json.loads((run / "evaluation.json").read_text())
     assert outcome["world_size"] == world_size
     return outcome
@@ -53,11 +49,10 @@ def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: 
     checkpoint = next((trained / "checkpoints").iterdir())
     found = []
     for world_size in WORLDS:
-        codes, output = forks.run(
+        output = forks.ends(
             "train", *DIGITS, "--init-from", checkpoint, "--lr", "1e-30", "--max-steps", "1", "--limit-eval", "101",
             "--eval-batch-size", "10", "--name", str(world_size), "--run-dir", tmp_path, world_size=world_size,
         )
-        assert codes == [0] * world_size, output
         assert "on 101 samples" in output
         found.append({k: v for k, v in metrics(tmp_path / str(world_size))[-1].items() if k.startswith("eval/")})
     assert len(found[0]) == 3
@@ -74,10 +69,9 @@ def test_evaluation_by_several_ranks_is_of_one_model(forks: Forks, tmp_path: Pat
     """Each rank's batch norm has statistics of its own after a step: those of rank 0 count, which the checkpoint
     holds."""
     record = tmp_path / "record"
-    codes, output = forks.run(
+    forks.ends(
         "train", *RECORDED, "--options.model", "norm", "--options.record", record, "--run-dir", tmp_path, world_size=3
     )
-    assert codes == [0] * 3, output
     weights = {entry["weights"] for rank in records(record, "evaluate") for entry in rank}
     assert len(weights) == 1
     found = {k.removeprefix("eval/"): v for k, v in metrics(tmp_path / "run")[-1].items() if k.startswith("eval/")}
@@ -89,14 +83,10 @@ def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Pat
     record = tmp_path / "record"
     line = ("train", *RECORDED, "--schedule", "constant", "--options.model", "norm", "--options.frozen_norm", "true",
             "--run-dir", tmp_path)
-    codes, output = forks.run(*line, "--name", "whole", "--limit-train", "24", "--options.record", record)
-    assert codes == [0], output
+    forks.ends(*line, "--name", "whole", "--limit-train", "24", "--options.record", record)
     digests = [json.loads((tmp_path / "whole" / "result.json").read_text())["digest"]]
     for steps in ("2", "6"):
-        codes, output = forks.run(
-            *line, "--name", "parts", "--limit-train", "24", "--options.record", record, "--max-steps", steps
-        )
-        assert codes == [0], output
+        forks.ends(*line, "--name", "parts", "--limit-train", "24", "--options.record", record, "--max-steps", steps)
     digests.append(json.loads((tmp_path / "parts" / "result.json").read_text())["digest"])
     assert digests[0] == digests[1]
 

@@ -25,9 +25,7 @@ def train(run: Path, *more: str) -> tuple[str, ...]:
 
 
 def finished(forks: Forks, run: Path, *more: str, world_size: int = 1) -> str:
-    codes, output = forks.run(*train(run, *more), world_size=world_size)
-    assert codes == [0] * world_size, output
-    return output
+    return forks.ends(*train(run, *more), world_size=world_size)
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -48,10 +46,9 @@ def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path, world_
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1", world_size=world_size)
     before, first = contents(run), status(run)
-    codes, output = forks.run(
-        *train(run, "--epochs", "2", "--lr", "0.25", "--options.width", "9"), world_size=world_size
+    output = forks.ends(
+        *train(run, "--epochs", "2", "--lr", "0.25", "--options.width", "9"), world_size=world_size, code=2
     )
-    assert codes == [2] * world_size, output
     assert "lr: 0.08 -> 0.25" in output
     assert "options.width: (not set) -> 9" in output
     assert "--fresh" in output
@@ -118,8 +115,7 @@ def test_result_is_not_left_behind_when_a_run_goes_on(forks: Forks, tmp_path: Pa
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
     stop = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGTERM"})}
-    codes, output = forks.run(*train(run, "--epochs", "2"), env=stop)
-    assert codes == [143], output
+    forks.ends(*train(run, "--epochs", "2"), env=stop, code=143)
     assert not (run / "result.json").exists()
     assert (run / "config.yaml").read_text().count("epochs: 2") == 1
 
@@ -127,8 +123,7 @@ def test_result_is_not_left_behind_when_a_run_goes_on(forks: Forks, tmp_path: Pa
 def test_other_data_under_the_same_settings_is_refused(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
-    codes, output = forks.run(*train(run, "--epochs", "2"), preload="tests.run.test_run_directory:other_data")
-    assert codes == [2], output
+    output = forks.ends(*train(run, "--epochs", "2"), preload="tests.run.test_run_directory:other_data", code=2)
     assert "was trained on made-up points, got other points now" in output
 
 
@@ -145,8 +140,7 @@ def test_checkpoint_of_another_model_is_refused_in_one_line(forks: Forks, tmp_pa
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
     preload = "tests.run.test_run_directory:other_model"
-    codes, output = forks.run(*train(run, "--epochs", "2"), world_size=2, preload=preload)
-    assert codes == [2, 2], output
+    output = forks.ends(*train(run, "--epochs", "2"), world_size=2, preload=preload, code=2)
     assert "does not fit this model: " in output
     assert "Traceback" not in output
 
@@ -171,8 +165,7 @@ def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(f
     yesterday = status(run)
     assert (yesterday["state"], yesterday["code"]) == ("finished", 0)
     order = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGKILL"})}
-    codes, output = forks.run(*train(run, "--epochs", "2"), env=order)
-    assert codes == [-9], output
+    forks.ends(*train(run, "--epochs", "2"), env=order, code=-9)
     todays = status(run)
     assert todays["state"] == "running"
     finished(forks, run, "--epochs", "2")
@@ -184,8 +177,7 @@ def test_kill_before_the_run_directory_is_taken_hides_yesterdays_success(forks: 
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
     preload = "tests.run.test_run_directory:die_at_the_lease"
-    codes, output = forks.run(*train(run, "--epochs", "2"), preload=preload)
-    assert codes == [-9], output
+    forks.ends(*train(run, "--epochs", "2"), preload=preload, code=-9)
     assert status(run)["state"] == "running"
 
 
@@ -208,8 +200,7 @@ def test_every_rank_writes_its_end_and_the_summary_has_all(forks: Forks, tmp_pat
 
 def test_fault_of_one_rank_is_the_reason_for_all(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run), world_size=2, preload="tests.run.test_run_directory:fail_on_rank_1")
-    assert codes == [1, 1], output
+    output = forks.ends(*train(run), world_size=2, preload="tests.run.test_run_directory:fail_on_rank_1", code=1)
     summary = status(run)
     assert (summary["state"], summary["code"]) == ("failed", 1)
     assert "ZeroDivisionError: a fault in step 5" in json.dumps(summary["ranks"]["1"])

@@ -70,8 +70,7 @@ def digest(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     def of(world_size: int) -> str:
         if world_size not in known:
             run = tmp_path_factory.mktemp("undisturbed") / "run"
-            codes, output = forks.run(*train(run), world_size=world_size)
-            assert codes == [0] * world_size, output
+            forks.ends(*train(run), world_size=world_size)
             known[world_size] = result(run)["digest"]
         return known[world_size]
 
@@ -85,8 +84,7 @@ def test_steps_are_done_while_a_save_is_written(
     # Step 11 lets the save of step 8 go on: a training that waited for that save would wait until the deadline
     env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=world_size - 1)
     line = train(tmp_path / "run", *OFTEN, f"--parallel={method}", "--device=cpu", "--save-timeout-s=60")
-    codes, output = forks.run(*line, world_size=world_size, env=env, preload=HELD)
-    assert codes == [0] * world_size, output
+    forks.ends(*line, world_size=world_size, env=env, preload=HELD)
     assert (tmp_path / "writing").exists()
     assert steps(tmp_path / "run" / "checkpoints") == list(range(4, 33, 4))
     assert result(tmp_path / "run")["digest"] == digest(world_size)
@@ -97,8 +95,7 @@ def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: P
     order = {"where": "evaluate", "call": 2, "rank": 1, "tell": str(tmp_path / "go")}
     env = hold(tmp_path / "go") | {"PROBE": json.dumps(order)}
     line = train(tmp_path / "run", "--num-workers=2", "--eval-batch-size=7", "--save-timeout-s=60")
-    codes, output = forks.run(*line, world_size=2, env=env, preload=HELD)
-    assert codes == [0, 0], output
+    forks.ends(*line, world_size=2, env=env, preload=HELD)
     assert (tmp_path / "writing").exists()
 
 
@@ -129,8 +126,7 @@ def test_one_save_after_the_other_beside_the_training_where_memory_allows(
 ) -> None:
     env = {"SAVES": str(tmp_path / "saves")} | ({"FREE": free} if free else {})
     line = train(tmp_path / "run", *OFTEN, f"--save={how}")
-    codes, output = forks.run(*line, world_size=2, env=env, preload="tests.run.test_saver:counted_saves")
-    assert codes == [0, 0], output
+    output = forks.ends(*line, world_size=2, env=env, preload="tests.run.test_saver:counted_saves")
     expected = [f"{word} {step} {thread}" for step in range(4, 33, 4) for word in ("begin", "end")]
     assert (tmp_path / "saves").read_text().splitlines() == expected
     assert steps(tmp_path / "run" / "checkpoints") == list(range(4, 33, 4))
@@ -145,8 +141,7 @@ def test_files_are_those_of_a_save_that_is_waited_for_to_the_byte(
     forks: Forks, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     for how in ("async", "sync"):
-        codes, output = forks.run(*train(tmp_path / how, *OFTEN, f"--save={how}", *more), world_size=2)
-        assert codes == [0, 0], output
+        forks.ends(*train(tmp_path / how, *OFTEN, f"--save={how}", *more), world_size=2)
     assert result(tmp_path / "async")["digest"] == result(tmp_path / "sync")["digest"]
     assert steps(tmp_path / "sync" / "checkpoints") == list(range(4, 33, 4))
     for folder in (tmp_path / "sync" / "checkpoints").iterdir():
@@ -183,8 +178,7 @@ def test_failure_ends_all_ranks_at_the_next_step(
     run, failed = tmp_path / "run", tmp_path / "failed"
     env = hold(tmp_path / "go", step=20, fails=fails)
     env |= in_step(22, rank=0, tell=str(tmp_path / "go"), until=str(failed), sleep_s=0.3)
-    codes, output = forks.run(*train(run, *ONCE), world_size=2, env=env, preload=HELD)
-    assert codes == [code, code], output
+    output = forks.ends(*train(run, *ONCE), world_size=2, env=env, preload=HELD, code=code)
     assert line in output
     if code == 2:
         assert output.count(line) == 1
@@ -212,8 +206,7 @@ def test_kill_of_the_writer_leaves_nothing_half(forks: Forks, digest: Callable[[
         job.processes[0].signal("SIGKILL")
         assert job.wait() == [-9], job.output
     assert steps(run / "checkpoints") == [4]
-    codes, output = forks.run(*train(run, *OFTEN))
-    assert codes == [0], output
+    output = forks.ends(*train(run, *OFTEN))
     assert "resumed from step-00000004" in output
     assert result(run)["digest"] == digest(1)
     assert [path.name for path in (run / "checkpoints").glob(".*")] == []
@@ -227,8 +220,7 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
     codes, output = forks.run(*train(run, *OFTEN), world_size=2, env=env, preload=HELD)
     assert codes == [171, -9], output
     assert steps(run / "checkpoints") == [4]
-    codes, output = forks.run(*train(run, *OFTEN), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(run, *OFTEN), world_size=2)
     assert "resumed from step 9, rescued by rank 0 on " in output
     assert result(run)["digest"] == digest(2)
 
@@ -249,6 +241,5 @@ def test_survivor_that_has_no_rescue_finishes_the_save_under_way(forks: Forks, t
         job.wait_until(lambda: job.processes[1].code is not None, "end of rank 1")
         (tmp_path / "go").touch()
         assert job.wait() == [171, -9], job.output
-    codes, output = forks.run(*line, world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*line, world_size=2)
     assert "resumed from step-00000008" in output

@@ -74,25 +74,20 @@ def test_state_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_job_that_cannot_go_on_exactly_ends_with_2_and_one_line(
     forks: Forks, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "8", world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "8", world_size=2)
     path = tmp_path / "run" / "checkpoints" / "step-00000008"
     rewrite(path, **changes)
-    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "16", world_size=2)
-    assert codes == [2, 2], output
+    output = forks.ends(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "16", world_size=2, code=2)
     assert output.count(f"error: checkpoint: {path} {message}") == 1, output
     assert "set --fresh to start anew, or another --name" in output
     assert "Traceback" not in output
-    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "16", "--fresh", world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "16", "--fresh", world_size=2)
 
 
 def test_weights_of_another_scheme_of_random_numbers_still_load(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "8")
-    assert codes == [0], output
+    forks.ends(*SETTINGS, "--run-dir", tmp_path, "--max-steps", "8")
     rewrite(tmp_path / "run" / "checkpoints" / "step-00000008", random="dice")
-    codes, output = forks.run("evaluate", *SETTINGS[1:3], "--run-dir", tmp_path, "--name", "run")
-    assert codes == [0], output
+    forks.ends("evaluate", *SETTINGS[1:3], "--run-dir", tmp_path, "--name", "run")
 
 
 # The step -----------------------------------------------------------------------------------------------------

@@ -183,23 +183,19 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
 
 def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:
     wide = ("--options.width", "20000", "--keep", "3")
-    codes, output = forks.run(*train(tmp_path / "undisturbed", *wide), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path / "undisturbed", *wide), world_size=2)
     with small_disk(tmp_path / "disk", "5m") as disk:
         run = disk.path / "run"
-        codes, output = forks.run(*train(run, *wide), world_size=2)
-        assert codes == [2, 2], output
+        output = forks.ends(*train(run, *wide), world_size=2, code=2)
         assert "Traceback" not in output
         assert output.count("has no space left") == 1
         assert "run the same command again" in output
         assert steps(run / "checkpoints") == [8, 16]
-        codes, output = forks.run(*train(run, *wide), world_size=2)
-        assert codes == [2, 2], output
+        output = forks.ends(*train(run, *wide), world_size=2, code=2)
         assert steps(run / "checkpoints") == [8, 16]
         assert find_problem(run / "checkpoints" / "step-00000016") == ""
         disk.resize("50m")
-        codes, output = forks.run(*train(run, *wide), world_size=2)
-        assert codes == [0, 0], output
+        output = forks.ends(*train(run, *wide), world_size=2)
         assert "resumed from step-00000016" in output
         assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
 
@@ -233,17 +229,13 @@ def test_disk_that_fills_between_two_saves_is_one_line(forks: Forks, tmp_path: P
         # Metrics fill the pages that they have; the next save is far
         arguments = train(run, "--tensorboard=true", "--epochs", "60", "--save-every-steps", "8")
         far = (*arguments, "--save-every-steps", "100000", "--evaluate-every-epochs", "60")
-        codes, output = forks.run(*arguments, "--max-steps", "8")
-        assert codes == [0], output
+        output = forks.ends(*arguments, "--max-steps", "8")
         filling = "tests.state.test_copies:fill_at_step_10"
-        codes, output = forks.run(*far, preload=filling, env={"DISK": str(disk.path)})
-        assert codes == [2], output
+        output = forks.ends(*far, preload=filling, env={"DISK": str(disk.path)}, code=2)
         assert f"error: metrics: {run} has no space left, 0 MiB free" in output
         assert "Traceback" not in output
-        codes, output = forks.run(*arguments)
-        assert codes == [2], output
+        output = forks.ends(*arguments, code=2)
         assert "Traceback" not in output
         (disk.path / "filler").unlink()
-        codes, output = forks.run(*arguments, "--max-steps", "16")
-        assert codes == [0], output
+        output = forks.ends(*arguments, "--max-steps", "16")
         assert "resumed from step-00000008" in output

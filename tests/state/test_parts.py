@@ -17,7 +17,7 @@ from rankup.state import parts, rescue
 from rankup.state.copies import to_json
 from rankup.state.parts import Parts, PartsInMemory, peer_of
 from rankup.state.reading import Copy, no_check
-from rankup.state.shards import INDEX, Shards
+from rankup.state.shards import Shards
 from tests.rigs.checkpoints import training_state
 
 TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
@@ -104,7 +104,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
         return None
     weights, steps = [], set()
     for copy in copies:
-        with Shards(copy.path, copy.files[INDEX]) as shards:
+        with Shards(copy.path, copy.index) as shards:
             tracked = shards.read_all()
         weights.append(tracked["model"]["weight"])
         steps |= {copy.step, tracked["step"]["n"]}

@@ -36,9 +36,7 @@ SHARDED = (*FSDP, "--checkpoint-format", "sharded")
 
 
 def train(forks: Forks, folder: Path, world_size: int, *more: str, **others: Any) -> str:
-    codes, output = forks.run(*LINE, *more, "--run-dir", folder, world_size=world_size, **others)
-    assert codes == [0] * world_size, output
-    return output
+    return forks.ends(*LINE, *more, "--run-dir", folder, world_size=world_size, **others)
 
 
 def newest(folder: Path) -> Path:
@@ -361,8 +359,7 @@ def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(forks: Forks
     folders = [tmp_path / f"node{rank}" for rank in range(2)]
     for folder in folders:
         folder.mkdir()
-    codes, output = forks.run(*LINE, *SHARDED, world_size=2, cwds=folders)
-    assert codes == [2, 2], output
+    output = forks.ends(*LINE, *SHARDED, world_size=2, cwds=folders, code=2)
     assert output.count("needs a run directory that all nodes share") == 1, output
     assert "in which rank 1 on " in output
     assert "--checkpoint-format plain" in output

@@ -36,12 +36,10 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(jobs: Forks, bert: Path, run: Path, world_size: int, *more: str) -> str:
-    codes, output = jobs.run(
+    return jobs.ends(
         "train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name,
         "--run-dir", run.parent, world_size=world_size,
     )
-    assert codes == [0] * world_size, output
-    return output
 
 
 def losses(run: Path) -> list[float]:
@@ -87,8 +85,7 @@ def test_bert_follows_one_process_and_its_weights_fit_everywhere(
     of_alone = ("--init-from", str(checkpoint_of(alone)), "--max-steps", "1")
     output = train(jobs, bert, tmp_path / "from", 2, *arguments, *of_alone)
     assert f"{len(weights_of(run))} of {len(weights_of(run))} tensors" in output
-    codes, output = jobs.run("evaluate", "--name", "run", "--run-dir", alone.parent, "--checkpoint", checkpoint_of(run))
-    assert codes == [0], output
+    output = jobs.ends("evaluate", "--name", "run", "--run-dir", alone.parent, "--checkpoint", checkpoint_of(run))
     assert result(run)["digest"][:16] in output
 
 
@@ -112,8 +109,7 @@ def test_bert_killed_and_run_again_without_the_folders_weights_has_the_same(
     assert "resumed from step 7, rescued by rank 0 on " in output
     assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
     # A run that begins does need them
-    codes, output = jobs.run(*line, "--fresh")
-    assert codes == [2], output
+    output = jobs.ends(*line, "--fresh", code=2)
     assert "must hold weights that load, got: Error no file named" in output
 
 
@@ -125,11 +121,10 @@ def test_bert_evaluates_exactly_and_predicts_with_words_and_config_alone(
     where = ("--name", "run", "--run-dir", alone.parent, "--bert-dir", own)
     outcomes = []
     for world_size in (1, 3):
-        codes, output = jobs.run(
+        jobs.ends(
             "evaluate", *where, "--eval-split", "test", "--eval-batch-size", "16", "--limit-eval", "101",
             world_size=world_size,
         )
-        assert codes == [0] * world_size, output
         outcome = json.loads((alone / "evaluation.json").read_text())
         outcomes.append({name: outcome[name] for name in ("metrics", "count", "classes", "confusion")})
     assert outcomes[0] == outcomes[1]
@@ -138,11 +133,10 @@ def test_bert_evaluates_exactly_and_predicts_with_words_and_config_alone(
     files = []
     for world_size in (1, 2):
         files.append(tmp_path / f"{world_size}.csv")
-        codes, output = jobs.run(
+        jobs.ends(
             "predict", *where, "--input", tmp_path / "in.txt", "--eval-batch-size", "8", "--output", files[-1],
             world_size=world_size,
         )
-        assert codes == [0] * world_size, output
     assert files[0].read_bytes() == files[1].read_bytes()
     with files[0].open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -183,8 +177,7 @@ def test_checkpoint_with_another_folder_is_refused(
     spoil(own)
     run = Path(shutil.copytree(alone, tmp_path / "run"))
     for command in (("evaluate", "--workload", "text"), ("train", *LINE, "--max-steps", str(STEPS + 4))):
-        codes, output = jobs.run(*command, "--bert-dir", own, "--name", "run", "--run-dir", run.parent)
-        assert codes == [2], output
+        output = jobs.ends(*command, "--bert-dir", own, "--name", "run", "--run-dir", run.parent, code=2)
         assert message in output
 
 
@@ -193,9 +186,8 @@ def test_ranks_with_other_words_do_not_train_together(jobs: Forks, bert: Path, t
         shutil.copytree(bert, tmp_path / name / "bert")
     vocabulary = tmp_path / "b" / "bert" / "vocab.txt"
     vocabulary.write_text(vocabulary.read_text(encoding="utf-8").replace("##a\n", "##A\n"), encoding="utf-8")
-    codes, output = jobs.run(
+    output = jobs.ends(
         "train", *LINE, "--bert-dir", "bert", "--max-steps", "1", "--run-dir", tmp_path / "runs", world_size=2,
-        cwds=[tmp_path / "a", tmp_path / "b"],
+        cwds=[tmp_path / "a", tmp_path / "b"], code=2
     )
-    assert codes == [2, 2], output
     assert "the data must be the same" in output
