@@ -45,7 +45,7 @@ from rankup.agent.processes import (
     state_of,
     within,
 )
-from rankup.agent.protocol import AGENTS, KILLED, SIGNALS, VERSION, Link, Links, Member, in_thread
+from rankup.agent.protocol import AGENTS, CHANGING, KILLED, SIGNALS, VERSION, Link, Links, Member, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import (
@@ -155,7 +155,7 @@ class Agent:
         self.attendance = Attendance(
             me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"), records=self._records,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
-            commit=AGENTS,
+            commit=AGENTS | (CHANGING if self.limits is not None else {}),
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):

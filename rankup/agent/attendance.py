@@ -153,16 +153,16 @@ class Attendance:
             self.problem = message["text"]
             self._notice(f"still waiting: {self.problem}")
         elif kind == "propose":
-            self.n, self.basis = message["n"], message.get("basis", self.basis)
+            self.n, self.basis = message["n"], message.get("basis") or self.basis
             if self._route is not None:
                 self._route.cancel()
-            self._route = self._start(self._try_route(message["next"]))
+            self._route = self._start(self._try_route(message.get("next")))
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
-            basis = message.get("basis", self.basis)
+            basis = message.get("basis") or self.basis
             if (basis["n"], basis["v"]) >= (self.basis["n"], self.basis["v"]):  # else a newer one is proposed already
                 self.basis = basis
-            if "basis" in message:
+            if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
             self._refused, self._until_s = True, self._clock()

@@ -124,13 +124,14 @@ SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS = {"n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)]}
 # What the leader of agents says besides as it commits, and that of ranks which another launcher started
 AGENTS = {"why": str, "port": range(65536), "job": JOB, "store": bool, "again": bool, "restarts": INT}
+CHANGING = {"basis": BASIS, "change": str}  # where the number of nodes may change
 RANKS = {"store": range(65536), "token": str, "attempt": JOB, "restarts": INT}
 # What a member takes from a leader's message. A form is a type, a range, a choice of texts, a pattern, a list of one
 # form, a row of forms, or values by name; a name with ? may be absent or null
 LEADERS: dict[str, dict[str, Any]] = {
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
     "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str, str), "basis?": BASIS},
-    "commit": {"n": INT, "ip": str, "hosts": [(str, INT)], "basis?": BASIS, "change?": str},
+    "commit": {"n": INT, "ip": str, "hosts": [(str, INT)], "basis?": BASIS},
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
     "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [dict]},
     "over": {"code": INT, "text": str}, "refused": {"code": INT, "text": str},

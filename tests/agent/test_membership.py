@@ -33,7 +33,10 @@ while not (shared / "go").exists(): time.sleep(0.01)
 class Nodes:
     """Agents of one job on this machine, one rank each."""
 
-    def __init__(self, folder: Path, limits: str, *options: str, net: Net | None = None) -> None:
+    def __init__(
+        self, folder: Path, limits: str, *options: str, net: Net | None = None, env: dict[str, str] | None = None
+    ) -> None:
+        self.env = env
         self.net, self.master = net, net.nodes[0].ip if net is not None else "127.0.0.1"
         self.folder, self.job, self.port = folder, Job(), free_port()
         self.limits, self.options = (f"--nnodes={limits}", "--lost-after-s=3", "--join-timeout-s=100"), options
@@ -45,7 +48,8 @@ class Nodes:
         line = ("-m", "rankup", "launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
                 f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options)
         prefix = self.net.nodes[node].prefix if self.net is not None else []
-        start(*prefix, sys.executable, *line, self.folder / "job.py", self.folder / "shared", job=self.job)
+        words = (self.folder / "job.py", self.folder / "shared")
+        start(*prefix, sys.executable, *line, *words, env=self.env, job=self.job)
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
     def begin(self, count: int) -> int:

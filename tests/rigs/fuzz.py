@@ -24,7 +24,7 @@ from rankup.agent.agent import Agent, Helpers, Options
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
 from rankup.agent.meeting import Leader
-from rankup.agent.protocol import AGENTS, LONGEST, VERSION, Link, Member, encode
+from rankup.agent.protocol import AGENTS, CHANGING, LONGEST, VERSION, Link, Member, encode
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
@@ -271,7 +271,8 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     agent = Agent(node, Script(["s.py"], None), Options(), run_dir=folder / "run", helpers=Helpers())
     agent.server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={})
     me = Member("t1", 2, 2, 4, "node1", 1, "d", 0.0)
-    agent.attendance = Attendance(me, {}, agent._find_leader, notice=str, records=agent._records, commit=AGENTS)
+    form = AGENTS | CHANGING
+    agent.attendance = Attendance(me, {}, agent._find_leader, notice=str, records=agent._records, commit=form)
     agent.attendance._listen = lambda ip: None  # type: ignore[method-assign]
     agent._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
     heard = []
