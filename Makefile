@@ -54,7 +54,7 @@ soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a r
 
 compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Methods and launchers side by side (ARGS: --only, settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
-throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s and the start here
+throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s here
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 

@@ -19,8 +19,9 @@ from typing import Any
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.ends import Ends
-from rankup.loop.job import Job, Settings
+from rankup.loop.job import Job
 from rankup.loop.record import check_random_scheme, check_record
+from rankup.loop.settings import Settings
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
@@ -120,9 +121,9 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
             yield job
         except BaseException as error:
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
-                job.close(type(error))
+                job.figures.close(type(error))
             raise
-        job.close(None)
+        job.figures.close(None)
 
 
 def _checked(more: Check, begin_anew: str) -> Check:

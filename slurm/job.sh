@@ -94,7 +94,7 @@ nproc=${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}} cpus=${SLURM_CPUS_ON_NO
 # srun would read these of the whole job, but they mean something else in a step; an address is that of an earlier job
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK MASTER_ADDR MASTER_PORT
 export SRUN_CPUS_PER_TASK=$cpus OMP_NUM_THREADS=$((cpus > nproc ? cpus / nproc : 1)) RANKUP
-# The tasks end together, with one code. When one of them is lost, the others have 30 s
+# The tasks end together, with one code. When one of them is lost, the others have 30 s (not so with NNODES)
 each=(--nodes="${#hosts[@]}" --ntasks="${#hosts[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30)
 container=()
 if [[ -n $IMAGE && $IMAGE != *.sif ]]; then # an apptainer image is started by each task
@@ -217,7 +217,14 @@ if [[ -n $DOCTOR ]]; then
   fi
 fi
 if [[ -z $SCRIPT ]]; then script=("$RANKUP/train/main.py" train); fi
+if [[ -n $NNODES ]]; then # srun's code may be that of a lost node; an agent that ends below 128 knows how the job ended
+  each+=(--no-kill --wait=0)
+  task+=(--nnodes "$NNODES")
+  export ENDED=$seen
+fi
 srun_each "${task[@]}" "${script[@]}" "${words[@]}"
+[[ -z $NNODES || ! -s $ENDED ]] || code=$(head -n 1 "$ENDED")
+rm -f "$seen"
 [[ -z $stopping ]] || ((code < 128)) || code=143
 
 at=$(find "$run/checkpoints" -name 'step-*' 2> /dev/null | sed -n 's/.*step-0*\([0-9][0-9]*\)$/\1/p' | sort -n |

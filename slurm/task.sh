@@ -24,6 +24,15 @@ for ((restart = 0; ; restart++)); do
   code=$?
   # The agents of a job end with one code. From 128 on, except for 143, it is worth another try: the others wait for an
   # agent that was killed, and all meet again where they gave up
-  if ((code < 128 || code == 143 || restart >= ${MAX_RESTARTS:-3})) || [[ -n ${stopped:-} ]]; then exit "$code"; fi
+  if ((code < 128 || code == 143 || restart >= ${MAX_RESTARTS:-3})) || [[ -n ${stopped:-} ]]; then
+    if [[ -n ${ENDED:-} ]] && ((code < 128)); then
+      echo "$code" >> "$ENDED"
+      # A job that has lost its first node would hold the others to its time limit: nobody waits for the step there
+      shown=$(scontrol show job "$SLURM_JOB_ID" 2> /dev/null)
+      [[ ! $shown =~ NodeList=([^[:space:]]+)[[:space:]]+BatchHost=([^[:space:]]+) ]] ||
+        scontrol show hostnames "${BASH_REMATCH[1]}" | grep -qx "${BASH_REMATCH[2]}" || scontrol requeue "$SLURM_JOB_ID"
+    fi
+    exit "$code"
+  fi
   echo "slurm: the agent on $(hostname) ended with $code, started again ($((restart + 1)) of ${MAX_RESTARTS:-3})" >&2
 done

@@ -2,7 +2,6 @@
 
 import os
 import time
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
                     continue  # to stop
                 t.advice.after_step()
                 evaluate_and_save(t)
-                bar.show(job.step_number, lambda: job.metrics.line(job.step_number, t.total_steps))
+                bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
         finally:
             t.loader.close()
             bar.close()
@@ -105,10 +104,10 @@ def build(config: Config, job: Job, method: Method) -> Training:
     }
     job.course.unit, job.course.per_step = workload.unit, config.batch_size
     job.course.total = job.saving.total = total_steps
-    job.reports.load = order.load_by_rank
+    job.figures.reports.load = order.load_by_rank
 
     # Model ------------------------------------------------------------------------------------------------------
-    plain = whole = prepare(workload, config, group, split=not method.replicates_state)
+    plain = prepare(workload, config, group, split=not method.replicates_state)
     check_same_shapes(group, plain)
     if run.newest is not None:
         check_data(run.newest, workload.data_name)
@@ -116,8 +115,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
         weights.start_from(config, group, plain)
     if not method.replicates_state:
         weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
-        if job.is_main and workload.pictures is not None:
-            whole = deepcopy(plain).cpu()
         method.split(plain)
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     job.clock.link = method.exchange
@@ -139,12 +136,10 @@ def build(config: Config, job: Job, method: Method) -> Training:
     optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
     scaler = build_scaler(config, device)
     if run.newest is not None:
-        before = run.newest.record["config"]
-        job.say_changed("shares", before.get("shares") or "equal", config.shares or "equal")
-        job.say_changed("parallel", before["parallel"], config.parallel)
+        job.saving.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
     job.track(model=plain, optimizer=optimizer, scaler=scaler)
     return Training(
-        config=config, job=job, method=method, workload=workload, plain=plain, model=model, whole=whole,
+        config=config, job=job, method=method, workload=workload, plain=plain, model=model,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,
         steps_per_epoch=order.steps_per_epoch, total_steps=total_steps,
         advice=Advice(config, group, method, workload, plain, batch, step=position.step, total_steps=total_steps),

@@ -295,9 +295,10 @@ class Agent:
             self._over.set_result(verdict)
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
-        """Answer a proposal once no rank of an earlier membership runs."""
+        """Answer a proposal once no rank of an earlier membership runs, and the next can be forked at once."""
         self._leave_soon()
         await self._all_ended.wait()
+        await self.server.ready.wait()  # the others' ranks would wait in vain for those of a node that imports torch
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 

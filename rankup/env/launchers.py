@@ -239,13 +239,16 @@ def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Ma
     """For an agent in a pod: `environ` where RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
 
     Outside of Kubeflow's pods `environ` itself. `num_nodes`: what an option says. Raises LaunchError where pods come
-    and go, and where nobody says which pod this is.
+    and go and no option says how many, and where nobody says which pod this is.
     """
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
     if nodes is None or "LOCAL_RANK" in environ:
         return environ, None
-    if ":" in nodes:
-        raise LaunchError(f"PET_NNODES={nodes} may change, which launch can't follow. Use {TORCHRUN}.")
+    if ":" in nodes and (num_nodes is None or "RANK" not in environ):
+        raise LaunchError(
+            f"PET_NNODES={nodes} is for torchrun, and does not say which pod this is. Set RANK, MASTER_ADDR and "
+            "MASTER_PORT, and give --nnodes, as k8s/components/elastic does."
+        )
     left = {name: value for name, value in environ.items() if not name.startswith("PET_")}
     if "PET_NODE_RANK" in environ:
         # PyTorchJob sets the same address twice; Trainer v2 only its own

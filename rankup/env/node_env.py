@@ -68,8 +68,8 @@ def read_node_env(
             raise LaunchError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
     _refuse_launcher_of_ranks(environ)
     variables, per_pod = count_pods(environ, num_nodes=nnodes)
-    if limits is not None and "RANK" in variables:
-        variables = {**variables, "WORLD_SIZE": str(nnodes)}
+    if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
+        variables = {**variables, "WORLD_SIZE": str(max(nnodes or 1, (count(variables, "RANK") or 0) + 1))}
     if (given := 1 if "LOCAL_RANK" in environ else per_pod) and nproc and nproc != given:
         who = f"PET_NPROC_PER_NODE={per_pod}" if per_pod else "LOCAL_RANK: each rank has an agent of its own"
         raise LaunchError(f"--nproc must be {given}, as the environment has {who}, got {nproc}. Leave --nproc out.")

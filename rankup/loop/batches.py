@@ -16,7 +16,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -28,7 +28,7 @@ NO_ORDER = "Set any_order=True where the order of its batches does not matter."
 EVALUATION = -1  # in place of the epoch
 
 
-class Source(Protocol):
+class Source:
     """A loader as `job.batches` uses it."""
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
@@ -38,27 +38,27 @@ class Source(Protocol):
         beginning. The weight is this rank's part of the global batch, times the number of ranks: 1.0 where all parts
         are equal.
         """
-        ...
+        raise NotImplementedError
 
     def state(self) -> Any:
         """What to keep beside the number of the last batch; None for nothing."""
-        ...
+        return None
 
     def fingerprint(self) -> str:
         """Of the order that was opened last, to be equal on all ranks; "" where ranks may differ."""
-        ...
+        return ""
 
 
 def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
     """How to read `loader`. Raises UserError, in one line, for what can't be replayed, and for what can't be split."""
     if any_order:
-        return Plain(loader, rank, replays=False)
+        return Whole(loader, rank, replays=False)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     own_iteration = map_style and type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict")
     if map_style and not own_iteration:
         return Split(loader, rank, world_size)
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return Stateful(loader, rank)
+    if _tells(loader):
+        return Whole(loader, rank)
     if iter(loader) is loader:
         raise UserError(
             f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
@@ -69,7 +69,7 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
             f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
             "its own way. Give it a DistributedSampler, or use torch's DataLoader."
         )
-    return Plain(loader, rank)
+    return Whole(loader, rank)
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
@@ -87,7 +87,7 @@ def splits(loader: Any) -> bool:
     return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in _samplers(loader))
 
 
-class Split:
+class Split(Source):
     """A DataLoader of a map-style data set. Its batch sampler is iterated here, in the main process."""
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
@@ -104,15 +104,12 @@ class Split:
                 f"can't be split among {world_size} ranks. Give it one, or a DistributedSampler."
             )
 
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
         self._parts.source = self._split(islice(self._draw(seed, epoch), skip, None), seed, weights)
         self._own.generator.manual_seed(seed)
         iterator = iter(self._own)
         return ((batch, weights.popleft()) for batch in iterator)
-
-    def state(self) -> None:
-        return None
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -148,57 +145,37 @@ class Split:
             yield _for_workers(part, seed, self.loader)
 
 
-class Stateful:
-    """A loader that can be asked for its state, as torchdata's StatefulDataLoader of an IterableDataset."""
-
-    def __init__(self, loader: Any, rank: int) -> None:
-        self.loader, self.rank = loader, rank
-
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
-        _prepare(self.loader, seed, epoch)
-        own, first = derive_seed(seed, self.rank), 0
-        seed_host(own)
-        if state is not None:
-            self.loader.load_state_dict(state)
-            first = skip
-        iterator = iter(self.loader)
-        if not getattr(self.loader, "num_workers", 0):
-            iterator = _seeded_by_number(iterator, own, first)
-        # A copy that another rank has rescued holds the state of its loader alone
-        return ((batch, 1.0) for batch in islice(iterator, skip - first, None))
-
-    def state(self) -> Any:
-        return self.loader.state_dict()
-
-    def fingerprint(self) -> str:
-        return ""
-
-
-class Plain:
+class Whole(Source):
     """Any other iterable: each rank gets what it yields there."""
 
     def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
         """`replays`: False where the order does not matter, so that no batch has to be skipped."""
-        self.loader, self.rank, self.replays = loader, rank, replays
+        self.loader, self.rank, self.replays, self._tells = loader, rank, replays, replays and _tells(loader)
 
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any = None) -> Iterator[tuple[Any, float]]:
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         _prepare(self.loader, seed, epoch)
-        own = derive_seed(seed, self.rank)
+        own, first = derive_seed(seed, self.rank), 0
         seed_host(own)  # workers get their seeds from it
+        # A copy that another rank has rescued holds the state of its loader alone
+        if self._tells and state is not None:
+            self.loader.load_state_dict(state)
+            first = skip
         iterator = iter(self.loader)
         if not getattr(self.loader, "num_workers", 0):
             # Loading in this process may draw random numbers, whatever the training drew meanwhile
-            iterator = _seeded_by_number(iterator, own)
-        return ((batch, 1.0) for batch in islice(iterator, skip if self.replays else 0, None))
+            iterator = _seeded_by_number(iterator, own, first)
+        return ((batch, 1.0) for batch in islice(iterator, skip - first if self.replays else 0, None))
 
-    def state(self) -> None:
-        return None
-
-    def fingerprint(self) -> str:
-        return ""
+    def state(self) -> Any:
+        return self.loader.state_dict() if self._tells else None
 
 
-def _seeded_by_number(iterator: Iterator[Any], seed: int, first: int = 0) -> Iterator[Any]:
+def _tells(loader: Any) -> bool:
+    """Whether it can be asked for its state, as torchdata's StatefulDataLoader of an IterableDataset."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _seeded_by_number(iterator: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
     number, nothing = first, object()
     while True:
         seed_host(derive_seed(seed, number))

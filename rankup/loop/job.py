@@ -2,59 +2,31 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankup.doctor import machine
-from rankup.errors import Stopped, UserError, disk_error
+from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Source, evaluation_batches
 from rankup.loop.ends import Ends
+from rankup.loop.figures import Figures, number_of
 from rankup.loop.layout import fix_bucket_order
 from rankup.loop.passes import Batches, Live
-from rankup.loop.record import BEGIN_ANEW, Position, versions
-from rankup.loop.saving import LOADERS, Saving
+from rankup.loop.record import Position
+from rankup.loop.saving import Saving
+from rankup.loop.settings import Settings
 from rankup.loop.tracked import Tracked, copied
-from rankup.observe.goodput import one_line
-from rankup.observe.metrics import Metrics, entry
-from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import COMPUTE, DATA, WAITING, StepClock
-from rankup.observe.stragglers import RankReports
-from rankup.observe.tracker import Facts, address_of
-from rankup.places.files import write_atomically, write_json
-from rankup.places.lineage import RESULT
+from rankup.observe.step_clock import COMPUTE, DATA, WAITING
+from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.options import Options
 from rankup.state.run import Run
 from rankup.state.shards import check_shared
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Options):
-    """The arguments of `init`, and what else a program may set that opens its job itself.
-
-    `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
-    rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings
-    `shown`. `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
-    """
-
-    seed: int
-    save_every_steps: int | None = None
-    log_every_steps: int = 10
-    tensorboard: bool = True
-    step_timeout_s: float = 600.0
-    share_all: bool = False
-    can_rescue: bool = True
-    tracker: str = "none"
-    shown: dict[str, Any] = field(default_factory=dict)
-    begin_anew: str = BEGIN_ANEW
-    again: str = "The same command"
 
 
 class Job:
@@ -80,32 +52,12 @@ class Job:
         )
         self.saving.agree = self.agreement.compare
         self.changing = self.saving.changing
-        self.course = Course(self.position, self.position.step)
-        self.clock = StepClock(group.device, world_size=group.world_size)
-        self.reports = RankReports(group, self.clock, step=self.position.step)
+        self.figures = Figures(group, run, settings, self.saving)
+        self.clock, self.course = self.figures.clock, self.figures.course
         self.live = Live(self.position, self.saving.loader_states)
-        self._reporter: Reporter | None = None
-        if self.is_main:
-            facts = Facts(
-                tracker=settings.tracker, run=run.lineage.run, name=self.run_dir.name, run_dir=str(self.run_dir),
-                settings=settings.shown,
-            )
-            tracker = facts if settings.tracker != "none" else None
-            self._reporter = Reporter(group, run.lineage.run, self.course, tracker)
-            self._reporter.start(finished=run.finished)
         self._ends: Ends | None = None
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
         self._begun = self._inside = self._broken = False
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.saving.metrics
-
-    def close(self, kind: type[BaseException] | None) -> None:
-        """The attempt ends, with an error of this type or with success. Raises UserError where the disk is full."""
-        if self._reporter is not None:
-            self._reporter.end(kind)
-        self.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
     @property
     def epoch(self) -> int:
@@ -122,13 +74,7 @@ class Job:
         """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
         of the global batch: 1.0 where all parts are equal. Raises UserError where the loop reads several loaders
         together whose parts differ: each has its own `weight` then, see `batches`."""
-        self.live.weight_asked = True
-        if self.live.unequal:
-            raise UserError(
-                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
-                "returns, as in real = job.batches(loader), and multiply by real.weight."
-            )
-        return self.live.weight
+        return self.live.asked_weight()
 
     # State ----------------------------------------------------------------------------------------------------
 
@@ -289,7 +235,7 @@ class Job:
         self.group.watch.wait_for_others(True)
         self.tracked.share_buffers()
         self.group.watch.wait_for_others(False)
-        line = self._line(values)
+        line = self.figures.line(values, weight=live.weight)
         self.clock.mark(WAITING)
         self._broken = self._inside = True
         # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
@@ -300,10 +246,10 @@ class Job:
             self._commit()
         self._broken = self._inside = False
         self.clock.mark(COMPUTE)
-        self._after_step()
+        live.after_step(self.group)
         self.group.step = position.step
         if new_line and line is not None:
-            self.metrics.training(line)
+            self.figures.metrics.training(line)
         self._seed()
         self.run.saver.look()
         self.saving.keep_part()
@@ -323,79 +269,26 @@ class Job:
         self.saving.loader_states = live.states()
         self.tracked.commit()
 
-    def _after_step(self) -> None:
-        live = self.live
-        live.fetched, live.behind = 0, False
-        if live.weight != 1.0 and not live.weight_asked and not live.weight_said:
-            live.weight_said = True
-            self.group.log.info(
-                f"batches  a batch does not divide among {self.world_size} ranks: multiply the loss by job.weight, or "
-                "the gradients are not exactly those of the whole batch"
-            )
-
-    def _line(self, values: dict[str, Any]) -> dict[str, Any] | None:
-        """The newest line of training once this step is finished, which all ranks know.
-
-        Made before the step is finished: whoever goes on from the state of a rank that finished it can write the line.
-        """
-        number = self.position.step + 1
-        if number % self.settings.log_every_steps and number != self.course.total:
-            return self.position.line
-        own = [_number(value) for value in values.values()]  # this waits for the device
-        if not self.reports.load:
-            self.reports.load = self.group.gather(self.live.weight)
-        means, seen = self.reports.exchange(own, step=number, saving=self.run.saver.step is not None)
-        named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
-        per_s = speed(self.group, self.course, number)
-        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen
-
     def begin(self) -> None:
         """Once, before the first step: from here on the run goes on. All ranks call this."""
         if self._begun:
             return
         self._begun = True
-        run, newest = self.run, self.run.newest
+        run, again = self.run, self.group.restarted or self.run.newest is not None
         commit = (self.group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
-
-        def open_files() -> None:
-            with contextlib.suppress(OSError):
-                (self.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
-            self.saving.metrics = Metrics(
-                self.run_dir, self.position, saved=Position.of(run.saved), tensorboard=self.settings.tensorboard,
-                unit=self.course.unit, check_owner=run.check_owner,
-            )
-            if "basis" in commit and (commit["change"] or changed):
-                used = len(commit["basis"]["used"])
-                self.metrics.membership(self.position.step, number=commit["n"], nodes=used, ranks=self.world_size)
-
-        if newest is not None:
-            if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
-                raise UserError(
-                    f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
-                    "them, or set another run or fresh=True to begin anew."
-                )
-            self.group.log.info(f"resumed from {run.origin.words}")
-            before, torch_before = newest.record["world_size"], newest.record["versions"]["torch"]
-            self.say_changed("world size", before, self.world_size)
-            self.say_changed("torch", torch_before, torch.__version__)
-        self.metrics.unit = self.course.unit
-        run.begin(self.position.step, open_files)
+        self.saving.begin()
+        self.figures.metrics.unit = self.course.unit
+        run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
         run.forget()  # its copy of the state would stay in the memory of every rank
-        if self._reporter is not None:
-            self._reporter.follow()
+        self.figures.follow()
         if self.tracked.items:
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         self.group.stop.finish_step_first()
-        self.agreement.begin(self.position.step, again=self.group.restarted or newest is not None)
+        self.agreement.begin(self.position.step, again=again)
         self.group.step = self.position.step
         self._seed()
         self._enter_step()
-
-    def say_changed(self, what: str, before: Any, now: Any) -> None:
-        """Say of something that differs from the attempt before what that means."""
-        if before != now:
-            self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
 
     def _enter_step(self) -> None:
         self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
@@ -457,10 +350,10 @@ class Job:
         self.begin()
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
-        own = {name: _number(value) for name, value in values.items()}
+        own = {name: number_of(value) for name, value in values.items()}
         with contextlib.nullcontext() if self._inside else self.changing:
             position.metrics, position.evaluated = earlier | own, position.step
-        self.metrics.evaluation(position.step, own)
+        self.figures.metrics.evaluation(position.step, own)
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
@@ -479,15 +372,6 @@ class Job:
         """
         self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
-    def goodput(self) -> dict[str, Any]:
-        """Of the run, which ends now. Rank 0 only. See `rankup.observe.goodput`."""
-        assert self._reporter is not None
-        return self._reporter.goodput()
-
-    def goodput_line(self) -> str:
-        """The same in words, once `goodput` was asked for."""
-        return one_line(self.goodput())
-
     def write(self, name: str, text: str) -> None:
         """Write a file in the folder of the run, whole or not at all. All ranks call this, rank 0 writes. Raises
         UserError on all ranks where it can't."""
@@ -499,26 +383,6 @@ class Job:
                 raise UserError(f"run_dir: {self.run_dir} must be writable, got {what}.") from None
 
         self.group.on_rank0(write)
-
-    def result(self, **values: Any) -> dict[str, Any]:
-        """Write `result.json` of a run that came to its end: `values`, beside what every run says. Returns all of it.
-        Rank 0 only. Raises UserError where the disk is full, and PeerLost where another attempt owns the run by now."""
-        group, run, position = self.group, self.run, self.position
-        result = {
-            "attempt": group.attempt, "run": run.address, "step": position.step, "metrics": position.metrics or {},
-            f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
-            "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": versions(),
-            "goodput": self.goodput(), **values,
-        }
-        if address := address_of(self.run_dir, run.lineage.run):
-            result["tracker"] = address
-        self.metrics.flush()
-        run.check_owner()
-        try:
-            write_json(self.run_dir / RESULT, result)
-        except OSError as error:
-            raise disk_error(RESULT, self.run_dir, error) from None
-        return result
 
     def warn_of_limits(self, *, num_threads: int, one_device_per_rank: bool = True) -> None:
         """Log which limit of this node will be in the way of its ranks, with `num_threads` threads in each."""
@@ -547,7 +411,3 @@ class Job:
                 folder = self.group.run_dir
                 self.group.log.info(f"finished after {self.position.step} steps: {folder}/; rankup status {folder}")
             self._ends.close()
-
-
-def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rankup.errors import UserError
+from rankup.group.group import Group
 from rankup.loop.batches import Source, Split, source_of
 from rankup.loop.record import Position
 from rankup.seeds import derive_seed
@@ -28,6 +30,25 @@ class Live:
         self.running: list[Batches] = []
         self._sources: list[Source] = []
         self._skip, self._states = [*position.streams], states
+
+    def asked_weight(self) -> float:
+        """See `rankup.loop.job.Job.weight`."""
+        self.weight_asked = True
+        if self.unequal:
+            raise UserError(
+                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
+                "returns, as in real = job.batches(loader), and multiply by real.weight."
+            )
+        return self.weight
+
+    def after_step(self, group: Group) -> None:
+        self.fetched, self.behind = 0, False
+        if self.weight != 1.0 and not self.weight_asked and not self.weight_said:
+            self.weight_said = True
+            group.log.info(
+                f"batches  a batch does not divide among {group.world_size} ranks: multiply the loss by job.weight, or "
+                "the gradients are not exactly those of the whole batch"
+            )
 
     def begin_epoch(self) -> None:
         self.epoch += 1

@@ -10,7 +10,7 @@ from typing import Any
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.commit import Changing
-from rankup.loop.record import Position, write_record
+from rankup.loop.record import Position, versions, write_record
 from rankup.loop.tracked import Tracked
 from rankup.observe.metrics import Metrics
 from rankup.state import parts, tree
@@ -83,6 +83,25 @@ class Saving:
             raise
         except ValueError as error:
             raise UserError(f"{newest.path} does not fit this {error}. {self._way_out}") from None
+
+    def begin(self) -> None:
+        """The run goes on: say from where. Raises UserError where the copy has items that nobody tracks."""
+        newest = self.run.newest
+        if newest is None:
+            return
+        if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
+            raise UserError(
+                f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
+                "them, or set another run or fresh=True to begin anew."
+            )
+        self.group.log.info(f"resumed from {self.run.origin.words}")
+        self.say_changed("world size", newest.record["world_size"], self.group.world_size)
+        self.say_changed("torch", newest.record["versions"]["torch"], versions()["torch"])
+
+    def say_changed(self, what: str, before: Any, now: Any) -> None:
+        """Say of something that differs from the attempt before what that means."""
+        if before != now:
+            self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""

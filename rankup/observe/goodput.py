@@ -14,7 +14,6 @@ from typing import Any
 from rankup.places.files import read_json, write_atomically
 
 KINDS = ("steps", "data", "evaluation", "saves", "lost steps", "start", "join", "waiting")
-KINDS_OF_SCRIPT = ("script", "start", "join", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,8 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
     never finished, in a hang for one, is lost too. `waiting` is the time between attempts, in a queue or in the hands
     of the launcher; a run that had finished and then goes on to more epochs did not wait. Shares are rounded to four
     digits and add up to 1.
-
-    Of a script of the user's nobody knows the steps: there the share is that of the time in which the script ran.
     """
-    seconds = dict.fromkeys((*KINDS, "script"), 0.0)
+    seconds = dict.fromkeys(KINDS, 0.0)
     kept_up_to = inf  # of the steps of an attempt, those that no later attempt has done again
     following: Report | None = None
     for report in reversed(reports):
@@ -102,16 +99,13 @@ def goodput(reports: list[Report]) -> dict[str, Any]:
             seconds["waiting"] += max(0.0, following.began - report.time)  # below 0: clocks of two machines
         kept_up_to, following = min(kept_up_to, report.first_step), report
     wall_s = max(sum(seconds.values()), 1e-9)
-    kinds = KINDS_OF_SCRIPT if seconds["script"] else KINDS
-    shares = {kind: round(seconds[kind] / wall_s, 4) for kind in kinds}
-    share = shares.get("script", shares.get("steps"))
-    return {"share": share, "wall_s": round(wall_s, 1), "attempts": len(reports), "shares": shares}
+    shares = {kind: round(spent / wall_s, 4) for kind, spent in seconds.items()}
+    return {"share": shares["steps"], "wall_s": round(wall_s, 1), "attempts": len(reports), "shares": shares}
 
 
 def one_line(found: dict[str, Any]) -> str:
     """What `goodput` returned, for people: the share, and what else took one percent or more, rounded."""
-    counted = ("steps", "script")
-    rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind not in counted), reverse=True)
+    rest = sorted(((share, kind) for kind, share in found["shares"].items() if kind != "steps"), reverse=True)
     parts = ", ".join(f"{kind} {share:.0%}" for share, kind in rest if round(100 * share))
     attempts = f"{found['attempts']} attempt{'s' if found['attempts'] > 1 else ''}"
     return f"{found['share']:.0%} of {duration(found['wall_s'])} in {attempts}" + (f": {parts}" if parts else "")

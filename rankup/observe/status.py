@@ -59,7 +59,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     """How the run in this folder stands, for `--json`. `now`: of `time.time()`. Ages, in `_s`, are seconds before it.
 
     What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
-    started has reported nothing. `script`: where the time of such a script's run went, as `goodput` of a training.
+    started has reported nothing.
     """
     summary = read_json(run_dir / "status.json") or {}
     reports = read_reports(run_dir)
@@ -70,7 +70,6 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     live = newest if newest is not None and newest.attempt == attempt else None
     # An attempt that finished the run was not restarted, though a later one may have looked at it or added epochs
     earlier = [report for report in reports if report is not live and not report.finished]
-    spent = goodput(reports) if reports else {"shares": ()}
     return {
         "run": run_dir.name, "folder": str(run_dir), "state": state, "attempt": attempt,
         # A script of the user's own beats nowhere: its silence says nothing
@@ -82,8 +81,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
         "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
         "nodes": live.nodes if live else [],
-        "goodput": spent if any(report.total_steps or report.step for report in reports) else None,
-        "script": spent if "script" in spent["shares"] else None,
+        "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
         "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
     }
 
@@ -110,7 +108,7 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
     cause = next((end for end in ends if end["code"] == code), {})
     return {
         "attempt": report.attempt, "time": report.time, "step": report.step, "code": code, "why": cause.get("why", ""),
-        "script_s": report.seconds.get("script", 0.0),
+        "lasted_s": report.time - report.began,
     }
 
 
@@ -135,7 +133,7 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
         facts["attempt"] = f"{number}{run['attempt']}{since}"
     shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # it stands above
     facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items()))
-    facts |= {name: one_line(run[name]) for name in ("goodput", "script") if run[name]}
+    facts["goodput"] = one_line(run["goodput"]) if run["goodput"] else ""
     facts["tracker"] = run["tracker"]
     top = Table.grid(padding=(0, 2, 0, 0))
     top.add_column(style="bold", no_wrap=True)
@@ -268,7 +266,7 @@ def _sign(rank: dict[str, Any], now: float) -> str:
 
 def _how(end: dict[str, Any]) -> str:
     """Why an attempt before this one ended."""
-    after = f"{duration(end['script_s'])} of the script" if end["script_s"] else f"step {end['step']}"
+    after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
     why = f"{end['why']} (exit code {end['code']})"
     return f"after {after}: " + (
         why if end["code"] is not None else "no rank wrote down why: killed, or the machine was lost"

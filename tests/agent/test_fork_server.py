@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rankup.agent.fork_server import ForkServer, Server, obstacle
 from rankup.agent.network import open_port
 from rankup.agent.processes import state_of
 from rankup.agent.script import own_imports, safe_imports
-from tests.rigs.jobs import ROOT, environment
+from tests.rigs.jobs import ROOT, environment, wait_for
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,6 @@ def light(tmp_path: Path) -> Iterator[Rig]:
 
 def gone(pid: int) -> bool:
     return state_of(pid) in ("", "Z")
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def the_store(rig: Rig, port: int) -> psutil.Process:
@@ -440,7 +432,7 @@ def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
     with opened(tmp_path, fork=False) as light:
         pid = light.ready(light.start([script(tmp_path, WAITS)]))
     assert state_of(light.server.pid) == ""
-    wait_until(lambda: gone(pid))
+    wait_for("the end", lambda: gone(pid))
     assert (light.codes, light.gone) == ({}, 0)
 
 
@@ -467,7 +459,7 @@ asyncio.run(agent())
         pids = [int(pid) for pid in lines.pop().split()]
         assert len(set(pids)) == 3
         process.kill()
-    wait_until(lambda: all(map(gone, pids)))
+    wait_for("the end", lambda: all(map(gone, pids)))
 
 
 # The store ----------------------------------------------------------------------------------------------------------

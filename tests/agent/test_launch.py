@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rankup.agent.limits import cpu_quota
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import Job, ended, environment, free_port, lives, start
+from tests.rigs.jobs import Job, ended, environment, free_port, lives, start, wait_for
 
 HEAD = """
 import json, os, pathlib, signal, sys, time
@@ -69,18 +68,10 @@ def add_node(
     start(sys.executable, *line, write(folder, text), env=env, job=job)
 
 
-def until(true: Callable[[], Any], what: str) -> Any:
-    until_s = time.monotonic() + 120
-    while not (found := true()):
-        assert time.monotonic() < until_s, what
-        time.sleep(0.01)
-    return found
-
-
 def pid_of(folder: Path, rank: int, restart: int = 0, name: str = "here") -> int:
     """Of the rank's process, once it has said that it is there."""
     path = folder / f"{name}-{rank}-{restart}"
-    until(lambda: path.exists() and path.read_text(), f"{path.name} is missing")
+    wait_for(path.name, lambda: path.exists() and path.read_text())
     return int(path.read_text())
 
 
@@ -209,7 +200,7 @@ if restart == 0:
         os.kill(lost, signal.SIGSTOP)  # it ends second
         (tmp_path / "killed").touch()
         log = tmp_path / "runs/job/logs/rank-0.log"
-        until(lambda: "Connection closed by peer" in log.read_text(), "no error")
+        wait_for("the error", lambda: "Connection closed by peer" in log.read_text())
         os.kill(lost, signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 1 on " in job.output
@@ -284,11 +275,9 @@ def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
 
 def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
     with ended(launch(tmp_path, WAITS)) as job:
-        until(lambda: len(found := find_records(str(job.processes[0].pid))) == 2 and all(r.signed_s for r in found), "")
-        judged = [
-            judge(record, now_s=time.monotonic(), healthy_step_s=1.0)
-            for record in find_records(str(job.processes[0].pid))
-        ]
+        agent = str(job.processes[0].pid)
+        wait_for("both", lambda: len(found := find_records(agent)) == 2 and all(record.signed_s for record in found))
+        judged = [judge(record, now_s=time.monotonic(), healthy_step_s=1.0) for record in find_records(agent)]
         (tmp_path / "go").touch()
         assert job.wait() == [0], job.output
     assert [good for good, _ in judged] == [True, True]
@@ -350,7 +339,7 @@ def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> Non
         assert job.processes[0].poll() is None
         job.processes[0].send_signal(signal.SIGINT)
         assert job.wait() == [143], job.output
-    until(lambda: not any(map(lives, pids)), "ranks were left")
+    wait_for("the end of the ranks", lambda: not any(map(lives, pids)))
 
 
 def test_batch_system_that_signals_every_process_is_obeyed_once(tmp_path: Path) -> None:
@@ -378,7 +367,7 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
 def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
     with ended(Job()) as job:
         add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
-        until(lambda: _signals_are_handled(job.processes[0].pid), "no handler")
+        wait_for("a handler", lambda: _signals_are_handled(job.processes[0].pid))
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert "Traceback" not in job.output
@@ -468,7 +457,8 @@ def test_nodes_with_different_scripts_are_refused(tmp_path: Path) -> None:
 
 def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
     with ended(launch(tmp_path, WAITS)) as first, ended(launch(tmp_path, WAITS)) as second:
-        codes = until(lambda: [job.processes[0].poll() for job in (first, second) if job.processes[0].poll()], "no end")
+        agents = [job.processes[0] for job in (first, second)]
+        codes = wait_for("an end", lambda: [agent.returncode for agent in agents if agent.poll()])
         assert codes == [2]
         (tmp_path / "go").touch()
         assert sorted([*first.wait(), *second.wait()]) == [0, 2]

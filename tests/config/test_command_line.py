@@ -155,11 +155,6 @@ def test_command_line_takes_every_setting_in_both_spellings():
             assert parse(f"train --{spelling}={text}").settings == {name: text}
 
 
-def test_command_line_abbreviations_are_not_guessed():
-    assert parse("train --augm").settings == {}
-    assert parse("train --augm").mistakes
-
-
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", ["", *OPTIONS])
 def test_help_of_each_command_fits_the_width_and_a_screen(command, width):
@@ -189,5 +184,3 @@ def test_nearest_name_is_found(name, near):
     assert nearest(name, list(Config.model_fields)) == near
 
 
-def test_nearest_of_nothing_is_nothing():
-    assert nearest("x", []) is None

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
-
-
-def test_import_pays_for_no_torch():
-    code = "import sys, train.config; assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy import'"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_defaults_are_valid_and_of_their_type():
@@ -47,11 +40,6 @@ def test_field_says_what_it_is(name):
         assert field.json_schema_extra["rule"]
 
 
-def test_config_cannot_be_changed():
-    with pytest.raises(ValidationError):
-        Config().lr = 1.0  # type: ignore[misc]
-
-
 def test_config_built_directly_refuses_contradictions():
     with pytest.raises(ValidationError, match="accumulate"):
         Config(batch_size=1, accumulate=2)
@@ -64,8 +52,8 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "join_timeout_s", "download_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "compare_every_steps", "recompute_every_steps", "memory_every_steps", "tensorboard",
-        "progress", "simulated_nodes", "eval_split", "max_bad_lines",
-        "parallel", "bert_dir", "bert_download", "checkpoint_format", "advice", "shares",
+        "progress", "simulated_nodes", "eval_split",
+        "parallel", "bert_dir", "bert_download", "checkpoint_format", "advice",
         "hf_eval_split", "hf_download", "tracker", "mirror",
     }
 

@@ -49,7 +49,7 @@ def test_contradiction_is_refused(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"accumulate": "3"}, {"accumulate": "64"}, {"shares": "2,1"},
+        {"accumulate": "3"}, {"accumulate": "64"},
         {"max_steps": "10", "warmup_steps": "9"}, {"warmup_steps": "9"},
         {"parallel": "dp", "device_ids": "1,0"},
         {"sync_bn": "true"}, {"backend": "nccl"}, {"precision": "fp16", "device": "cpu"},
@@ -79,13 +79,6 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
         ({"batch_size": 1}, 2, "batch_size must be at least 2 (2 processes), got 1. Start at most 1, or *"),
         ({"batch_size": 12, "accumulate": 5}, 4, "batch_size must be at least 20 (4 processes x accumulate=5), "
                                                  "got 12. Start at most 2, or set --batch-size 20."),
-        ({"shares": "2,1"}, 3, 'shares must be one number for each of 3 processes, got "2,1". Set --shares for as '
-                               "many, or leave it out: equal shares fit any number."),
-        ({"shares": "2,1"}, 1, 'shares must be one number for each of 1 process, got "2,1". *'),
-        ({"shares": "1,1000"}, 2, 'shares must leave each process 1 or more of 64 samples, got "1,1000", which leaves '
-                                  "rank 0 0. Set nearer numbers, or a larger --batch-size."),
-        ({"shares": "2,1", "batch_size": 8, "accumulate": 4}, 2,
-         'shares must leave each process 4 or more of 8 samples, got "2,1", which leaves rank 1 3. *'),
         ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
         ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
     ],
@@ -106,6 +99,5 @@ def test_any_world_size_that_leaves_each_micro_batch_a_sample_is_taken():
             most, batch = map(int, re.search(r"at most (\d+), or set --batch-size (\d+)\.$", str(error)).groups())
             check_world_size(Config(batch_size=95, accumulate=2), most)
             check_world_size(Config(batch_size=batch, accumulate=2), world_size)
-    check_world_size(Config(shares="2,1.5,1"), 3)
     check_world_size(Config(parallel="none"), 1)
     check_world_size(Config(parallel="ddp"), 1)

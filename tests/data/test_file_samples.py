@@ -161,13 +161,6 @@ def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -
         assert torch.equal(samples.batch(torch.arange(6), None)[0], built.evaluation.batch(torch.arange(6), None)[0])
 
 
-def test_labels_and_a_subset_belong_to_their_images(folder: Path) -> None:
-    samples = samples_of(folder, False)
-    assert samples.batch(torch.tensor([11, 0]), 0)[1].tolist() == [1, 0]
-    second = replace(samples, paths=samples.paths[1:], labels=samples.labels[1:])
-    assert torch.equal(second.batch(torch.tensor([0]), 0)[0], samples.batch(torch.tensor([1]), 0)[0])
-
-
 # Whole jobs -----------------------------------------------------------------------------------------------------
 
 

@@ -201,15 +201,13 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label_column": "class"}, r"train: --label-column must be one of its columns, image, label, got class\."),
-        ({"input_column": "label"}, r"--input-column must be a column of images, got label, of ClassLabel"),
-        ({"input_column": "photo"}, r"--input-column must be one of its columns, image, label, got photo\."),
-        ({"label_column": "image"}, r"image must be a column of texts, integers or class labels, got Image"),
-        ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits, train, validation, got all\."),
-        ({"hf_eval_split": "test"}, r"--hf-eval-split must be one of its splits, train, validation, got test\."),
-        ({"hf_eval_split": "train[12:]"}, r"must be one part with rows, got train\[12:\], without rows"),
-        ({"hf_eval_split": "train[a:]"}, r"must be a split or a part of one, such as train\[:90%\], got train\[a:\]"),
-        ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be"),
+        ({"label_column": "class"}, r"--label-column must name a column of labels among image, label, got class\."),
+        ({"input_column": "label"}, r"--input-column must name a column of images among image, label, got label\."),
+        ({"label_column": "image"}, r"--label-column must name a column of labels among image, label, got image\."),
+        ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits \(train, validation\) .*, got all\."),
+        ({"hf_eval_split": "train[12:]"}, r"--hf-eval-split must .* such as train\[:90%\], got train\[12:\]"),
+        ({"hf_eval_split": "train[a:]"}, r"--hf-eval-split must be .*, got train\[a:\]"),
+        ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be .*, got train\[:2\]\+validation"),
         ({"data_dir": "/elsewhere"}, r"data_dir must be null with dataset hf:PATH_OR_NAME, got ./elsewhere"),
     ],
 )
@@ -238,7 +236,7 @@ def test_label_out_of_range_or_unknown_is_named(tmp_path: Path) -> None:
     # `datasets` refuses to write a 7 itself
     other = rows["train"].data.table.set_column(1, "label", pyarrow.array([0, 7]))
     wrong = DatasetDict({"train": Dataset(other, info=rows["train"].info), "test": rows["test"]})
-    with pytest.raises(UserError, match=r"split train: label must be 0\.\.1, got 7 in row 1"):
+    with pytest.raises(UserError, match="train: label must hold class labels, got: Invalid integer class label 7"):
         load_hf(hf_sets.save(wrong, tmp_path / "range"))
     names = hf_sets.save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
     mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})

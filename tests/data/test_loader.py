@@ -56,8 +56,8 @@ def loader_of(given: Iterator[BatchIndex], num_workers: int, stop: StopRequest |
     )
 
 
-def batches(num_workers: int, first_step: int = 0) -> list[Any]:
-    loader = loader_of(Order(24, 4, seed=1).batches(first_step, 12), num_workers)
+def batches(num_workers: int) -> list[Any]:
+    loader = loader_of(Order(24, 4, seed=1).batches(0, 12), num_workers)
     found = []
     try:
         while True:
@@ -75,42 +75,6 @@ def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
         for one, other in zip(alone, batches(num_workers), strict=True):
             assert torch.equal(one[0], other[0])
             assert torch.equal(one[1], other[1])
-
-
-def test_samples_in_memory_are_no_business_of_the_workers() -> None:
-    """Batches of both kinds keep their order."""
-    of_file, in_memory = MapSamples(Noisy(), seed=3), MapSamples(Noisy(), seed=4)  # type: ignore[arg-type]
-    in_memory.in_memory = True  # type: ignore[attr-defined]
-    order = [(epoch, torch.tensor([number, number + 1])) for number in range(20) for epoch in (None, 0, 0, None)]
-    for training, evaluation in ((of_file, in_memory), (in_memory, of_file)):
-        loader = Loader(
-            training, iter(order), evaluation=evaluation, device=CPU, stop=StopRequest(), num_workers=2
-        )
-        for epoch, indices in order:
-            batch, expected = loader.next(), (training if epoch == 0 else evaluation).batch(indices, epoch)
-            assert torch.equal(batch[0], expected[0])  # type: ignore[index]
-        with pytest.raises(StopIteration):
-            loader.next()
-        loader.close()
-
-
-@pytest.mark.parametrize("in_memory", ["training", "evaluation"])
-def test_order_is_not_read_far_ahead(in_memory: str) -> None:
-    samples = {name: MapSamples(Noisy(), seed=3) for name in ("training", "evaluation")}  # type: ignore[arg-type]
-    samples[in_memory].in_memory = True  # type: ignore[attr-defined]
-    evaluation = [(None, torch.tensor([1, 2]))]
-    order = iter([(0, torch.tensor([number % 24])) for number in range(99)] + evaluation)
-    loader = Loader(
-        samples["training"], order, evaluation=samples["evaluation"], device=CPU, stop=StopRequest(), num_workers=2
-    )
-    loader.next()
-    assert len(list(order)) > 90
-    loader.close()
-
-
-def test_loader_that_begins_later_goes_on_with_the_same_batches() -> None:
-    for one, other in zip(batches(0)[5:], batches(2, first_step=5), strict=True):
-        assert torch.equal(one[0], other[0])
 
 
 def test_starting_workers_draws_no_random_number() -> None:
@@ -374,17 +338,6 @@ def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
     assert codes == [2], output
     assert "error: /dev/shm must hold the batches of all DataLoader workers" in output
     assert "Traceback" not in output.split("error: /dev/shm")[1]
-
-
-def test_large_dev_shm_and_no_workers_are_not_mentioned(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path))
-    assert codes == [0], output
-    assert "/dev/shm" not in output
-    codes, output = forks.run(
-        *IMAGES, "--run-dir", str(tmp_path), "--fresh", "--num-workers", "0", preload=LITTLE
-    )
-    assert codes == [0], output
-    assert "/dev/shm" not in output
 
 
 @pytest.mark.parametrize(

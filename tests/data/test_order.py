@@ -78,12 +78,10 @@ def test_ranks_together_take_the_global_batch_of_one_process(world_size: int, ac
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("shares", ["", "2,1,1,1,1,3.5,1"])
 def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
-    world_size: int, accumulate: int, shares: str
+    world_size: int, accumulate: int
 ) -> None:
-    words = ",".join(shares.split(",")[:world_size])
-    ranks = [Order(1000, 64, 7, rank, world_size, accumulate, shares=words) for rank in range(world_size)]
+    ranks = world(1000, 64, world_size, accumulate)
     parts = [part for order in ranks for part in steps(order, 0, 1)]
     assert [sample for part in parts for sample in part] == steps(Order(1000, 64, 7), 0, 1)[0]
     assert [len(part) for part in parts] == [size for order in ranks for size in order.micro_sizes]
@@ -91,10 +89,9 @@ def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
     pairs = [pair for order in ranks for pair in zip(order.micro_sizes, order.divisors, strict=True)]
     counts = [1 / (size * divisor * world_size) for size, divisor in pairs]
     assert counts == pytest.approx([1 / 64] * len(counts), rel=1e-15)
-    if not shares:
-        sizes = ranks[0].samples_by_rank
-        assert max(sizes) - min(sizes) <= 1
-        assert sizes == sorted(sizes, reverse=True)
+    sizes = ranks[0].samples_by_rank
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 7])
@@ -102,18 +99,6 @@ def test_equal_micro_batches_are_divided_by_accumulate_exactly(accumulate: int) 
     for world_size in range(1, 50):
         order = Order(10**6, 13 * world_size * accumulate, 0, 0, world_size, accumulate)
         assert order.divisors == [accumulate] * accumulate
-
-
-def test_shares_are_proportions_by_the_largest_remainder() -> None:
-    def samples(shares: str, batch_size: int = 64) -> list[int]:
-        return Order(1000, batch_size, 0, 0, shares.count(",") + 1, shares=shares).samples_by_rank
-
-    assert samples("2,1") == samples("200,100") == samples("2.0,1") == [43, 21]  # 42.67 and 21.33
-    assert samples("1,1") == [32, 32]
-    assert samples("1.1,1.1,1.1") == [22, 21, 21]
-    assert samples("7,2,1", 10) == [7, 2, 1]
-    assert samples("100,1") == [63, 1]
-    assert samples("3,3,1", 5) == [2, 2, 1]
 
 
 @pytest.mark.parametrize("first", [0, 1, 8, 9, 25])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rankup.env.node_env import NodeEnv, read_node_env
+from rankup.env.node_env import Limits, NodeEnv, read_node_env
 from rankup.errors import LaunchError
 from tests.env.test_launchers import BATCH, HOROVOD, MPI, STEP, TRAINER, elastic, pod
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env
@@ -84,7 +84,8 @@ def test_agent_is_what_options_and_environment_say(
         # Kubeflow
         (POD, {"nnodes": 1}, "--nnodes must be WORLD_SIZE=2 .*, got 1"),
         (POD, {"nproc": 1}, "--nproc must be 4, as the environment has PET_NPROC_PER_NODE=4, got 1"),
-        (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 may change"),
+        (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 is for torchrun.* Set RANK"),
+        ({**FULL, **elastic("e-worker-0:23456", "1", "2:4")}, {}, "PET_NNODES=2:4 is for torchrun.* give --nnodes"),
         ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"}, {}, "PET_NNODES=2 PET_NPROC_PER_NODE=auto but RANK is not"),
         ({"PET_NNODES": "two", "PET_NPROC_PER_NODE": "1"}, {}, "PET_NNODES=two"),
         # Launchers that start the ranks
@@ -100,6 +101,13 @@ def test_agent_is_refused_what_would_train_alone_or_twice(env: Env, options: dic
     with pytest.raises(LaunchError, match=said) as refused:
         read_node_env(env, **options)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("rank", [1, 7])
+def test_job_that_is_scaled_up_too_far_has_spares(rank: int) -> None:
+    """FULL has WORLD_SIZE=4: pods that were there before and after the change count differently."""
+    node = read_node_env({**FULL, "RANK": str(rank)}, nnodes=3, limits=Limits(2, 3))
+    assert (node.node_rank, node.num_nodes) == (rank, 3)
 
 
 def test_agents_of_one_process_launchers_are_alone():

@@ -1,9 +1,7 @@
 """--init-method: ranks that meet by a file, what an earlier run left in it, and lines that are incomplete."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,10 +26,6 @@ def finish(forks: Forks, file: Path) -> str:
     return output
 
 
-def wait_until(true: Callable[[], Any], job: Job) -> None:
-    job.wait_until(true, "what the test waits for")
-
-
 # The file -------------------------------------------------------------------------------------------------------
 
 
@@ -45,7 +39,7 @@ def test_file_is_gone_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> N
 def test_file_of_a_killed_run_is_replaced_and_named(forks: Forks, tmp_path: Path) -> None:
     file = tmp_path / "meeting"
     killed = start(forks, file, 0)
-    wait_until(file.exists, killed)
+    killed.wait_until(file.exists, "its file")
     killed.kill()
     assert read_place(file) is not None
     assert f"{file} was left by an earlier run that did not come together: replaced" in finish(forks, file)
@@ -74,7 +68,7 @@ def test_file_of_two_jobs_at_once_is_refused(forks: Forks, tmp_path: Path) -> No
     file = tmp_path / "meeting"
     first = start(forks, file, 0)
     try:
-        wait_until(file.exists, first)
+        first.wait_until(file.exists, "its file")
         second = start(forks, file, 0, "--name", "second")
         assert second.wait() == [170]
         assert f"{file} is in use by another job" in second.output

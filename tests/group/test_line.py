@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +21,7 @@ from rankup.errors import JoinError
 from rankup.group.line import Line, Suspect, describe
 from rankup.group.meeting import MemberLine
 from rankup.group.stop import StopRequest
+from tests.rigs.jobs import wait_for
 
 
 class Heard(MemberLine):
@@ -64,17 +65,10 @@ def joined() -> Iterator[list[Heard]]:
             line.until_formed.close()
 
 
-def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def test_a_rank_that_leaves_is_lost_to_the_others() -> None:
     with joined() as (first, second):
         second.close()
-        until(lambda: not first.say("ask"))  # it has left its membership, as there is none any more
+        wait_for("it", lambda: not first.say("ask"))  # it has left its membership, as there is none any more
         (lost,) = [each for each in first.messages if each["is"] != "ranks"]
         assert (lost["is"], lost["ranks"], lost["code"]) == ("lost", [1], 137)
 
@@ -86,10 +80,10 @@ def test_the_end_of_rank_0_is_told_before_its_process_may_end() -> None:
 
         def say_and_do_no_more() -> None:
             leader.take("end", rank=0, code=1, cause="ValueError: x", suspect=None)
-            until(lambda: second.messages)
+            wait_for("it", lambda: second.messages)
 
         first._loop.call_soon_threadsafe(say_and_do_no_more)
-        until(lambda: second.messages)
+        wait_for("it", lambda: second.messages)
         lost = second.messages[0]
         assert (lost["is"], lost["ranks"], lost.get("code")) == ("lost", [0], 1)
 
@@ -103,7 +97,7 @@ def test_a_join_that_fails_closes_the_leaders_port() -> None:
         for failed in [pool.submit(line.join) for line in lines]:
             with pytest.raises(JoinError, match="WORLD_SIZE=4"):
                 failed.result()
-        until(lambda: not [each for each in set(threading.enumerate()) - threads if each.name == "line"])
+        wait_for("it", lambda: not [each for each in set(threading.enumerate()) - threads if each.name == "line"])
         gc.collect()
     assert [str(warning.message) for warning in seen] == []
 

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 from rankup.agent.logs import host_name
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import environment, free_port
+from tests.rigs.jobs import environment, free_port, wait_for
 from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
 
 JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
@@ -67,24 +66,20 @@ def web_server() -> Iterator[tuple[int, int]]:
 
 def wait_for_port(port: int) -> None:
     """Wait until a process listens there."""
-    until_s = time.monotonic() + BOUND_S
-    while True:
+
+    def listens() -> bool:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_for(f"port {port}", listens)
 
 
 def wait_for_connection(rank: Rank, port: int) -> None:
     """Wait until it has reached rank 0."""
-    until_s = time.monotonic() + BOUND_S
-    while not any(
+    wait_for(f"a connection to {port}", lambda: any(
         each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
         for each in psutil.Process(rank.process.pid).net_connections("tcp")
-    ):
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    ))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start, wait_for
 from train.config import Config
 from train.workloads import Workload
 
@@ -420,11 +420,7 @@ def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
     job = start(*torchrun, MAIN, *train(run, "--epochs", "100000"), env=env)
     with ended(job):
         agent = psutil.Process(job.processes[0].pid)
-        until = time.monotonic() + 200
-        while not (run / "checkpoints" / "step-00000008").exists():
-            assert job.processes[0].poll() is None, job.processes[0].communicate()[0]
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_for("a save", (run / "checkpoints" / "step-00000008").exists, process=job.processes[0])
         # All processes of the job, and torchrun passes its own on: each rank gets two
         for process in [agent, *agent.children()]:
             process.send_signal(signal.SIGTERM)

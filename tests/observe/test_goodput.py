@@ -5,14 +5,11 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rankup.loop.record import Position
 from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
-from rankup.observe.reporter import Course, Reporter
 from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -72,17 +69,6 @@ def test_time_in_a_step_that_was_never_finished_is_lost() -> None:
     assert goodput([hung])["shares"]["steps"] == 0.9  # it may still finish
     found = goodput([hung, report(8, 20, began=50, lasted_s=10, steps=10)])
     assert found["shares"]["lost steps"] == pytest.approx((40 + 0.2 * 10) / 60, abs=0.0001)
-
-
-@pytest.mark.parametrize(("phase", "open_s"), [("step", 40.0), ("data", 40.0), ("save", 0.0)])
-def test_report_says_for_how_long_rank_0_is_in_a_step(phase: str, open_s: float) -> None:
-    """Whatever phases there were before, and in which order."""
-    spent = {"setup": 5.0, "step": 50.0, "data": 2.0, "save": 41.0}
-    for seconds in (spent, dict(reversed(spent.items()))):
-        clock = SimpleNamespace(present=lambda: (phase, 40.0), seconds=lambda seconds=seconds: seconds)
-        watch = SimpleNamespace(clock=clock, signs_of_life=list, nodes=[])
-        group: Any = SimpleNamespace(attempt="a", watch=watch)
-        assert Reporter(group, "r", Course(Position(), 0))._look().open_s == open_s
 
 
 def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:

@@ -6,7 +6,6 @@ One run for all attempts, each step once, whatever happened, and a tracker that 
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rankup.observe import tracker
 from rankup.observe.metrics import cut_after
 from rankup.observe.tracker import Facts, Point, Sender, without_secrets
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import free_port, is_comparable, metrics, result
+from tests.rigs.jobs import free_port, is_comparable, metrics, result, wait_for
 from tests.rigs.mlflow_server import Server, facts_of, new_server
 from tests.rigs.wandb_files import rows_of
 
@@ -84,15 +83,11 @@ class Killed:
 def killed(forks: Forks, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     run = tmp_path_factory.mktemp("killed") / "killed"
     command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(run))
-    codes, first = forks.run(*command, env={**mlflow_at(server), **KILLED})
-    assert codes == [-9], first
-    until_s = time.monotonic() + 60
-    while [found["info"]["status"] for found in server.runs(run.name)] != ["FAILED"]:  # the sender outlives its rank
-        assert time.monotonic() < until_s, server.runs(run.name)
-        time.sleep(0.1)
+    first = forks.ends(*command, env={**mlflow_at(server), **KILLED}, code=-9)
+    # The sender outlives its rank
+    wait_for("its end", lambda: [found["info"]["status"] for found in server.runs(run.name)] == ["FAILED"])
     trained, before = written(run)["train/loss"], server.curve(server.runs(run.name)[0], "train/loss")
-    codes, second = forks.run(*command, env=mlflow_at(server))
-    assert codes == [0], second
+    second = forks.ends(*command, env=mlflow_at(server))
     return Killed(run, trained, before, first + second)
 
 
@@ -129,10 +124,7 @@ def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> Non
 
 def test_one_run_of_two_ranks_has_no_curves_of_ranks(forks: Forks, server: Server, tmp_path: Path) -> None:
     run = tmp_path / "two"
-    codes, output = forks.run(
-        *MADE_UP, "--epochs", "1", "--tracker", "mlflow", *at(run), world_size=2, env=mlflow_at(server)
-    )
-    assert codes == [0, 0], output
+    forks.ends(*MADE_UP, "--epochs", "1", "--tracker", "mlflow", *at(run), world_size=2, env=mlflow_at(server))
     (found,) = server.runs("two")
     assert not {each["key"] for each in found["data"]["metrics"] if each["key"].startswith("ranks/")}
 
@@ -141,23 +133,20 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     """It costs one line, and the weights are those of a run without a tracker."""
     command = (*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "late"))
     away = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{free_port()}"}
-    codes, output = forks.run(*command, "--epochs", "1", env=away)
-    assert codes == [0], output
+    output = forks.ends(*command, "--epochs", "1", env=away)
     assert output.count("tracker mlflow: ") <= 2, output
     assert "Not all of metrics.jsonl is there. The same command again sends the rest." in output
-    codes, _ = forks.run(*MADE_UP, "--epochs", "1", *at(tmp_path / "without"))
+    forks.ends(*MADE_UP, "--epochs", "1", *at(tmp_path / "without"))
     assert result(tmp_path / "late")["digest"] == result(tmp_path / "without")["digest"]
     assert server.runs("late") == []
 
-    codes, output = forks.run(*command, "--epochs", "1", env=mlflow_at(server))
-    assert codes == [0], output
+    output = forks.ends(*command, "--epochs", "1", env=mlflow_at(server))
     assert "is finished: 8 steps" in output
     (found,) = server.runs("late")
     assert_same(server.curve(found, "train/loss"), written(tmp_path / "late")["train/loss"], "train/loss")
 
     # More epochs: the same run goes on. MLflow's parameters can't change
-    codes, output = forks.run(*command, "--epochs", "2", env=mlflow_at(server))
-    assert codes == [0], output
+    forks.ends(*command, "--epochs", "2", env=mlflow_at(server))
     (found,) = server.runs("late")
     assert [step for step, _ in server.curve(found, "train/loss")] == list(range(1, 17))
     assert facts_of(found["data"]["params"])["epochs"] == "1"
@@ -175,8 +164,7 @@ def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path
 
 
 def test_no_server_named_is_the_users_mistake(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), world_size=2)
-    assert codes == [2, 2], output
+    output = forks.ends(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), world_size=2, code=2)
     assert "tracker: MLFLOW_TRACKING_URI must be set for mlflow, got nothing." in output
 
 
@@ -187,16 +175,11 @@ def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Pat
     run = tmp_path / "run"
     command = (*MADE_UP, "--epochs", "3", "--tracker", "wandb", *at(run))
     offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": PASSWORD * 3}
-    codes, output = forks.run(*command, env={**offline, **KILLED})
-    assert codes == [-9], output
-    until_s = time.monotonic() + 60
-    while rows_of(run).codes != [1]:  # the sender outlives its rank
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
+    output = forks.ends(*command, env={**offline, **KILLED}, code=-9)
+    wait_for("its end", lambda: rows_of(run).codes == [1])  # the sender outlives its rank
     (first,) = rows_of(run).ids
     (run / "run.json").unlink()  # the checkpoint knows the run's id too
-    codes, output = forks.run(*command, env=offline)
-    assert codes == [0], output
+    output = forks.ends(*command, env=offline)
     assert "resumed from step-00000008" in output
     assert len(list((run / "tracker" / "wandb").glob("offline-run-*"))) == 2
     rows = rows_of(run)
@@ -213,10 +196,9 @@ def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Pat
 
 
 def test_wandb_without_a_key_is_one_line(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(
+    output = forks.ends(
         *MADE_UP, "--epochs", "1", "--tracker", "wandb", *at(tmp_path / "run"), env={"HOME": str(tmp_path)}
     )
-    assert codes == [0], output
     said = [line for line in output.splitlines() if line.startswith("tracker wandb: ")]
     assert 1 <= len(said) <= 2, output
     assert "api_key" in said[0] or "API key" in said[0]

@@ -1,4 +1,4 @@
-"""Any number of ranks, also one that does not divide the batch, and shares as the user sets them, train as one does.
+"""Any number of ranks, also one that does not divide the batch, trains as one does.
 
 A batch of 64 is 22 + 21 + 21 samples on three ranks. Each rank's mean counts by its samples, so that the gradient and
 the loss are those of the whole batch.
@@ -64,72 +64,61 @@ def test_curve_stays_the_same_where_nodes_leave_and_come_back(
 
 
 # What the ranks do, and how far the loss may be from one process's in fp32. Were all ranks' means to count alike, it
-# would be 1e-2 away, and 0.26 with shares 5,1
+# would be 1e-2 away
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
-    "ddp": ((), 1e-5),
     "accumulated": (("--accumulate", "4"), 1e-5),
-    "bf16": (("--precision", "bf16"), 5e-3),
-    "fp16": (("--precision", "fp16"), 1e-3),
     "fp16, accumulated": (("--precision", "fp16", "--accumulate", "4"), 1e-3),
-    "sent as fp16": (("--compress", "fp16"), 1e-4),
-    "sent as bf16": (("--compress", "bf16"), 1e-3),
     "fsdp": (("--parallel", "fsdp"), 1e-5),
     "fsdp, accumulated": (("--parallel", "fsdp", "--accumulate", "4"), 1e-5),
     "horovod": (HOROVOD, 1e-5),
     "horovod, accumulated": ((*HOROVOD, "--accumulate", "4"), 1e-5),
     "workers": (("--num-workers", "1", "--in-memory", "never"), 1e-5),
 }
-# By three ranks, and by two of which one takes five sixths
-SPLITS = {"3 ranks": (3, ()), "shares 5,1": (2, ("--shares", "5,1"))}
-# What the other variants do with unequal parts, they do with those of three ranks too
 CASES = [
-    pytest.param(variant, split, marks=needs_horovod if HOROVOD[1] in settings else ())
-    for variant, (settings, _) in VARIANTS.items() for split in SPLITS
-    if split == "3 ranks" or variant in ("ddp", "accumulated", "fsdp")
+    pytest.param(variant, marks=needs_horovod if HOROVOD[1] in settings else ())
+    for variant, (settings, _) in VARIANTS.items()
 ]
 
 
-@pytest.mark.parametrize(("variant", "split"), CASES)
-def test_variant_follows_one(forks: Forks, alone: list[float], tmp_path: Path, variant: str, split: str) -> None:
-    (settings, tolerance), (world_size, shares) = VARIANTS[variant], SPLITS[split]
-    difference = largest_difference(train(forks, tmp_path, world_size, *settings, *shares), alone)
-    print(f"{variant}, {split}: loss within {difference:.1e}")
+@pytest.mark.parametrize("variant", CASES)
+def test_variant_of_three_ranks_follows_one(
+    forks: Forks, alone: list[float], tmp_path: Path, variant: str
+) -> None:
+    settings, tolerance = VARIANTS[variant]
+    difference = largest_difference(train(forks, tmp_path, 3, *settings), alone)
+    print(f"{variant}: loss within {difference:.1e}")
     assert difference < tolerance
 
 
-# These have a curve of their own: that of one process, or where one has nothing to send, of two with equal shares.
-OTHERS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "clipped": (1, ("--clip-norm", "0.5")),
+# These have a curve of their own: that of one process.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "clipped": ("--clip-norm", "0.5"),
     "clipped, accumulated, with adamw": (
-        1, ("--clip-norm", "0.5", "--accumulate", "4", "--optimizer", "adamw", "--lr", "0.002")
+        "--clip-norm", "0.5", "--accumulate", "4", "--optimizer", "adamw", "--lr", "0.002"
     ),
-    "clipped by fsdp": (1, ("--parallel", "fsdp", "--clip-norm", "0.5")),
-    "augmented": (1, ("--augment",)),
+    "clipped by fsdp": ("--parallel", "fsdp", "--clip-norm", "0.5"),
+    "augmented": ("--augment",),
 }
 
 
 @pytest.mark.parametrize("variant", OTHERS)
 def test_other_curve_is_the_same_with_unequal_parts(forks: Forks, tmp_path: Path, variant: str) -> None:
-    base, settings = OTHERS[variant]
-    expected = losses(train(forks, tmp_path / "base", base, *settings))
-    for name, (world_size, shares) in SPLITS.items():
-        difference = largest_difference(train(forks, tmp_path / name, world_size, *settings, *shares), expected)
-        print(f"{variant}, {name}: loss within {difference:.1e}")
-        assert difference < 1e-5
+    expected = losses(train(forks, tmp_path / "one", 1, *OTHERS[variant]))
+    difference = largest_difference(train(forks, tmp_path / "three", 3, *OTHERS[variant]), expected)
+    print(f"{variant}: loss within {difference:.1e}")
+    assert difference < 1e-5
 
 
-@pytest.mark.parametrize("split", SPLITS)
 def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exchange_statistics(
-    forks: Forks, tmp_path: Path, split: str
+    forks: Forks, tmp_path: Path
 ) -> None:
     """On CPUs, by torch's SyncBatchNorm with formulas for its kernels. `own`: what each rank's own statistics give."""
-    world_size, shares = SPLITS[split]
     norm = ("--workload", "tests.rigs.recording_workload:build", "--options.model", "norm")
     expected = losses(train(forks, tmp_path / "one", 1, *norm))
-    assert largest_difference(train(forks, tmp_path / "own", world_size, *norm, *shares), expected) > 1e-3
-    train(forks, tmp_path / "synced", world_size, *norm, *shares, preload="tests.rigs.sync_norm:convert")
+    assert largest_difference(train(forks, tmp_path / "own", 3, *norm), expected) > 1e-3
+    train(forks, tmp_path / "synced", 3, *norm, preload="tests.rigs.sync_norm:convert")
     difference = largest_difference(tmp_path / "synced" / "run", expected)
-    print(f"synchronized batch norm, {split}: loss within {difference:.1e}")
+    print(f"synchronized batch norm: loss within {difference:.1e}")
     assert difference < 1e-5
     # By the running statistics
     evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
@@ -173,12 +162,10 @@ def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Fork
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_killed_rank_costs_nothing_and_going_on_is_to_the_bit(forks: Forks, tmp_path: Path, split: str) -> None:
+def test_killed_rank_costs_nothing_and_going_on_is_to_the_bit(forks: Forks, tmp_path: Path) -> None:
     """With dropout, whose random numbers are each rank's own."""
-    world_size, shares = SPLITS[split]
-    line = (*SMALL, *shares, "--save-every-steps", "3")
-    output = forks.ends(*line, "--run-dir", tmp_path / "whole", world_size=world_size)
+    world_size, line = 3, (*SMALL, "--save-every-steps", "3")
+    forks.ends(*line, "--run-dir", tmp_path / "whole", world_size=world_size)
     codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size, env=kill(1, 8))
     assert codes[1] == -9, output
     codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size)
@@ -208,16 +195,3 @@ def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_starte
     assert "; no finished step was lost" in output
     digests = {name: result(tmp_path / name / "run")["digest"] for name in ("hand", "file", "launch")}
     assert len(set(digests.values())) == 1, digests
-
-
-# Shares ---------------------------------------------------------------------------------------------------------
-
-
-def test_shares_are_printed_may_change_and_belong_to_a_number_of_ranks(forks: Forks, tmp_path: Path) -> None:
-    line = (*SMALL, "--run-dir", tmp_path)
-    output = forks.ends(*line, "--shares", "4,1", "--max-steps", "5", world_size=2)
-    assert "batch  10 global = 2 ranks x 2 to 8 (shares 4,1), peak" in output
-    output = forks.ends(*line, "--shares", "1.5,1", "--max-steps", "6", world_size=2)
-    assert "shares was 4,1, is 1.5,1: the run goes on, but its last bits will differ" in output
-    output = forks.ends(*line, "--shares", "1.5,1", world_size=3, code=2)
-    assert 'shares must be one number for each of 3 processes, got "1.5,1". Set --shares for as many' in output

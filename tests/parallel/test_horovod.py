@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 import types
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ import torch
 
 from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start
+from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start, wait_for
 from train.config import Config, load_config
 from train.parallel import horovod
 
@@ -87,11 +86,7 @@ def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(
     line = (*DIGITS, *HOROVOD, *rarely, "--name", "run", "--run-dir", tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
     with ended(by_horovodrun(*line, "--max-steps", "1000000")) as job:
-        until_s = time.monotonic() + 240
-        while not list(checkpoints.glob("step-*")):
-            assert job.processes[0].poll() is None, job.processes[0].communicate()[0]
-            assert time.monotonic() < until_s, "no checkpoint"
-            time.sleep(0.05)
+        wait_for("a checkpoint", lambda: list(checkpoints.glob("step-*")), process=job.processes[0])
         rank_of(job, 1).kill()
         assert job.wait(120) == [1], job.output
     assert "Process 1 exit with status code" in job.output

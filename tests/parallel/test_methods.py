@@ -167,10 +167,6 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
     assert len(digests) == 3
 
 
-def test_compression_of_one_process_is_nothing(forks: Forks, alone: list[float], tmp_path: Path) -> None:
-    assert losses(train(forks, tmp_path / "run", 1, "--compress", "fp16")) == alone
-
-
 # Unused parameters ----------------------------------------------------------------------------------------------
 
 
@@ -225,23 +221,6 @@ def test_sync_bn_on_a_cpu_is_refused(forks: Forks, tmp_path: Path, device: str) 
     assert "Traceback" not in output
 
 
-def test_batch_is_split_as_printed(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(
-        "train", *DIGITS, "--max-steps", "11", "--batch-size", "256", "--accumulate", "2", "--lr", "0.1",
-        "--lr-scaling", "linear", "--lr-base-batch", "128", "--run-dir", tmp_path, world_size=2,
-    )
-    assert codes == [0, 0], output
-    assert "batch  256 global = 2 ranks x 128 in 2 parts, peak learning rate 0.2, 2 steps an epoch" in output
-
-
-def test_batch_with_less_than_a_sample_for_each_rank_is_refused(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("train", *DIGITS, "--batch-size", "2", "--run-dir", tmp_path / "runs", world_size=3)
-    assert codes == [2, 2, 2]
-    message = "batch_size must be at least 3 (3 processes), got 2. Start at most 2, or set --batch-size 3."
-    assert message in output
-    assert not (tmp_path / "runs").exists()
-
-
 def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert losses(train(forks, tmp_path / "run", 1, "--parallel", "ddp")) == alone
 
@@ -257,12 +236,6 @@ def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: lis
     assert codes == [0], output
     assert output.count("dp     one device (cpu): trains as one process does without DataParallel") == 1
     assert losses(tmp_path / "run") == alone
-
-
-def test_dp_of_two_processes_is_refused(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run("train", *DIGITS, "--parallel", "dp", "--run-dir", tmp_path, world_size=2)
-    assert codes == [2, 2]
-    assert "parallel must be auto or ddp with 2 processes, got dp." in output
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.parallel.optimizer import build_optimizer, peak_rate, rate_at, set_rate
+from train.parallel.optimizer import build_optimizer, peak_rate, rate_at
 
 
 def rates(total_steps: int, steps_per_epoch: int = 10, **settings: Any) -> list[float]:
@@ -35,11 +35,6 @@ def test_cosine_rate_is_half_a_wave_from_the_peak_to_zero() -> None:
     assert found[0] == 0.4
     assert found[50] == pytest.approx(0.2)
     assert found == sorted(found, reverse=True)
-
-
-def test_cosine_rate_past_the_end_is_zero_and_not_up_again() -> None:
-    config = Config(schedule="cosine")
-    assert rate_at(config, 150, total_steps=100, steps_per_epoch=10) == 0.0
 
 
 @pytest.mark.parametrize("schedule", ["constant", "step", "cosine"])
@@ -100,18 +95,6 @@ def test_weight_decay_spares_norms_and_biases(optimizer: Any) -> None:
     }
 
 
-def test_decay_pulls_a_weight_to_zero_and_leaves_a_bias() -> None:
-    model = nn.Linear(3, 3)
-    nn.init.ones_(model.weight)
-    nn.init.ones_(model.bias)
-    optimizer = build_optimizer(model, Config(lr=0.1, weight_decay=0.5, momentum=0.0), CPU)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert model.weight.flatten().tolist() == pytest.approx([0.95] * 9)
-    assert model.bias.tolist() == [1.0] * 3
-
-
 def test_optimizers_are_fused_and_of_the_settings() -> None:
     sgd = build_optimizer(nn.Linear(2, 2), Config(momentum=0.8, lr=0.3), CPU)
     adamw = build_optimizer(nn.Linear(2, 2), Config(optimizer="adamw", lr=0.3), CPU)
@@ -121,7 +104,3 @@ def test_optimizers_are_fused_and_of_the_settings() -> None:
     assert sgd.defaults["fused"] is adamw.defaults["fused"] is True
 
 
-def test_set_rate_reaches_all_groups() -> None:
-    optimizer = build_optimizer(Net(), Config(), CPU)
-    set_rate(optimizer, 0.123)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.123, 0.123]

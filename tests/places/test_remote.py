@@ -29,8 +29,7 @@ def door(s3: S3) -> Iterator[Door]:
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in a folder of this machine."""
     runs = tmp_path_factory.mktemp("undisturbed")
-    codes, output = forks.run("train", *SETTINGS, "--run-dir", str(runs), "--name", "run")
-    assert codes == [0], output
+    forks.ends("train", *SETTINGS, "--run-dir", str(runs), "--name", "run")
     return runs / "run"
 
 
@@ -168,8 +167,7 @@ def test_commands_read_checkpoints_at_their_address(machines: Machines, tmp_path
     assert "accuracy" in machines.run("second", command="evaluate")
     exported, address = tmp_path / "model.pt", f"{machines.url}/{name}/{folder}"
     env = {**machines.door.env, "RANKUP_CACHE": str(tmp_path / "cache")}
-    codes, output = machines.forks.run("export", address, exported, "--item", "model", env=env)
-    assert codes == [0], output
+    output = machines.forks.ends("export", address, exported, "--item", "model", env=env)
     assert exported.stat().st_size > 0
     output = machines.run("second", "--epochs", "1", "--name", "other", "--init-from", f"{machines.url}/run")
     assert f"started from {machines.url}/run: 4 of 4 tensors" in output

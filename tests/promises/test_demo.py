@@ -7,15 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rankup.places.files import write_json
-from tests.rigs.jobs import ROOT, Job, ended, environment, metrics, result, start
+from tests.rigs.jobs import ROOT, Job, ended, environment, metrics, result, start, wait_for
 
 TINY = ["--dataset", "digits", "--model", "mlp", "--epochs", "1", "--batch-size", "64", "--step-timeout-s", "60"]
 ENDLESS = [*TINY, "--epochs", "100000"]
@@ -51,18 +50,8 @@ def endless(clone: Path, *, trained: int) -> Iterator[Job]:
     metrics = clone / "runs/demo/metrics.jsonl"
     with ended(start("bash", clone / "train/demo.sh", *ENDLESS, env=env, cwd=clone)) as job:
         # Not "ready after": until the first step is done there is nothing to save
-        wait_for(lambda: metrics.exists() and metrics.stat().st_size > trained, job)
+        wait_for("steps", lambda: metrics.exists() and metrics.stat().st_size > trained, process=job.processes[0])
         yield job
-
-
-def wait_for(condition: Callable[[], bool], job: Job, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline or job.processes[0].poll() is not None:
-            job.kill()
-            job.wait()
-            raise AssertionError(job.output)
-        time.sleep(0.1)
 
 
 def run_with_torchrun(clone: Path, script: str) -> "subprocess.CompletedProcess[str]":
@@ -95,11 +84,11 @@ def agents_of(job: Job) -> dict[str, psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_demo_trains_fashion_mnist_to_90_percent_in_3_epochs_and_ends_with_the_table(clone: Path) -> None:
-    """By `make demo` in a venv of the user's own, with its settings, which are the defaults. Measured: 0.908. That two
-    agents come to the weights of two ranks by hand: test_parity.py."""
+def test_demo_trains_fashion_mnist_to_90_percent_in_2_epochs_and_ends_with_the_table(clone: Path) -> None:
+    """By `make demo` in a venv of the user's own, with its settings, which are the defaults but for the third epoch.
+    Measured: 0.904. That two agents come to the weights of two ranks by hand: test_parity.py."""
     env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
-    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=--epochs 3 --report-every-s 20")
+    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=--report-every-s 20")
     with ended(start(*words, env=env, cwd=clone)) as job:
         assert job.wait(2000) == [0], job.output
     assert "data   fashion-mnist, 60,000 + 10,000 samples" in job.output
@@ -107,7 +96,7 @@ def test_demo_trains_fashion_mnist_to_90_percent_in_3_epochs_and_ends_with_the_t
     rows = ("accuracy", "images/s", "seconds", "world size      2", "outputs         runs/demo/", shown["digest"][:16])
     assert [row for row in rows if row not in job.output] == []
     evaluations = [line["eval/accuracy"] for line in metrics(clone / "runs/demo") if "eval/accuracy" in line]
-    assert len(evaluations) == 3
+    assert len(evaluations) == 2
     assert evaluations[-1] >= 0.90
     assert shown["metrics"]["accuracy"] == evaluations[-1]
 

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,6 +23,7 @@ from tests.rigs.jobs import (
     lives,
     result,
     start,
+    wait_for,
 )
 
 PATH = str(ROOT)
@@ -43,14 +42,6 @@ def torchrun(
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options)
     settings = (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}", *more)
     return start(sys.executable, *command, MAIN, "train", *settings, env=env)
-
-
-def wait_until(true: Callable[[], object], job: Job) -> None:
-    until_s = time.monotonic() + 200
-    while not true():
-        assert job.processes[0].poll() is None
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
 
 
 def family(mark: str) -> list[psutil.Process]:
@@ -110,7 +101,7 @@ def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp
 def test_nothing_is_left_when_torchrun_dies_of_a_signal(tmp_path: Path) -> None:
     run, mark = tmp_path / "run", str(tmp_path)
     with ended(torchrun(run, "--max-steps=1000000", mark=mark)) as job:
-        wait_until(lambda: any((run / "checkpoints").glob("step-*")), job)
+        wait_for("a checkpoint", lambda: any((run / "checkpoints").glob("step-*")), process=job.processes[0])
         assert len(family(mark)) >= 5  # torchrun, two ranks, a DataLoader worker for each
         os.kill(job.processes[0].pid, signal.SIGUSR1)  # torchrun does not handle it, and dies of it as of a SIGKILL
         job.wait()

@@ -7,8 +7,7 @@ import re
 import secrets
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import FOREIGN, ROOT, environ_of, result
+from tests.rigs.jobs import FOREIGN, ROOT, environ_of, result, wait_for
 
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
@@ -54,21 +53,6 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "killing a container's processes from outside takes root: run the tests with sudo"
     return ""
-
-
-def wait_for(what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str) -> Any:
-    """The first true value of `condition`; past the bound the test fails with `log`.
-
-    Looks take a tenth of the time: most of them start a command, which takes CPU from what they wait for.
-    """
-    until_s = time.monotonic() + timeout_s
-    while True:
-        looked_s = time.monotonic()
-        if value := condition():
-            return value
-        now_s = time.monotonic()
-        assert now_s < until_s, f"not within {timeout_s} s: {what}\n{log()}"
-        time.sleep(min(0.5, max(0.05, 9 * (now_s - looked_s))))
 
 
 def rank_of(process: psutil.Process) -> int | None:

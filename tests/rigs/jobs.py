@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +122,25 @@ def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None 
     job = start(sys.executable, MAIN, *arguments, env=env, cwd=cwd)
     job.wait(timeout_s)
     return job
+
+
+def wait_for(
+    what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str,
+    process: "subprocess.Popen[Any] | None" = None,
+) -> Any:
+    """The first true value of `condition`; past the bound, or when `process` has ended, the test fails with `log`.
+
+    Looks take a tenth of the time: most of them start a command, which takes CPU from what they wait for.
+    """
+    until_s = time.monotonic() + timeout_s
+    while True:
+        looked_s = time.monotonic()
+        if value := condition():
+            return value
+        now_s = time.monotonic()
+        assert now_s < until_s, f"not within {timeout_s} s: {what}\n{log()}"
+        assert process is None or process.poll() is None or condition(), f"ended before this: {what}\n{log()}"
+        time.sleep(min(0.5, max(0.01, 9 * (now_s - looked_s))))
 
 
 @contextmanager

@@ -84,7 +84,6 @@ def _rendered(what: str) -> list[Object]:
 
 NAME = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$"}  # DNS-1035
 INTEGER = {"type": "integer"}
-STRING = {"type": "string"}
 
 
 def _object(required: list[str] | None = None, **properties: Any) -> Object:
@@ -101,10 +100,7 @@ def _replica(**count: Any) -> Object:
 PYTORCHJOB = _object(
     ["pytorchReplicaSpecs"],
     nprocPerNode={"type": "string", "pattern": r"^([1-9][0-9]*|auto|cpu|gpu)$"},
-    elasticPolicy=_object(
-        rdzvBackend={"enum": ["c10d"]}, minReplicas=INTEGER, maxReplicas=INTEGER, maxRestarts=INTEGER,
-        rdzvConf={"type": "array", "items": _object(["key", "value"], key=STRING, value=STRING)},
-    ),
+    elasticPolicy=_object(),
     runPolicy=_object(
         cleanPodPolicy={"enum": ["All", "Running", "None"]}, ttlSecondsAfterFinished=INTEGER,
         activeDeadlineSeconds=INTEGER, backoffLimit=INTEGER, suspend={"type": "boolean"},

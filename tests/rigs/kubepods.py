@@ -1,6 +1,7 @@
 """The pods of a manifest as real containers: command, environment, user, read-only root, limits, volumes and names."""
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ Object = dict[str, Any]
 JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96"]
 SHORT = [*JOB, "--max-steps", "30"]
 # Long enough to be hit in the middle, whatever else the machine does: it is asked to save often
-LONG = [*JOB, "--max-steps", "1000", "--epochs", "100", "--save-every-steps", "20", "--log-every-steps", "5"]
+LONG = [*JOB, "--max-steps", "3000", "--epochs", "300", "--save-every-steps", "20", "--log-every-steps", "5"]
 
 
 def _size(quantity: str) -> str:
@@ -27,8 +28,8 @@ def _size(quantity: str) -> str:
 class Cluster:
     """The pods of one manifest on a network of their own.
 
-    A claim is a folder, an emptyDir a tmpfs, a ConfigMap a read-only folder of its files. The engine stands for the
-    kubelet, and the test does what an operator decides.
+    A claim is a folder, an emptyDir a tmpfs, a ConfigMap or a Secret a read-only folder of its files. The engine stands
+    for the kubelet, and the test does what an operator decides.
     """
 
     def __init__(self, folder: Path, what: str, settings: Sequence[str]) -> None:
@@ -66,8 +67,6 @@ class Cluster:
         words += ["--hostname", pod["name"], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only"]
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         words += ["--memory", _size(container["resources"]["limits"]["memory"])]
-        if spec["restartPolicy"] == "OnFailure":  # by the kubelet, in the same pod
-            words += ["--restart", f"on-failure:{self.owner['spec']['runPolicy']['backoffLimit']}"]
         for volume in spec["volumes"]:
             (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
             words += self._volume(volume, mount["mountPath"], ":ro" if mount.get("readOnly") else "")
@@ -83,7 +82,19 @@ class Cluster:
             files = self.maps / volume["configMap"]["name"]
             assert files.exists(), f"no ConfigMap {files.name}: the pod would never start"
             return ["--volume", f"{files}:{path}:ro"]
+        if "secret" in volume:
+            return ["--volume", f"{self._secret(volume['secret']['defaultMode'])}:{path}:ro"]
         return ["--tmpfs", f"{path}:mode=1777,size={_size(volume['emptyDir']['sizeLimit'])}"]
+
+    def _secret(self, mode: int) -> Path:
+        """As a kubelet writes it for a pod with an fsGroup: root's, and its group is the pod's."""
+        file = self.runs.with_name("secret") / "secret"
+        if not file.exists():
+            file.parent.mkdir()
+            file.write_text(secrets.token_hex(32))
+            os.chown(file, 0, self.pods[0]["spec"]["securityContext"]["fsGroup"])
+            file.chmod(mode)
+        return file.parent
 
     # Containers -------------------------------------------------------------------------------------------------------
 
@@ -91,9 +102,9 @@ class Cluster:
         found: Object = json.loads(docker("inspect", self.container(index)))[0]["State"]
         return found
 
-    def restarts(self, index: int) -> int:
-        """How often the kubelet started the container again."""
-        return int(docker("inspect", "-f", "{{.RestartCount}}", self.container(index)))
+    def address(self, index: int) -> str:
+        (network,) = json.loads(docker("inspect", self.container(index)))[0]["NetworkSettings"]["Networks"].values()
+        return str(network["IPAddress"])
 
     def log(self, index: int) -> str:
         return docker("logs", self.container(index), check=False)
@@ -154,9 +165,21 @@ class Cluster:
         first = psutil.Process(pid)
         return [first, *first.children(recursive=True)]
 
-    def delete(self, index: int) -> None:
-        """As with its node, or by kubectl scale: what ends now is not started again."""
-        docker("update", "--restart", "no", self.container(index))
+    def scale(self, num_workers: int) -> None:
+        """The pods of so many Workers, for `start`, as by kubectl scale."""
+        self.owner["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_workers
+        self.pods = pods_of([self.owner])
+
+    def stop(self, *indices: int) -> None:
+        """SIGTERM to the first process of each, as the kubelet does."""
+        for index in indices:
+            docker("kill", "--signal", "TERM", self.container(index))
+
+    def changes(self) -> list[int]:
+        """How many ranks trained, from the first to the last change of nodes."""
+        path = self.runs / "job" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line]
 
     def read(self, name: str) -> Object:
         """result.json or status.json of the run."""

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.jobs import environment, free_port
+from tests.rigs.jobs import environment, free_port, wait_for
 
 
 @dataclass
@@ -42,11 +41,7 @@ class Server:
                 start_new_session=True,
             )
         try:
-            until_s = time.monotonic() + 120
-            while not self._answers():
-                assert process.poll() is None, (self.folder / "server.log").read_text()
-                assert time.monotonic() < until_s, (self.folder / "server.log").read_text()
-                time.sleep(0.1)
+            wait_for("its answer", self._answers, process=process, log=(self.folder / "server.log").read_text)
             yield
         finally:
             os.killpg(process.pid, signal.SIGKILL)

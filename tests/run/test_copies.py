@@ -42,8 +42,7 @@ class Nodes:
 
     def run(self, *more: str, code: int = 0, **order: Any) -> str:
         env = {"PROBE": json.dumps(order)} if order else {}
-        codes, output = self.forks.run(*LINE, *more, world_size=2, cwds=self.folders, env=env)
-        assert codes == [code, code], output
+        output = self.forks.ends(*LINE, *more, world_size=2, cwds=self.folders, env=env, code=code)
         assert "Traceback" not in output
         return output
 
@@ -217,8 +216,7 @@ def test_disk_that_takes_no_copy_is_one_line_and_the_training_goes_on(
 
 
 def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*LINE, world_size=2, cwds=[tmp_path, tmp_path])
-    assert codes == [0, 0], output
+    output = forks.ends(*LINE, world_size=2, cwds=[tmp_path, tmp_path])
     assert "copies " not in output
     assert not (tmp_path / "runs" / "run" / SECOND).exists()
 

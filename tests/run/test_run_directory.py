@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rankup.places.files import read_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, result
 
@@ -185,17 +184,6 @@ def die_at_the_lease() -> None:
     from rankup.places.lease import Lease
 
     Lease.__enter__ = lambda self: os.kill(os.getpid(), 9)  # type: ignore
-
-
-def test_every_rank_writes_its_end_and_the_summary_has_all(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1", world_size=2)
-    summary = status(run)
-    assert (summary["state"], summary["code"], summary["world_size"]) == ("finished", 0, 2)
-    for rank in ("0", "1"):
-        end = read_json(run / "status" / summary["attempt"] / f"rank-{rank}.json")
-        assert end == {"attempt": summary["attempt"], **summary["ranks"][rank]}
-        assert (end["state"], end["code"], end["step"]) == ("finished", 0, 8)
 
 
 def test_fault_of_one_rank_is_the_reason_for_all(forks: Forks, tmp_path: Path) -> None:

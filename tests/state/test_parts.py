@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.state import parts, rescue
+from rankup.state import rescue
 from rankup.state.copies import to_json
 from rankup.state.parts import Parts, PartsInMemory, peer_of
 from rankup.state.reading import Copy, no_check
@@ -73,9 +73,9 @@ def weight(rank: int, step: int) -> torch.Tensor:
     return torch.arange(64.0 + rank) + 1000 * rank + step
 
 
-def keep(ranks: Ranks, *steps: int, every: int | None = 1) -> None:
+def keep(ranks: Ranks, *steps: int) -> None:
     def work(group: Any) -> None:
-        kept = Parts(group, RUN, every)
+        kept = Parts(group, RUN, 1)
         kept.wanted = True
         for step in steps:
             record = to_json(training_state(step, world_size=RANKS, attempt="first"))
@@ -206,16 +206,6 @@ def test_step_that_a_rank_lacks_is_no_state(memory: Path) -> None:
     assert found is not None
     assert found[0] == 1
     assert is_right(found)
-
-
-@pytest.mark.parametrize(("cost_s", "beside_s", "steps"), [(0.01, 0.0, 40), (0.01, 0.03, 160), (0.0, 0.0, 1)])
-def test_steps_between_parts_make_them_cost_half_a_percent(cost_s: float, beside_s: float, steps: int) -> None:
-    """A step takes 50 ms."""
-    group: Any = SimpleNamespace(device=torch.device("cpu"))
-    kept = Parts(group, RUN, None)
-    assert kept._gap(1, 100.0) == parts.FIRST
-    kept._taken, kept._taken_s, kept._cost_s, kept._beside_s = 1, 100.0, cost_s, beside_s
-    assert kept._gap(11, 100.5) == steps
 
 
 def test_second_part_is_on_the_next_node_if_no_other_node_holds_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Confusion matrices and misclassified images can be read, whatever the number of classes and their names."""
+"""Confusion matrices can be read, whatever the number of classes and their names."""
 
 import os
 import random
@@ -18,7 +18,6 @@ from train.workloads.pictures import (
     NAMED,
     WIDTH,
     confusion_pictures,
-    grid_picture,
     new_figure,
     readable,
     shorten,
@@ -65,22 +64,9 @@ def test_confusion_pictures_are_pictures(count: int) -> None:
         assert int(picture.float().std()) > 0
 
 
-@pytest.mark.parametrize(("channels", "count", "side"), [(1, 1, 8), (3, 7, 8), (3, 24, 224)])
-def test_grid_holds_all_images_and_both_names(channels: int, count: int, side: int) -> None:
-    images = torch.full((count, channels, side, side), 200, dtype=torch.uint8)
-    captions = [("T-shirt/top", "Ankle boot")] * count
-    picture = grid_picture(images, captions)
-    assert int((picture == 200).all(0).sum()) >= count * pictures.SIDE**2
-    with new_figure(pictures.HEAD + -(-count // pictures.COLUMNS) * pictures.ROW) as figure:
-        pictures.draw_grid(figure, images, captions)
-        found = assert_legible(figure)
-    assert (found.count("T-shirt/top"), found.count("Ankle boot")) == (count, count)
-
-
 def test_pictures_draw_no_random_number() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     confusion_pictures(confused(20), names(20))
-    grid_picture(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), [("a", "b")] * 3)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 

@@ -68,23 +68,14 @@ def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
 BAD = GOOD * 10 + "no tab at all\n\tno label\nfood\t\n"
 
 
-def test_bad_lines_are_left_out_counted_and_named(tmp_path: Path) -> None:
-    config = texts_in(tmp_path, train=(BAD + "food\t").encode() + b"\xff\n", dev=GOOD + "travel\tby sea\n")
-    found = load_texts(config.model_copy(update={"max_bad_lines": 0.3}))
-    assert len(found.train) == 30
-    assert found.train.notes == (
-        f"{tmp_path}/train.txt: left out 4 bad of 34 lines (line 31: no tab; line 32: no label; line 33: no text; "
-        "line 34: not UTF-8)",
-    )
-    assert found.evaluation.notes[0].endswith("left out 1 bad of 4 lines (line 4: unknown label travel)")
-
-
-def test_bad_lines_above_the_bound_are_refused(tmp_path: Path) -> None:
-    config = texts_in(tmp_path, train=BAD, dev=GOOD)
-    load_texts(config.model_copy(update={"max_bad_lines": 3 / 33}))
-    too_many = r"train.txt: 3 of 33 lines are bad \(line 31: no tab; .*max_bad_lines=0.09 allows"
-    with pytest.raises(UserError, match=too_many):
-        load_texts(config.model_copy(update={"max_bad_lines": 0.09}))
+def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
+    config = texts_in(tmp_path, train=(BAD + "food\t").encode() + b"\xff\n", dev=GOOD)
+    with pytest.raises(UserError, match=(
+        r"train.txt: 4 of 34 lines are bad \(line 31: no tab; line 32: no label; line 33: no text; line 34: not UTF-8\)"
+    )):
+        load_texts(config)
+    with pytest.raises(UserError, match=r"dev.txt: 1 of 4 lines are bad \(line 4: unknown label travel\)"):
+        load_texts(texts_in(tmp_path, train=GOOD, dev=GOOD + "travel\tby sea\n"))
 
 
 @pytest.mark.parametrize(
@@ -271,17 +262,6 @@ def test_input_without_texts_is_one_line(forks: Forks, trained: Path, tmp_path: 
     assert "got standard input, which is empty." in output
 
 
-def test_bad_lines_are_told_once_in_a_run(forks: Forks, tmp_path: Path) -> None:
-    shutil.copytree(SAMPLE, tmp_path / "texts")
-    with (tmp_path / "texts" / "train.txt").open("a") as file:
-        file.write("no tab\n")
-    codes, output = forks.run(
-        "train", *LINE, "--data-dir", tmp_path / "texts", "--max-steps", "1", "--run-dir", tmp_path, world_size=2
-    )
-    assert codes == [0, 0], output
-    assert output.count("train.txt: left out 1 bad of 901 lines (line 901: no tab)") == 1
-
-
 def test_ranks_with_other_texts_do_not_train_together(forks: Forks, tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(SAMPLE, tmp_path / name / "texts")
@@ -298,5 +278,5 @@ def test_ranks_with_other_texts_do_not_train_together(forks: Forks, tmp_path: Pa
 def test_pictures_of_texts_with_chinese_classes_are_drawn(tmp_path: Path) -> None:
     workload = build(texts_in(tmp_path, train=GOOD.replace("food", "美食"), dev=GOOD.replace("food", "美食")))
     assert workload.pictures is not None
-    drawn = workload.pictures(workload.model, {"confusion": torch.eye(2, dtype=torch.int64)}, torch.device("cpu"))
+    drawn = workload.pictures({"confusion": torch.eye(2, dtype=torch.int64)})
     assert drawn["eval/confusion"].shape[0] == 3

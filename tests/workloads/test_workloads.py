@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, Job, environment, result, start
+from tests.rigs.jobs import MAIN, ROOT, Job, result, start
 from train import workloads
 from train.config import Config, load_config
 from train.data import TensorSamples
@@ -127,28 +126,6 @@ def test_own_module_is_found_beside_an_own_train_py(project: Path, started: Any)
     assert result(project / "runs" / "throws")["step"] == 1
 
 
-def test_installed_command_finds_an_own_module_beside_an_own_train_py(project: Path, tmp_path: Path) -> None:
-    """`pip install -e .` in a venv of its own, which borrows the packages of this one."""
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    site = next(venv.glob("lib/python*/site-packages"))
-    borrowed = next(Path(path) for path in sys.path if (Path(path) / "torch").is_dir())
-    (site / "borrowed.pth").write_text(f"{borrowed}\n")
-    copy = tmp_path / "source"
-    for name in ("rankup", "train"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, copy)
-    subprocess.run(
-        [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
-         "--disable-pip-version-check", "--editable", copy],
-        check=True, env=environment({"PYTHONPATH": "", "PYTHONWARNINGS": ""}),
-    )
-    job = start(venv / "bin" / "rankup", *ONE_STEP, cwd=project, env={"PYTHONPATH": ""})
-    assert job.wait() == [0], job.output
-    assert result(project / "runs" / "throws")["step"] == 1
-
-
 def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(project, other)
@@ -203,11 +180,6 @@ def test_two_tensors_of_a_dataset_are_taken_by_index(monkeypatch: pytest.MonkeyP
     indices = torch.tensor([4, 0])
     for own, theirs in zip(workload.train.batch(indices, 0), dataset[indices], strict=True):
         assert torch.equal(own, theirs)
-
-
-def test_samples_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = TensorSamples(torch.rand(5, 2), torch.arange(5))
-    assert loaded(monkeypatch, train=samples).train is samples
 
 
 def test_workload_without_evaluate_is_evaluated_by_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,19 +252,9 @@ def test_fault_in_an_own_workload_keeps_its_traceback(
     assert "Traceback (most recent call last):" in output
 
 
-def test_mistake_in_the_import_path_is_code_2_without_traceback(forks: Forks, modules: Path) -> None:
-    codes, output = forks.run("train", "--workload", "own_missing:build", cwds=[modules])
-    assert codes == [2]
-    assert len(output.splitlines()) == 1, output
-
-
 @pytest.mark.parametrize("value", ["throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build"])
 def test_path_of_another_form_is_refused_with_the_form(value: str) -> None:
     with pytest.raises(UserError, match='--workload must be "images", "text" or module:function, got'):
         load_config({"workload": value})
 
 
-def test_workload_has_what_the_loop_needs_and_no_more() -> None:
-    required = [name for name, field in Workload.__dataclass_fields__.items() if field.default is field.default_factory]
-    assert required == ["model", "train", "evaluation", "loss"]
-    assert torch.nn.Module.__name__ in str(Workload.__dataclass_fields__["model"].type)

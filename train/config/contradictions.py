@@ -14,7 +14,6 @@ from rankup import UserError
 from rankup.urls import is_url
 
 from .settings import Settings
-from .shares import divide, weights
 from .yaml_text import describe
 
 # Method -> the switches that it does not have, and why
@@ -116,15 +115,6 @@ def check_world_size(config: Settings, world_size: int) -> None:
             f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
             "Each would train a model of its own; for one process start it without a launcher."
         )
-    found = weights(config.shares, world_size)
-    if len(found) != world_size:
-        raise UserError(
-            f'shares must be one number for each of {world_size} process{"" if world_size == 1 else "es"}, got '
-            f'"{config.shares}". Set --shares for as many, or leave it out: equal shares fit any number.'
-        )
-    parts = divide(config.batch_size, found)
-    if min(parts) >= config.accumulate:
-        return
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     least = world_size * config.accumulate
     if config.batch_size < least:
@@ -132,8 +122,3 @@ def check_world_size(config: Settings, world_size: int) -> None:
             f"batch_size must be at least {least} ({product}), got {config.batch_size}. Start at most "
             f"{config.batch_size // config.accumulate}, or set --batch-size {least}."
         )
-    few = parts.index(min(parts))
-    raise UserError(
-        f'shares must leave each process {config.accumulate} or more of {config.batch_size} samples, got '
-        f'"{config.shares}", which leaves rank {few} {parts[few]}. Set nearer numbers, or a larger --batch-size.'
-    )

@@ -70,8 +70,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     length_pool: Natural = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
                                    unit="batches", of="text")
     eval_split: Literal["dev", "test"] = setting("dev", "text, hf: which part to evaluate on, where there are both.")
-    max_bad_lines: float = setting(0.01, "Share of a file's lines that may be bad; they are left out.",
-                                   unit="fraction", ge=0, lt=1, of="text")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
@@ -97,10 +95,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     batch_size: Count = _result(64, "Global batch: samples per step over all processes.", unit="samples")
     accumulate: Count = _result(1, "Micro-batches per step, to fit a large batch in little memory.",
                                 unit="micro-batches")
-    shares: str = setting("", "Ranks of unequal speed: a number for each, as 2,1 where rank 0 is twice as fast; empty: "
-                              "each gets as many samples.", metavar="LIST",
-                          pattern=r"^([1-9]\d{0,5}(\.\d{1,6})?(,[1-9]\d{0,5}(\.\d{1,6})?)*)?$",
-                          rule="a number >= 1 for each rank, such as 2,1")
     epochs: Count = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs")
     max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps")
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")

@@ -7,10 +7,14 @@ import torch
 
 from rankup.seeds import derive_seed
 
-from ..config.shares import divide, weights
-
 # The epoch (None: evaluation, no augmentation) and the sample numbers of a batch, int64 [B].
 BatchIndex = tuple[int | None, torch.Tensor]
+
+
+def divide(count: int, num_parts: int) -> list[int]:
+    """`count` in whole parts that differ by one at most, the larger ones first."""
+    size, more = divmod(count, num_parts)
+    return [size + (number < more) for number in range(num_parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,6 @@ class Order:
     accumulate: int = 1
     lengths: torch.Tensor | None = None  # int64 [num_samples]: samples of similar length shall share a batch ...
     pool: int = 0  # ... chosen from this many global batches; 0: lengths are ignored
-    shares: str = ""  # the setting: numbers that the ranks' parts are in proportion to, by rank; empty: equal parts
 
     @property
     def steps_per_epoch(self) -> int:
@@ -38,19 +41,17 @@ class Order:
     @property
     def samples_by_rank(self) -> list[int]:
         """How many samples of a global batch each rank takes."""
-        return divide(self.batch_size, weights(self.shares, self.world_size))
+        return divide(self.batch_size, self.world_size)
 
     @property
     def load_by_rank(self) -> list[float]:
         """How much more than its exact part each rank takes, since samples are whole: 22 of 21.33 is 1.03."""
-        given = weights(self.shares, self.world_size)
-        each = self.batch_size / sum(given)
-        return [float(samples / (each * weight)) for samples, weight in zip(self.samples_by_rank, given, strict=True)]
+        return [samples * self.world_size / self.batch_size for samples in self.samples_by_rank]
 
     @property
     def micro_sizes(self) -> list[int]:
         """The samples of each of this rank's micro-batches in a step, the largest first."""
-        return divide(self.samples_by_rank[self.rank], weights("", self.accumulate))
+        return divide(self.samples_by_rank[self.rank], self.accumulate)
 
     @property
     def divisors(self) -> list[float]:

@@ -26,7 +26,6 @@ def describe(config: Config, group: Group, workload: Workload, order: Order, *, 
     samples = sorted(set(order.samples_by_rank))
     each = " to ".join(str(count) for count in (samples[0], samples[-1])[: len(samples)])
     split = f" = {group.world_size} ranks x {each}" if group.world_size > 1 else ""
-    split += f" (shares {config.shares})" if config.shares else ""
     split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples{origin}\n"
@@ -48,17 +47,12 @@ def write_result(t: Training, *, seconds: float) -> None:
     if not group.is_rank0:
         return
     if workload.pictures is not None and t.tables and config.tensorboard:
-        if t.whole is not t.plain:
-            t.whole.load_state_dict(state)
-        t.whole.eval()
-        device = next(t.whole.parameters()).device
-        pictures = workload.pictures(t.whole, t.tables, device)
-        job.metrics.pictures(job.step_number, pictures)
-    result = job.result(
+        job.figures.metrics.pictures(job.step_number, workload.pictures(t.tables))
+    result = job.figures.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method_name(config, group.world_size),
     )
-    goodput = job.goodput_line()
+    goodput = job.figures.goodput_line(result)
     group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
 
 

@@ -24,7 +24,6 @@ class Training:
     workload: Workload
     plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
     model: nn.Module  # the same, wrapped for training with the other ranks
-    whole: nn.Module  # `plain`, or where it is split a copy for the final pictures that gets its weights in the end
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     loader: Loader

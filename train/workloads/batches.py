@@ -29,7 +29,6 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     return Order(
         len(workload.train), config.batch_size, config.seed, group.rank, group.world_size, config.accumulate,
         lengths=getattr(workload.train, "lengths", None), pool=config.length_pool,
-        shares=config.shares,
     )
 
 

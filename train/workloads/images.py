@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from rankup import UserError
 
@@ -15,15 +14,12 @@ from ..config.settings import Augment
 from ..data import Samples, TensorSamples
 from ..data.sources import load
 from .classification import Classification
-from .pictures import COLUMNS, LETTERS, confusion_pictures, grid_picture, readable
+from .pictures import confusion_pictures
 from .vision_models import build_model
-from .workload import Sums, Workload
+from .workload import Workload
 
 if TYPE_CHECKING:
     from ..data.file_samples import FileSamples
-
-PICTURED = 2000  # evaluation images that are searched for misclassified ones
-MISTAKES = 6 * COLUMNS  # misclassified images that are shown
 
 
 class Normalize:
@@ -56,14 +52,13 @@ def build(config: Config) -> Workload:
         num_classes=num_classes, label_smoothing=config.label_smoothing, prepare=Normalize(train.mean, train.std),
         top5=True,
     )
-    evaluation = _samples(test, config, augment=False)
     return Workload(
-        model=model, train=samples, evaluation=evaluation,
+        model=model, train=samples, evaluation=_samples(test, config, augment=False),
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
         input_name=lambda index: f"test/{index}" if isinstance(test, TensorSamples) else test.paths[index],
         open_input=lambda path: _open_input(path, train, channels=channels, size=size),
-        pictures=lambda model, sums, device: _pictures(task, model, evaluation, sums, device, train.classes),
+        pictures=lambda sums: confusion_pictures(sums["confusion"], train.classes),
     )
 
 
@@ -108,20 +103,3 @@ def _open_input(
         tuple(files), unknown, ("?",), MEAN, STD, "input", path, size, margin=margin, channels=channels
     )
     return samples, lambda index: files[index]
-
-
-def _pictures(
-    task: Classification, model: nn.Module, samples: Samples, sums: Sums, device: torch.device, classes: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
-    """The confusion matrix, and the first misclassified images."""
-    pictures = confusion_pictures(sums["confusion"], classes)
-    images, labels = samples.batch(torch.arange(min(PICTURED, len(samples))), None)
-    with torch.no_grad():
-        guesses = [task.predict(model, (part.to(device), labels))[0].cpu() for part in images.split(250)]
-    guess = torch.cat(guesses)
-    wrong = (guess != labels).nonzero().flatten()[:MISTAKES].tolist()
-    if wrong:
-        short = readable(classes, limit=LETTERS)
-        names = [(short[int(labels[i])], short[int(guess[i])]) for i in wrong]
-        pictures["eval/misclassified"] = grid_picture(images[wrong], names)
-    return pictures

@@ -1,6 +1,6 @@
-"""Pictures for TensorBoard and trackers, uint8 [3, H, W]: legible on a phone too, with any names of classes.
+"""The picture of a confusion matrix, uint8 [3, H, W]: legible on a phone too, with any names of classes.
 
-matplotlib draws them, imported where something is drawn: 0.4 s that no start pays. It is silent whatever the machine
+matplotlib draws it, imported where something is drawn: 0.4 s that no start pays. It is silent whatever the machine
 lacks. Never pyplot, whose state threads share.
 """
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ..data.sources.cache import writable_cache
 
@@ -28,9 +27,6 @@ FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen H
 LETTERS = 15  # of a name
 NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
 SMALLEST = 16  # pixels of a count; where counts would be smaller, a cell has its percent of the row
-COLUMNS = 4  # of misclassified images
-SIDE, HEAD = WIDTH // COLUMNS - 16, 60  # pixels: of such an image, and of the line of explanation
-ROW = SIDE + 2 * TEXT + 28
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -71,30 +67,6 @@ def draw_matrix(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     set_title(figure, f"Confusion matrix. Shade: a cell's share of its row; number: {what}")
-
-
-def grid_picture(images: torch.Tensor, names: list[tuple[str, str]]) -> torch.Tensor:
-    """Images, uint8 [N, C, H, W] with C = 1 or 3, each above its true and its predicted class: uint8 [3, H', W']."""
-    rows = -(-len(names) // COLUMNS)
-    with new_figure(HEAD + rows * ROW) as figure:
-        draw_grid(figure, images, names)
-        return to_tensor(figure)
-
-
-def draw_grid(figure: "Figure", images: torch.Tensor, names: list[tuple[str, str]]) -> None:
-    figure.set_layout_engine("none")
-    height = round(figure.get_figheight() * DPI)
-    sheet = np.full((height, WIDTH, 3), 255, np.uint8)
-    figure.text(0.01, 1 - 12 / height, "black: the true class; red: what was predicted", va="top", color="#303030")
-    for number, (true, guess) in enumerate(names):
-        left = 8 + number % COLUMNS * (WIDTH // COLUMNS)
-        top = HEAD + number // COLUMNS * ROW
-        pixels = F.interpolate(images[number][None], (SIDE, SIDE))  # nearest
-        sheet[top : top + SIDE, left : left + SIDE] = pixels[0].expand(3, -1, -1).permute(1, 2, 0).numpy()
-        for line, text, colour in ((0, true, "black"), (1, guess, "#b00020")):
-            y = 1 - (top + SIDE + 4 + line * (TEXT + 4)) / height
-            figure.text(left / WIDTH, y, text, va="top", color=colour, size=TEXT - 2)
-    figure.figimage(sheet)  # all in one, pixel for pixel: an axes for each takes a tenth of a second
 
 
 # Figures -------------------------------------------------------------------------------------------------------------

@@ -108,9 +108,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         lines = read_lines(path)
         return TextSamples(lines, [0] * len(lines), tokenizer), lambda index: lines[index]
 
-    def pictures(model: nn.Module, sums: Sums, device: torch.device) -> dict[str, torch.Tensor]:
-        return confusion_pictures(sums["confusion"], found.classes)
-
     def tables(sums: Sums) -> tuple[str, dict[str, Any]]:
         confusion = sums["confusion"]
         values = {"classes": class_scores(confusion, found.classes), "confusion": confusion.tolist()}
@@ -129,9 +126,10 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_name=f"{found.name}-{found.digest}{digest}",
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
         classes=found.classes, unit="texts", input_name=lambda index: found.evaluation.texts[index],
-        open_input=open_input, pictures=pictures, report=tables,
+        open_input=open_input, report=tables,
+        pictures=lambda sums: confusion_pictures(sums["confusion"], found.classes),
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
-        notes=[*found.train.notes, *found.evaluation.notes, *notes],
+        notes=notes,
     )
 
 

@@ -41,8 +41,8 @@ class Workload:
     derived: Callable[[Sums], dict[str, float]] | None = None
     # Evaluated sums -> a table to print, and the same as values for evaluation.json.
     report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
-    # Model, evaluated sums, device -> pictures for TensorBoard by name, each uint8 [3, H, W].
-    pictures: Callable[[nn.Module, Sums, torch.device], dict[str, torch.Tensor]] | None = None
+    # Evaluated sums -> pictures for TensorBoard by name, each uint8 [3, H, W].
+    pictures: Callable[[Sums], dict[str, torch.Tensor]] | None = None
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:

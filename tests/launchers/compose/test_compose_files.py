@@ -268,6 +268,14 @@ def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_witho
 
 
 @engine
+def test_all_nodes_get_the_variables_of_a_file_and_by_default_none_of_this_shells() -> None:
+    for name in ("", "docker/s3.env"):
+        services = config("compose.nodes.yaml", AWS_ACCESS_KEY_ID="mine", ENV_FILE=name)["services"]
+        for node in (services[f"node{number}"] for number in range(8)):
+            assert node["environment"].get("AWS_ACCESS_KEY_ID") == ("mine" if name else None)
+
+
+@engine
 def test_nodes_get_the_secret_as_a_file_and_its_name_alone(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")

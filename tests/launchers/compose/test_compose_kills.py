@@ -92,10 +92,15 @@ def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back
 
 
 def test_two_of_three_nodes_go_on_without_node_0_and_take_it_back(tmp_path: Path) -> None:
-    """The job runs longer than all of it takes, and is stopped then."""
+    """With a secret. The job runs longer than all of it takes, and is stopped then."""
     job = JOB.replace(f"--max-steps {STEPS}", "--epochs 1000")
     script = "--nnodes 2:3 --wait-for-node 1 train/main.py train"
-    with project(tmp_path, ARGS=job, SCRIPT=script, NNODES="3", COMPOSE_PROFILES="3") as made:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    os.chown(secret, 1000, 1000)  # the nodes' user, where root starts them
+    where = {"NNODES": "3", "COMPOSE_PROFILES": "3", "RANKUP_SECRET_FILE": str(secret)}
+    with project(tmp_path, ARGS=job, SCRIPT=script, **where) as made:
         made.add("compose.nodes.yaml")
         made.up()
 

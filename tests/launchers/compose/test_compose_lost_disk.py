@@ -83,9 +83,9 @@ def test_run_in_a_store_comes_to_the_same_weights_and_leaves_its_checkpoint_ther
     tmp_path: Path, image_for_s3: str, store: Door, undisturbed: str
 ) -> None:
     """How such a run goes on elsewhere: tests/places/test_remote.py."""
-    where = {"IMAGE": image_for_s3, "ARGS": f"{JOB} --run-dir s3://{BUCKET}/{tmp_path.name}"}
+    job = f"{JOB} --run-dir s3://{BUCKET}/{tmp_path.name}"
+    where = {"IMAGE": image_for_s3, "ENV_FILE": str(ROOT / "docker" / "s3.env"), "ARGS": job}
     with project(tmp_path, **where, **store.env) as nodes:
-        nodes.add("compose.s3.yaml")
         nodes.up()
         assert nodes.codes() == [0, 0], nodes.logs()
         (result,) = nodes.runs.glob("cache/runs/*/job/result.json")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
-from torch.distributed.run import get_args_parser
 
 from rankup import cli
-from rankup.env.node_env import read_node_env
+from rankup.env.node_env import Limits, read_node_env
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
@@ -20,23 +19,23 @@ from train.run import CHOICES
 
 Object = dict[str, Any]
 CODE = ("own", "script", "")  # which exclude each other
-KINDS = ("pytorchjob", "job", "jobset", "pytorchjob+elastic")
+KINDS = ("pytorchjob", "job", "jobset")
+ELASTIC = (*KINDS, *(f"{kind}+elastic" for kind in KINDS))
 
 
 def mixes(kind: str) -> list[str]:
-    codes = [code for code in CODE if code != "script" or "elastic" not in kind]
-    chosen = product([kind], *(("", name) for name in ("gpu", "fsdp", "kueue", "secret")), codes)
+    chosen = product([kind], *(("", name) for name in ("gpu", "fsdp", "kueue+secret")), CODE)
     return ["+".join(filter(None, each)) for each in chosen]
 
 
 def test_k8s_every_component_is_in_a_mix() -> None:
     there = {path.name for path in (K8S / "components").iterdir() if path.is_dir()} - {"begin"}
-    assert there == {name for kind in KINDS for mix in mixes(kind) for name in mix.split("+")[1:]}
+    assert there == {name for kind in ELASTIC for mix in mixes(kind) for name in mix.split("+")[1:]}
     assert set(re.findall(r"# - components/(\S+) # EDIT", (K8S / "kustomization.yaml").read_text())) == there
 
 
 def test_k8s_nothing_added_is_the_plain_file() -> None:
-    for kind in KINDS[:3]:
+    for kind in KINDS:
         plain, mixed = ({each["kind"]: each for each in rendered(what)} for what in (f"{kind}.yaml", kind))
         assert plain == mixed
 
@@ -48,27 +47,26 @@ def config_of(words: list[str]) -> Config:
 
 
 def check_command(pods: list[Object], what: str) -> None:
-    """Each pod runs a command that `launch` or torchrun and the program understand, as the right one of all nodes."""
+    """Each pod runs a command that `launch` and the program understand, as the right one of all nodes."""
     nproc = 2 if "gpu" in what else 1
     for rank, pod in enumerate(pods):
         words, values = command_line(pod), environment(pod)
-        if "torchrun" in words:
-            at = words.index("train.main")
-            get_args_parser().parse_args(words[words.index("torchrun") + 1 : at + 1])
-            least, most = (int(count) for count in values["PET_NNODES"].split(":"))
-            for count in range(least, most + 1):
-                check_world_size(config_of(words[at + 1 :]), count * nproc)
-            continue
         assert words[:3] == ["python", "train/main.py", "launch"]
         given = cli.parser().parse_args(words[3:])
-        node = read_node_env(values, nproc=given.nproc)
-        assert (node.node_rank, node.num_nodes, node.nproc, given.join_timeout_s) == (rank, len(pods), nproc, 900)
+        least, most = given.nnodes or (len(pods), len(pods))
+        assert (least, most) == ((2, 4) if "elastic" in what else (2, 2))
+        node = read_node_env(
+            values, nproc=given.nproc, nnodes=given.nnodes and most, limits=given.nnodes and Limits(least, most)
+        )
+        assert (node.node_rank, node.num_nodes, node.nproc, given.join_timeout_s) == (rank, most, nproc, 900)
+        assert node.master_addr.startswith(pods[0]["name"])
         if "script" in what:
             assert (given.script, given.name, given.work_dir) == ("/own/train.py", "rankup", "runs/work")
         else:
             assert (given.script, given.arguments[0]) == ("train/main.py", "train")
             config = config_of(given.arguments)
-            check_world_size(config, node.world_size)
+            for count in range(least, most + 1):
+                check_world_size(config, count * nproc)
             assert (config.device, config.parallel) == (
                 "cuda" if "gpu" in what else Config().device, "fsdp" if "fsdp" in what else Config().parallel
             )
@@ -141,14 +139,14 @@ def test_k8s_plain_files_give_pods_that_run(what: str) -> None:
     check(rendered(what), what)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ELASTIC)
 def test_k8s_components_combine_in_any_mix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for what in mixes(kind):
         check(rendered(what), what)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pytorchjob", "pytorchjob+elastic", "job+elastic", "jobset"])
 def test_k8s_name_image_and_namespace_stand_in_one_place(kind: str) -> None:
     """Two jobs side by side share no name, and none of them reaches the other."""
     edits = [("app.kubernetes.io/instance: rankup", "app.kubernetes.io/instance: my-job"),

@@ -9,14 +9,13 @@ import yaml
 from rankup import errors
 from rankup.doctor.report import CODES
 from tests.rigs.kube import K8S, TRAINING, one, rendered
-from tests.rigs.kubeflow import OWNERS, Object, command_line, pods_of, verdict
+from tests.rigs.kubeflow import OWNERS, Object, verdict
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
 VERDICTS = {code for code in CODES.values() if code > 10}  # of --preflight, in place of a rank's code
 COLUMNS = {
     "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
-    "elastic": "pytorchjob+elastic",
 }
 WORDS = {"done": "done", "fails": "the job fails", "new": "new pod, not counted", "counted": "new pod, counted"}
 
@@ -45,9 +44,8 @@ def test_k8s_readme_tells_the_end_of_every_exit_code() -> None:
 @pytest.mark.parametrize("name", COLUMNS)
 def test_k8s_manifests_decide_as_their_table_of_exit_codes_says(name: str) -> None:
     job = owner(COLUMNS[name])
-    words = WORDS | ({"counted": "its container again, counted"} if name == "elastic" else {})
     for code in sorted(OURS | {KILLED}):
-        assert table()[name, code] == words[verdict(job, code)], code
+        assert table()[name, code] == WORDS[verdict(job, code)], code
 
 
 @pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml", "trainjob.yaml"])
@@ -58,19 +56,23 @@ def test_k8s_pod_that_is_preempted_costs_nothing_and_a_mistake_stays_one(what: s
         assert verdict(job, code, disrupted=True) == final.get(code, "new")
 
 
-def test_k8s_every_pytorchjob_but_the_elastic_one_decides_as_the_base() -> None:
-    base = owner("pytorchjob")
-    for what in TRAINING:
-        job = owner(what)
-        if job["kind"] == "PyTorchJob" and "elastic" not in what:
-            assert [verdict(job, code) for code in OURS] == [verdict(base, code) for code in OURS]
+@pytest.mark.parametrize("kind", ["pytorchjob", "job", "jobset"])
+def test_k8s_elastic_job_decides_as_another_and_is_done_once_one_pod_is(kind: str) -> None:
+    plain, elastic = owner(kind), owner(f"{kind}+elastic")
+    assert [verdict(elastic, code) for code in OURS] == [verdict(plain, code) for code in OURS]
+    if kind == "pytorchjob":
+        assert (list(elastic["spec"]["pytorchReplicaSpecs"]), elastic["spec"]["elasticPolicy"]) == (["Worker"], {})
+    else:
+        job = spec_of_job(f"{kind}+elastic")
+        assert job["completions"] == job["parallelism"] == 3  # a cluster takes other numbers only where both are equal
+        assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
 
 
 def spec_of_job(what: str) -> Object:
     """The spec of the Job that a file is about, whatever it is wrapped in."""
-    if what == "job.yaml":
+    if what in ("job.yaml", "job+elastic"):
         return one(what, "Job")["spec"]  # type: ignore[no-any-return]
-    outer = one(what, "JobSet")["spec"] if what == "jobset.yaml" else \
+    outer = one(what, "JobSet")["spec"] if what.startswith("jobset") else \
         one(what, "TrainingRuntime")["spec"]["template"]["spec"]
     return outer["replicatedJobs"][0]["template"]["spec"]  # type: ignore[no-any-return]
 
@@ -97,10 +99,7 @@ def test_k8s_pytorchjob_decides_by_exit_codes_that_reach_the_operator() -> None:
         for document in rendered(what):
             if document["kind"] == "PyTorchJob":
                 policies = {each["restartPolicy"] for each in document["spec"]["pytorchReplicaSpecs"].values()}
-                # torchrun turns every code into 1, which ExitCode never retries
-                by_torchrun = any("torchrun" in command_line(pod) for pod in pods_of([document]))
-                assert policies == ({"OnFailure"} if by_torchrun else {"ExitCode"})
-                assert "backoffLimit" in document["spec"]["runPolicy"] or not by_torchrun
+                assert policies == {"ExitCode"}
 
 
 def test_k8s_preflight_that_says_no_ends_the_job_everywhere() -> None:

@@ -55,50 +55,35 @@ def print_to_stderr(line: str) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, waiting: Callable[[float], None] = lambda waited_s: None) -> Iterator[bool]:
-    """Wait for the lock on the file at `path`, and hold it for the block. The kernel takes it back when its owner dies.
+def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[bool]:
+    """Hold a lock file beside `path`. The kernel takes it back when its owner dies.
 
-    `waiting` is called now and then, and may raise. Where there are no locks, several processes may do the same, so
-    that what the block makes has to appear whole or not at all; False is given then. Raises OSError.
+    Where there are no locks, several processes may do the same, so that what the block makes has to appear whole or not
+    at all; False is given then. A block that raises NotFetched leaves the reason there: the processes that waited raise
+    it too, instead of trying the same in vain one after the other. Raises OSError, and UserError if another process
+    takes much longer than `timeout_s`.
     """
     from filelock import FileLock, Timeout  # here: for what downloads nothing
 
-    lock, began_s, held, wait_s = FileLock(path), time.monotonic(), False, 0.0
+    lock, failed = FileLock(path.with_name(f".{path.name}.lock")), path.with_name(f".{path.name}.failed")
+    began_s, wait_s, held = time.time(), 0.0, False
     try:
         while not held:
             try:
                 lock.acquire(timeout=wait_s)
                 held = True
             except Timeout:
-                waiting(time.monotonic() - began_s)
-                wait_s = REPORT_EVERY_S
+                wait_s, waited_s = REPORT_EVERY_S, time.time() - began_s
+                if waited_s > timeout_s + GRACE_S:
+                    raise UserError(
+                        f"{path.parent}: another process has not finished downloading {title} after {waited_s:.0f} s. "
+                        f"Is it alive? (download_timeout_s is {timeout_s:g})"
+                    ) from None
+                say(f"waiting for another process to download {title} ({waited_s:.0f} s of at most {timeout_s:g} s)")
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
                 break
-        yield held
-    finally:
-        lock.release()
-
-
-@contextmanager
-def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[bool]:
-    """`locked` for a download, which holds a lock file of its own beside `path`.
-
-    A block that raises NotFetched leaves the reason there: the processes that waited raise it too, instead of trying
-    the same in vain one after the other. Raises UserError if another process takes much longer than `timeout_s`.
-    """
-
-    def waiting(waited_s: float) -> None:
-        if waited_s > timeout_s + GRACE_S:
-            raise UserError(
-                f"{path.parent}: another process has not finished downloading {title} after {waited_s:.0f} s. "
-                f"Is it alive? (download_timeout_s is {timeout_s:g})"
-            )
-        say(f"waiting for another process to download {title} ({waited_s:.0f} s of at most {timeout_s:g} s)")
-
-    began_s, failed = time.time(), path.with_name(f".{path.name}.failed")
-    with locked(path.with_name(f".{path.name}.lock"), waiting=waiting) as held:
         if failed.exists():
             if failed.stat().st_mtime > began_s:
                 raise NotFetched(failed.read_text(errors="replace"))
@@ -108,6 +93,8 @@ def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iter
         except NotFetched as error:
             failed.write_text(str(error))
             raise
+    finally:
+        lock.release()
 
 
 def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:

@@ -9,11 +9,9 @@ import hashlib
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,13 @@ from rankup.urls import is_url
 from ...config import Config
 from ...config.schema import flag
 from ..file_samples import FileSamples
-from .cache import writable_cache
-from .fetch import NotFetched, Say, download_lock, print_to_stderr
+from .fetch import NotFetched, Say, print_to_stderr
 from .imagefolder import MEAN, STD
-from .texts import Texts, TextSet, keep_good, labelled_texts
+from .texts import Texts, checked, labelled_texts
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  # eval_split -> usual names of splits
-LABELS = ("label", "labels")
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
 
 
@@ -43,28 +39,27 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     Raises UserError without `datasets`; naming split, column and row, for what is not there and for rows
     without a label.
     """
-    halves = open_rows(config, _is_image, what="images", say=say)
-    found = [_file_set(rows, halves[0].classes, config) for rows in halves]
-    return found[0], found[1]
+    train, test = open_rows(config, _is_image, what="images", say=say)
+    return _file_set(train, train.classes, config), _file_set(test, train.classes, config)
 
 
 def load_texts(config: Config) -> Texts:
     """The texts of the splits that the settings name. The classes are those that the column of labels
     declares, else its values, sorted.
 
-    Raises UserError without `datasets`; naming split and column, for what is not there, and for more rows
-    without a text or a label than `max_bad_lines` allows.
+    Raises UserError without `datasets`; naming split, column and row, for what is not there and for rows without a text
+    or a label.
     """
-    halves = open_rows(config, _is_text, what="texts", usual="text", say=print_to_stderr)
-    classes = halves[0].classes
+    train, test = open_rows(config, _is_text, what="texts", usual="text", say=print_to_stderr)
 
-    def read(rows: Rows) -> tuple[TextSet, list[str]]:
-        pairs = zip(rows.column(rows.input).to_pylist(), rows.labels, strict=True)
-        cells = (((text or "").strip(), (label or "").strip()) for text, label in pairs)
-        found = ((number, label, text, "") for number, (text, label) in enumerate(cells, rows.start))
-        return keep_good(found, Path(config.dataset) / rows.split, classes, config.max_bad_lines, unit="row")
+    def read(rows: Rows) -> list[tuple[str, str]]:
+        cells = zip(rows.labels, rows.column(rows.input).to_pylist(), strict=True)
+        found = ((number, (label or "").strip(), (text or "").strip(), "")
+                 for number, (label, text) in enumerate(cells, rows.start))
+        return checked(found, Path(config.dataset) / rows.split, train.classes, unit="row")
 
-    return labelled_texts(read(halves[0]), read(halves[1]), classes, _title(config), config)
+    paths = Path(config.dataset) / train.split, Path(config.dataset) / test.split
+    return labelled_texts(read(train), read(test), paths, train.classes, _title(config), config)
 
 
 def _title(config: Config) -> str:
@@ -82,14 +77,16 @@ def _line(error: BaseException) -> str:
 def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
     """Split -> `datasets.Dataset`, from the place that `config.dataset` names behind hf:.
 
-    Nothing is downloaded unless hf_download is set, and then once per node. Raises UserError without the package
-    `datasets`, UserError for what is neither a folder nor cached, or can't be read, NotFetched if the hub refuses.
+    Nothing is downloaded unless hf_download is set. Raises UserError without the package `datasets`, UserError for what
+    is neither a folder nor cached, or can't be read, NotFetched if the hub refuses.
     """
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
             f"dataset must be another than {config.dataset} without the package datasets, which is not installed: "
             "pip install 'rankup[hf]', in a checkout pip install -e '.[hf]'"
         )
+    # It would report to the hub what is used here. Read when the packages are imported
+    os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     import datasets
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
@@ -98,7 +95,7 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
     if folder.is_dir():
         where = str(folder.absolute())
         try:
-            with _offline():
+            with _quiet(offline=True):
                 saved = any((folder / file).is_file() for file in SAVED)
                 found = datasets.load_from_disk(where) if saved else datasets.load_dataset(where, config.hf_config)
         except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room
@@ -109,68 +106,34 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
         problem = "which is a file" if folder.exists() else "which is not there"
         got = "an address" if is_url(name) else f"{config.dataset}, {problem}"  # an address may have a password in it
         raise UserError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
-    cached = _cached(name, config)
-    if cached is None and config.hf_download:
-        title, lock = f"{name} from the Hugging Face hub", writable_cache() / f"hf-{name.replace('/', '--')}"
-        with download_lock(lock, title, timeout_s=config.download_timeout_s, say=say):
-            if (cached := _cached(name, config)) is None:
-                say(f"downloading {title} (once, at most {config.download_timeout_s:g} s)")
-                _download(name, title, config)
-                cached = _cached(name, config)
-    if cached is None:
-        asked = f" with configuration {config.hf_config}" if config.hf_config else ""
+    try:  # of several processes one downloads: `datasets` locks its cache
+        with _quiet(offline=not config.hf_download):
+            named: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
+        return named
+    except Exception as error:  # of many types
+        if config.hf_download:
+            raise NotFetched(f"{name} from the Hugging Face hub cannot be downloaded ({_line(error)}).") from error
+        if isinstance(error, ValueError):
+            raise UserError(f"{config.dataset}: what is cached can't be used ({_line(error)}).") from error
         raise UserError(
             f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and not "
-            f"cached here{asked}. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set "
+            "cached here. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set "
             "--hf-download."
-        )
-    return cached
-
-
-def _cached(name: str, config: Config) -> Mapping[str, Any] | None:
-    """What `load_dataset` has kept of a name, None if nothing. Raises UserError for several configurations, unnamed.
-
-    Not the files that the hub's own cache may have: nothing says whether they are all, or those before a broken end.
-    """
-    import datasets
-
-    try:
-        with _offline():
-            found: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
-        return found
-    except ValueError as error:
-        if config.hf_download:
-            return None
-        raise UserError(f"{config.dataset}: what is cached can't be used ({_line(error)}).") from error
-    except Exception:  # of many types: to `datasets` it is the hub that can't be reached
-        return None
-
-
-def _download(name: str, title: str, config: Config) -> None:
-    """Let `datasets` put a data set into its cache, in a process of its own, which can be ended. Raises NotFetched."""
-    # It would report to the hub what is used here. Read when the packages are imported
-    env = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
-    code = "import sys, datasets; datasets.load_dataset(sys.argv[1], sys.argv[2] or None)"
-    try:
-        subprocess.run(
-            [sys.executable, "-P", "-c", code, name, config.hf_config or ""], env=env, check=True, text=True,
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=config.download_timeout_s,
-        )
-    except subprocess.SubprocessError as error:
-        lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
-        raise NotFetched(f"{title} cannot be downloaded ({lines[-1].strip()}).") from error
+        ) from error
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
-    """Keep `datasets` from the network, as HF_HUB_OFFLINE=1 would; its bars and warnings stay off the terminal."""
+def _quiet(*, offline: bool) -> Iterator[None]:
+    """Keep the bars and warnings of `datasets` off the terminal, and itself from the network as HF_HUB_OFFLINE=1
+    would."""
     import datasets
     from huggingface_hub import constants
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    if offline:
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
@@ -182,7 +145,7 @@ def _offline() -> Iterator[None]:
 
 @dataclass
 class Rows:
-    """The rows start..stop of one split: `table` is the whole split, a `datasets.Dataset`.
+    """Rows of one split, from number `start` on, as `table`, a `datasets.Dataset`.
 
     input, label: their columns; labels: the label of each row as a text, None where there is none; classes: those that
     the column declares, else the values that occur, sorted.
@@ -191,39 +154,28 @@ class Rows:
     table: Any
     split: str
     start: int
-    stop: int
     where: str  # the data set and the split, for messages
     input: str = ""
     label: str = ""
     labels: Sequence[str | None] = ()
     classes: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        return self.stop - self.start
-
     def column(self, name: str) -> Any:
-        """The values of a column, a pyarrow.ChunkedArray. Raises UserError if they are damaged."""
-        import pyarrow
+        """The values of a column, a pyarrow.ChunkedArray."""
+        return self.table.data.column(name)
 
-        found = self.table.data.column(name).slice(self.start, len(self))
-        try:
-            found.validate(full=True)  # pyarrow would follow a damaged offset out of the file, and crash
-        except pyarrow.ArrowInvalid as error:
-            raise UserError(f"{self.where}: column {name} is damaged ({_line(error)}).") from None
-        return found
-
-    def chosen(self, setting: str, wanted: str | None, candidates: Sequence[str], *, what: str) -> str:
-        """The column that the setting names, or the only one of `candidates`. Raises UserError, naming those there
-        are."""
-        names = ", ".join(self.table.features)
-        if wanted is None:
-            if len(candidates) != 1:
-                got = f"several, {', '.join(candidates)}" if candidates else f"the columns {names}"
-                raise UserError(f"{self.where}: must have one column of {what}, got {got}. Name it by {flag(setting)}.")
-            return candidates[0]
-        if wanted not in self.table.features:
-            raise UserError(f"{self.where}: {flag(setting)} must be one of its columns, {names}, got {wanted}.")
-        return wanted
+    def chosen(self, setting: str, wanted: str | None, fitting: Sequence[str], usual: Sequence[str], what: str) -> str:
+        """The column that the setting names, else the only one of `usual`. `fitting`: those that hold `what`. Raises
+        UserError, naming those there are."""
+        if wanted is None and len(usual) == 1:
+            return usual[0]
+        if wanted in fitting:
+            return str(wanted)
+        got = wanted or (f"several, {', '.join(usual)}" if usual else "none")
+        raise UserError(
+            f"{self.where}: {flag(setting)} must name a column of {what} among {', '.join(self.table.features)}, got "
+            f"{got}."
+        )
 
 
 def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say) -> tuple[Rows, Rows]:
@@ -246,24 +198,25 @@ def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say
     train = _part(splits, config.hf_train_split, config.dataset, "hf_train_split")
     test = _part(splits, evaluated, config.dataset, "hf_eval_split")
     features = train.table.features
-    declared = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-    usual_labels = [name for name in features if name in LABELS] or declared
-    labels = declared if len(declared) == 1 else usual_labels
-    train.label = train.chosen("label_column", config.label_column, labels, what="labels")
-    fitting = [name for name, feature in features.items() if fits(feature)]
+    declared = [name for name in features if type(features[name]).__name__ == "ClassLabel"]
+    labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")] or declared
+    discrete = [name for name in features if name in declared or _is_discrete(features[name])]
+    train.label = train.chosen("label_column", config.label_column, discrete, labels, "labels")
+    fitting = [name for name in features if fits(features[name])]
     others = [name for name in fitting if name != train.label] or fitting
-    train.input = train.chosen("input_column", config.input_column, [usual] if usual in others else others, what=what)
-    if train.input not in fitting:
-        got = f"{train.input}, of {features[train.input]}"
-        raise UserError(f"{train.where}: --input-column must be a column of {what}, got {got}.")
-    test.input = test.chosen("input_column", train.input, (), what=what)
-    test.label = test.chosen("label_column", train.label, (), what="labels")
-    _read_labels(train)
+    train.input = train.chosen(
+        "input_column", config.input_column, fitting, [usual] if usual in others else others, what
+    )
+    for name in (train.input, train.label):
+        if name not in test.table.features:
+            raise UserError(f"{test.where}: must have the columns of {train.where}, got no {name}.")
+    test.input, test.label = train.input, train.label
+    for rows in (train, test):
+        _read_labels(rows)
     if len(train.classes) < 2:
         raise UserError(
             f"{train.where}: must have at least two labels to tell apart, got only {(*train.classes, 'none')[0]}."
         )
-    _read_labels(test)
     return train, test
 
 
@@ -272,41 +225,34 @@ def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Ro
     from datasets import ReadInstruction
 
     sizes = {split: len(table) for split, table in splits.items()}
-    split = wanted.partition("[")[0]
-    if split not in splits:
-        raise UserError(f"{name}: {flag(setting)} must be one of its splits, {', '.join(splits)}, got {wanted}.")
-    try:
+    split, parts = wanted.partition("[")[0], list[range]()
+    with suppress(ValueError, AssertionError, LookupError):
         found = ReadInstruction.from_spec(wanted).to_absolute(sizes)
-    except (ValueError, AssertionError) as error:
+        parts = [range(sizes[split])[part.from_ : part.to] for part in found]
+    if len(parts) != 1 or not parts[0]:
         raise UserError(
-            f"{name}: {flag(setting)} must be a split or a part of one, such as {split}[:90%], got {wanted} "
-            f"({_line(error)})."
-        ) from None
-    start, stop = found[0].from_ or 0, sizes[split] if found[0].to is None else found[0].to
-    if len(found) > 1 or not start < stop:
-        problem = "which is several" if len(found) > 1 else f"without rows ({split} has {sizes[split]})"
-        raise UserError(f"{name}: {flag(setting)} must be one part with rows, got {wanted}, {problem}.")
-    return Rows(splits[split], split, start, stop, f"{name}, split {split}")
+            f"{name}: {flag(setting)} must be one of its splits ({', '.join(splits)}) or a part of one with rows, such "
+            f"as {next(iter(splits))}[:90%], got {wanted}."
+        )
+    return Rows(splits[split].select(parts[0]), split, parts[0].start, f"{name}, split {split}")
 
 
 def _read_labels(rows: Rows) -> None:
-    """Raises UserError for a column of anything but texts, integers and class labels."""
-    from datasets import ClassLabel, Value
+    """Raises UserError for a label that its column does not declare."""
+    values, feature = rows.column(rows.label).to_pylist(), rows.table.features[rows.label]
+    if hasattr(feature, "int2str"):
+        try:  # -1 stands for a label that was not published
+            rows.labels = [None if value in (None, -1) else feature.int2str(value) for value in values]
+        except ValueError as error:
+            raise UserError(f"{rows.where}: {rows.label} must hold class labels, got: {_line(error)}.") from None
+        rows.classes = tuple(feature.names)
+    else:
+        rows.labels = [None if value is None else str(value) for value in values]
+        rows.classes = tuple(map(str, sorted({value for value in values if value is not None})))
 
-    name, feature = rows.label, rows.table.features[rows.label]
-    values = rows.column(name).to_pylist()
-    if isinstance(feature, ClassLabel):
-        names = tuple(feature.names)
-        for row, value in enumerate(values, rows.start):
-            if value is not None and not -1 <= value < len(names):
-                raise UserError(f"{rows.where}: {name} must be 0..{len(names) - 1}, got {value} in row {row}.")
-        # -1 stands for a label that was not published
-        rows.labels, rows.classes = [None if value in (None, -1) else names[value] for value in values], names
-        return
-    if not isinstance(feature, Value) or feature.dtype.startswith(("float", "double", "binary", "date", "time")):
-        raise UserError(f"{rows.where}: {name} must be a column of texts, integers or class labels, got {feature}.")
-    rows.labels = [None if value is None else str(value) for value in values]
-    rows.classes = tuple(map(str, sorted({value for value in values if value is not None})))
+
+def _is_discrete(feature: Any) -> bool:
+    return getattr(feature, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool"))
 
 
 def _is_text(feature: Any) -> bool:
@@ -326,11 +272,12 @@ def _is_image(feature: Any) -> bool:
 class ImageColumn:
     """The encoded images of some rows. Picklable: workers that are not forked map the rows anew."""
 
-    rows: Rows
+    table: Any
+    name: str
 
     def read(self, number: int) -> bytearray:
         """The bytes of one. Raises UserError for an image that is a file of its own and can't be read."""
-        cell = self.rows.table.data.column(self.rows.input)[self.rows.start + number].as_py()
+        cell = self.table.data.column(self.name)[number].as_py()
         found = cell["bytes"] if isinstance(cell, dict) else cell
         if found is not None:
             return bytearray(found)
@@ -351,8 +298,8 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
             got = "none" if label is None else f"{label}, which the training rows lack,"
             raise UserError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
     labels = torch.tensor([place[label] for label in rows.labels if label is not None], dtype=torch.int64)
-    encoded, images = rows.column(rows.input), ImageColumn(replace(rows, labels=()))
-    files: list[str | None] = [None] * len(rows)
+    encoded, images = rows.column(rows.input), ImageColumn(rows.table, rows.input)
+    files: list[str | None] = [None] * len(labels)
     if pyarrow.types.is_struct(encoded.type):
         files = pyarrow.compute.struct_field(encoded, "path").to_pylist()
         encoded = pyarrow.compute.struct_field(encoded, "bytes")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +18,16 @@ LAYOUT = (
 )
 NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
 NAMED = 5  # bad lines that a message names; the others are only counted
+Pair = tuple[str, str]  # a label and its text
 
 
 @dataclass(frozen=True, slots=True)
 class TextSet:
-    """Texts with their labels; `notes` say what was left out."""
+    """Texts with their labels."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
     path: Path
-    notes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -50,7 +50,7 @@ def load_texts(config: Config) -> Texts:
 
     Both are cut, to limit_train and limit_eval. If there is no such part to evaluate on, the other of dev and test is
     taken. The classes are those of the training part, sorted. Raises UserError, naming file and lines, for missing or
-    empty files and for more bad lines than `max_bad_lines` allows.
+    empty files and for bad lines.
     """
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
@@ -61,25 +61,31 @@ def load_texts(config: Config) -> Texts:
     if evaluation_path is None:
         problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
         raise UserError(f"{folder}: {problem}. {LAYOUT}")
-    train, found = keep_good(_rows(train_path), train_path, (), config.max_bad_lines)
-    classes = tuple(sorted(set(found)))
+    train = checked(_rows(train_path), train_path)
+    classes = tuple(sorted({label for label, _ in train}))
     if len(classes) < 2:
         raise UserError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
-    evaluation, labels = keep_good(_rows(evaluation_path), evaluation_path, classes, config.max_bad_lines)
+    evaluation = checked(_rows(evaluation_path), evaluation_path, classes)
     name = "texts" if config.data_dir is None else folder.resolve().name
-    return labelled_texts((train, found), (evaluation, labels), classes, name, config)
+    return labelled_texts(train, evaluation, (train_path, evaluation_path), classes, name, config)
 
 
 def labelled_texts(
-    train: tuple[TextSet, list[str]], evaluation: tuple[TextSet, list[str]], classes: tuple[str, ...], name: str,
+    train: Sequence[Pair], evaluation: Sequence[Pair], paths: tuple[Path, Path], classes: tuple[str, ...], name: str,
     config: Config,
 ) -> Texts:
-    """Both parts, each given with the label of every text, cut to limit_train and limit_eval."""
-    counts = Counter(character for text in train[0].texts for character in text)
-    content = repr((train[0].texts, train[1], classes)).encode("utf-8", "surrogatepass")
+    """Both parts, given as labels and texts, cut to limit_train and limit_eval. `paths`: where they were."""
+    number = {name: index for index, name in enumerate(classes)}
+    labels, texts = zip(*train, strict=True)
+    counts = Counter(character for text in texts for character in text)
+    content = repr((texts, [*labels], classes)).encode("utf-8", "surrogatepass")
+    halves = [
+        TextSet(tuple(text for _, text in pairs[:limit]), tuple(number[label] for label, _ in pairs[:limit]), path)
+        for pairs, limit, path in ((train, config.limit_train or None, paths[0]),
+                                   (evaluation, config.limit_eval or None, paths[1]))
+    ]
     return Texts(
-        _labelled(*train, classes, config.limit_train), _labelled(*evaluation, classes, config.limit_eval),
-        classes, name, hashlib.sha256(content).hexdigest()[:8],
+        halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8],
         tuple(sorted(counts, key=lambda character: (-counts[character], character))),
     )
 
@@ -96,12 +102,6 @@ def read_lines(path: str) -> tuple[str, ...]:
             f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
         )
     return tuple(line for line in lines if line)
-
-
-def _labelled(found: TextSet, labels: list[str], classes: tuple[str, ...], limit: int) -> TextSet:
-    number = {name: index for index, name in enumerate(classes)}
-    stop = limit or len(labels)
-    return TextSet(found.texts[:stop], tuple(number[label] for label in labels[:stop]), found.path, found.notes)
 
 
 def _file(folder: Path, part: str) -> Path | None:
@@ -130,38 +130,31 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-Row = tuple[int, str, str, str]  # number of the line, label, text, what is wrong with it or ""
+def checked(
+    rows: Iterable[tuple[int, str, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
+) -> list[Pair]:
+    """The label and the text of each row of `path`, which are given with its number and what is wrong with it, or "".
 
-
-def keep_good(
-    rows: Iterable[Row], path: Path, classes: tuple[str, ...], max_bad: float, *, unit: str = "line"
-) -> tuple[TextSet, list[str]]:
-    """The good rows of `path`, and their labels. Raises UserError where the share of bad ones is above `max_bad`."""
-    good: list[tuple[str, str]] = []
+    `classes`: the labels that there may be; empty for any. Raises UserError for bad rows, and for none.
+    """
+    pairs: list[Pair] = []
     bad: list[str] = []
     known = frozenset(classes)
     for number, label, text, problem in rows:
         problem = problem or ("" if label else "no label") or ("" if text else "no text")
         if not problem and known and label not in known:
             problem = f"unknown label {label[:20]}"
-        if problem:
-            bad.append(f"{unit} {number}: {problem}")
-        else:
-            good.append((label, text))
-    listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
-    total = len(good) + len(bad)
-    if total == 0:
+        pairs.append((label, text))
+        bad += [f"{unit} {number}: {problem}"] if problem else []
+    if not pairs:
         raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
-    if len(bad) > max_bad * total:
-        raise UserError(
-            f"{path}: {len(bad)} of {total} {unit}s are bad ({listed}), more than max_bad_lines={max_bad:g} allows. "
-            "Correct them, or set --max-bad-lines."
-        )
-    notes = (f"{path}: left out {len(bad)} bad of {total} {unit}s ({listed})",) if bad else ()
-    return TextSet(tuple(text for _, text in good), (), path, notes), [label for label, _ in good]
+    if bad:
+        listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
+        raise UserError(f"{path}: {len(bad)} of {len(pairs)} {unit}s are bad ({listed}). Correct or remove them.")
+    return pairs
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[tuple[int, str, str, str]]:
     content = _bytes(path).decode("utf-8-sig", errors="surrogateescape")
     # Split at newlines alone: an article may hold the other characters at which splitlines() splits
     for number, line in enumerate(content.split("\n"), 1):
