@@ -107,11 +107,13 @@ def nodes(text: str) -> tuple[int, int]:
 
 def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
-    from rankup.agent.agent import Options
+    from rankup.agent.agent import Agent
     from rankup.agent.logs import guard, setup_logging
+    from rankup.agent.ranks import Options
     from rankup.agent.script import Script
     from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
+    from rankup.observe.stacks import where
 
     guard("stdout", "stderr")
     if given.replay:
@@ -122,6 +124,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
     elif given.spares:
         raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
+    if given.max_failures_per_node is not None and (limits is None or given.max_failures_per_node < 1):
+        raise UserError("--max-failures-per-node must be 1 or more, with --nnodes 2:4 or --spares. Give these too.")
     node = read_node_env(
         os.environ, nnodes=most + given.spares if most else None, nproc=given.nproc, node_rank=given.node_rank,
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
@@ -131,14 +135,16 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     if stop_after is not None and not script.imports_rankup():
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
     _make_folder(given.work_dir)
+    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     options = Options(
+        node=node, script=script, run_dir=run_dir, advice=advice, where=where,
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
-        restart_on=given.restart_on, restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s,
-        work_dir=given.work_dir, start=given.start, stop_after=stop_after,
+        shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
+        restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s, work_dir=given.work_dir,
+        start=given.start, stop_after=stop_after,
     )
     for warning in node.warnings:
         log.warning("%s", warning)
-    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     if given.preflight:
         from rankup.doctor.machine import preflight
 
@@ -146,11 +152,11 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         if code:
             log.error("%s (exit code %d)", why, code)
             return code
-    verdict, knows_us = asyncio.run(_be_agent(node, script, options, run_dir=run_dir))
+    verdict = asyncio.run(Agent(options).run())
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
+    if not options.knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
         log.info("%s", what_next(run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 
@@ -181,14 +187,6 @@ def _make_folder(work_dir: str) -> None:
         Path(work_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
-
-
-async def _be_agent(*parts: Any, run_dir: Path) -> tuple[Any, bool]:
-    from rankup.agent.agent import Agent, Helpers
-    from rankup.observe.stacks import where
-
-    agent = Agent(*parts, run_dir=run_dir, helpers=Helpers(advice=advice, where=where))
-    return await agent.run(), agent.knows_us
 
 
 def advice(tail: str) -> str:
@@ -314,6 +312,9 @@ COMMANDS = {
             _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
             _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
             _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a node is lost without a sign of life for"),
+            _option("--shared-dir", default="", metavar="DIR", help="a folder or address where all nodes can write: if "
+                    "two nodes are cut apart, one goes on"),
+            _count("--max-failures-per-node", text="leave out a node on which ranks failed so often (no limit)"),
             _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
             _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
             _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),

@@ -14,6 +14,7 @@ from typing import Any
 from rankup.agent.protocol import KILLED, LEADERS, VERSION, Link, Member, fits, interface_of
 from rankup.agent.record import RecordWriter
 from rankup.agent.secret import greeting, read_secret
+from rankup.agent.votes import NONE, Basis, age
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError
 from rankup.timing import (
@@ -53,7 +54,7 @@ class Attendance:
         this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
         `silent_s`: the leader is lost where it gives no sign of life for so long. `commit`: the form of what it says
         besides as it commits."""
-        self.basis: dict[str, Any] = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}  # see `Leader`
+        self.basis: Basis = NONE
         self._silent_s, self._commit = silent_s, dict(commit or {})
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
@@ -160,7 +161,7 @@ class Attendance:
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
             basis = message.get("basis") or self.basis
-            if (basis["n"], basis["v"]) >= (self.basis["n"], self.basis["v"]):  # else a newer one is proposed already
+            if age(basis) >= age(self.basis):  # else a newer one is proposed already
                 self.basis = basis
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])

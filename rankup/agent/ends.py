@@ -78,10 +78,15 @@ class End:
 
 @dataclass
 class Verdict:
-    """What is decided: another membership where `code` is None, else the job's end with that code. `text` says why."""
+    """What is decided: another membership where `code` is None, else the job's end with that code. `text` says why.
+
+    `cause`: the end that explains another membership. `rank`: whose machine may be at fault, None where nobody knows.
+    """
 
     code: int | None
     text: str = ""
+    cause: End | None = None
+    rank: int | None = None
 
 
 @dataclass
@@ -146,4 +151,7 @@ class Ends:
         self.without_progress += 1
         # Of the attempts since then: the one that reached the newest step is none of them
         vain = self.without_progress - (self.furthest_step > 0)
-        return Verdict(None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)")
+        rank = next((end.rank for end in explaining if end.code == code), cause.suspect)
+        return Verdict(
+            None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause, rank
+        )

@@ -3,29 +3,15 @@
 The kernel closes the connections of a process that ends, so a loss is known at once. A process that is stopped or cut
 off is found by its silence. The messages are in `protocol`, a member's side of them is in `attendance`.
 
-How all ranks stop before the same step: a rank writes the step that it is about to begin, then reads the step before
-which to stop (`RecordWriter.may_begin`); a member writes the latter, then reads the former
-(`RecordWriter.ask_to_stop`). So nobody waits for anybody in a step.
-
-| prepare(n, stop)        | leader  | let your ranks wait before step `stop`, and say how far they are                 |
-| standing(n, stop, step) | member  | the furthest step that a rank of mine has begun, with `stop` before its eyes     |
-| confirm(n, stop)        | leader  | no rank has begun `stop`, and so none will: stop before it                       |
-| late(n)                 | member  | REACH_S later a rank of mine has not come there: it waits for data, or evaluates |
-| leave(n)                | leader  | keep the last finished step, and leave                                           |
-
 With `Limits` the number of nodes may change. A node keeps its seat, and its ranks are numbered at each proposal: the
 leader's first, then those of the last membership in its order, then newcomers; who is beyond `most` is a spare. A
-newcomer that is needed has all ranks stop before one step, and save.
-
-Two halves of a job never both go on: each proposal carries its basis, which the next one depends on. Of its `voters` a
-majority has to be here, of two equal halves the one with the leader; and of those in use, `used`, one, without whose
-ranks no earlier membership can go on. (`ran` were in use in the last membership that was committed.) All voters, spares
-too, know a proposal before it is committed. One never committed counts together with those `before` it, as a part of
-the job may not know of it: each needs its majority.
+newcomer that is needed has all ranks stop before one step, and save. How they stop is in `stop`, which part of a job
+that was cut goes on is in `votes`.
 """
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +19,9 @@ from typing import Any
 
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
+from rankup.agent.stop import StopAgreement
+from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
+from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
 from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges
@@ -52,13 +41,7 @@ from rankup.timing import (
     TICK_S,
 )
 
-MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
-MOST_HOSTS = 8  # that one line names
 ENDED = "its process has ended"
-HINT = (
-    "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
-    "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
-)
 
 
 @dataclass(eq=False)
@@ -79,34 +62,6 @@ class _Seat:
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
 
-class StopAgreement:
-    """`step`: before which to stop, the first one for no other purpose than to hear where all are. `confirmed`: no rank
-    will pass it."""
-
-    def __init__(self, members: Iterable[object]) -> None:
-        self.members = frozenset(members)
-        self._waiting = set(self.members)
-        self.step, self.confirmed = 0, False
-        self._margin, self._furthest = MARGIN, -1
-
-    def hear(self, member: object, *, stop: int, step: int) -> bool:
-        """A member's `standing`. Returns whether all have answered: then there is another step to prepare, or this one
-        to confirm."""
-        if stop != self.step or self.confirmed or member not in self._waiting:
-            return False
-        self._waiting.remove(member)
-        self._furthest = max(self._furthest, step)
-        if self._waiting:
-            return False
-        if self._furthest < self.step:
-            self.confirmed = True
-        else:
-            self.step = self._furthest + self._margin
-            self._margin *= 2
-            self._waiting, self._furthest = set(self.members), -1
-        return True
-
-
 class Leader:
     """Decides who belongs to the job. Everything happens in one event loop, and the cost of a message does not depend
     on the number of members.
@@ -118,6 +73,7 @@ class Leader:
         self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
         hear: Callable[[Member, Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic,
         limits: Limits | None = None, outdone: Callable[[str, int], None] = lambda ip, port: None,
+        claim: Callable[[str, int], Awaitable[bool]] | None = None,
     ) -> None:
         """`me`: the member beside the leader; all are refused where they have not met `me.left_s` after the start, or
         after the last loss. `say`: prints a line. `prepare(n)`: what the commit of a membership says beside its
@@ -129,14 +85,15 @@ class Leader:
         been told.
 
         `limits`: None where the number of nodes is fixed. `outdone(ip, port)`: there is a leader that knows a newer
-        membership.
+        membership. `claim(job, n)`: whether this member owns what follows membership `n`, at the place that it shares.
         """
-        self._limits, self._outdone = limits, outdone
-        self.basis: dict[str, Any] = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
+        self._limits, self._outdone, self._claim = limits, outdone, claim
+        self._beaten_s = -math.inf  # when another part of the job owned what is next
+        self.basis: Basis = NONE
         self.changing = False  # the ranks have been asked to stop, for another membership
         self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
         self._names: dict[str, str] = {}  # for the user, by token
-        self._lost: dict[int, tuple[Member, float, str]] = {}  # by claim: when and why
+        self._lost: dict[int, tuple[_Seat, float, str]] = {}  # by claim: when and why
         self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running = 0, False
         self._formed = 0  # the last membership that was committed
@@ -146,7 +103,6 @@ class Leader:
         self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
         self._seat_of: dict[int, _Seat] = {}  # by rank
-        self._gone: dict[int, tuple[Member, str]] = {}  # by first rank: who left before all were here, and why
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
 
@@ -165,13 +121,12 @@ class Leader:
         if self._limits is None:
             return []
         now, now_s = time.time(), self._clock()
-        rows = {first: {"host": member.host, "state": "lost", "since": now - (now_s - at_s), "why": why, "ranks": ""}
-                for first, (member, at_s, why) in self._lost.items()}
-        for seat in self._seats.values():
-            used = self.running and seat in self._chosen
-            state = "in use" if used else "left out" if seat.unfit else "spare"
+        rows = {}
+        for seat, at_s, why in [*self._lost.values(), *((seat, seat.came_s, "") for seat in self._seats.values())]:
+            used = self.running and seat in self._chosen and not why
+            state = "in use" if used else "left out" if seat.unfit else "lost" if why else "spare"
             rows[seat.claim.start] = {
-                "host": seat.member.host, "state": state, "since": now - (now_s - seat.came_s), "why": seat.unfit,
+                "host": seat.member.host, "state": state, "since": now - (now_s - at_s), "why": seat.unfit or why,
                 "ranks": ranges(set(seat.member.ranks)) if used else "",
             }
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
@@ -239,7 +194,7 @@ class Leader:
             self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
-        if not self.running and _age(hello.get("basis", self.basis)) > _age(self.basis):
+        if not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
             self.basis = dict(hello["basis"])
         settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
         self._settings.setdefault(member.digest, settings)
@@ -304,11 +259,9 @@ class Leader:
         elif kind == "leaving" and self._limits is not None:
             self._let_go(seat)
         elif kind == "has":
-            seat.has = _age(message)
+            seat.has = age(message)
         elif kind == "left" and self._limits is not None:  # it has no say any more, and its ranks have ended for good
-            voters, *before = ([token for token in each if token != seat.member.token] for each in self._electorates)
-            left = self.basis.get("left", False) or seat.member.token in self.basis["used"]
-            self._renew(voters=voters, before=before, left=left)
+            self._renew(**without(self.basis, seat.member.token))
         elif kind == "ask":
             link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
@@ -340,11 +293,10 @@ class Leader:
             del self._seat_of[rank]
         if self._over:
             return
-        self._lost[seat.claim.start] = (seat.member, self._clock(), why)
+        self._lost[seat.claim.start] = (seat, self._clock(), why)
         if self._limits is not None and seat not in self._chosen and not (self._proposed and seat in self._late):
             return  # a spare
         if not self.running:
-            self._gone[seat.member.first_rank] = (seat.member, why)
             self._void()
         elif len(seat.finished) < seat.member.num_ranks:
             more = {"code": KILLED} if why == ENDED else {}
@@ -408,31 +360,20 @@ class Leader:
             return seats if len(self._seat_of) == self.me.world_size else []
         if any(seat.leaves and seat.unfit and seat.member.token == self.me.token for seat in seats):
             return []  # this leader goes, and the next one chooses
+        if self._clock() - self._beaten_s < NOTICE_S:
+            return []
         order = {token: place for place, token in enumerate(self.basis["used"])}
         fit = [seat for seat in seats if not seat.unfit]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
+        # A new node 0 founds no second job: who leads the first one calls it
         wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
         waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
-        return fit[:self._limits.most] if len(fit) >= enough and not self._outvoted() else []
-
-    def _outvoted(self) -> str:
-        """Why those that are here must not go on: the others might do so too. "" where they may."""
-        here = {seat.member.token for seat in self._seats.values()}
-        ended = self.basis.get("left") or any(token in here for token in self.basis["used"])
-        for voters in self._electorates:
-            present = [token for token in voters if token in here]
-            twice = 2 * len(present)
-            majority = twice > len(voters) or (twice == len(voters) and present[:1] == voters[:1])
-            if voters and not (majority and ended):
-                which = f"the {len(voters)} nodes of membership {self.basis['n']}"
-                return f"{len(present)} of {which} are here, no majority"
-        return ""
+        return fit[:self._limits.most] if len(fit) >= enough and not outvoted(self.basis, self._here) else []
 
     @property
-    def _electorates(self) -> list[list[str]]:
-        """The tokens of those whose majority is needed: of each membership that may be the last one."""
-        return [self.basis["voters"], *self.basis.get("before", [])]
+    def _here(self) -> set[str]:
+        return {seat.member.token for seat in self._seats.values()}
 
     def _let_go(self, seat: _Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
@@ -452,23 +393,17 @@ class Leader:
         """Whether there are members that were not asked to leave."""
         return not all(seat.leaves for seat in self._seats.values())
 
-    def _count_spares(self) -> None:
-        """Give a spare that has come a vote, or take that of a lost one: one at a time, once a majority knows of the
-        last change. Then each majority of before has a member in each majority of now, or the leader, which knows."""
-        voters = self.basis["voters"]
-        spares = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.leaves]
-        wanted = [*self.basis["used"], *(seat.member.token for seat in spares)]
-        new = [token for token in wanted if token not in voters][:1]
-        gone = [token for token in voters if token not in wanted][:1] if not new else []
-        knows = sum(seat.has >= _age(self.basis) for seat in self._seats.values() if seat.member.token in voters)
-        if (new or gone) and 2 * knows > len(voters):
-            self._renew(voters=[token for token in [*voters, *new] if token not in gone])
-
     def _renew(self, **more: Any) -> None:
         seats = [*self._chosen, *(seat for seat in self._seats.values() if seat not in self._chosen)]
         known = self._places(seat for seat in seats if not seat.leaves)
-        self.basis = {**self.basis, "v": self.basis["v"] + 1, "known": known, **more}
+        basis = {**self.basis, "v": self.basis["v"] + 1, "known": known, **more}
+        self.basis = {**basis, "tie": self._tie(basis["voters"])}
         self.tell("basis", basis=self.basis)
+
+    def _tie(self, voters: list[str]) -> bool:
+        """Whether these are two nodes that share a place."""
+        places = {seat.member.place for seat in self._seats.values() if seat.member.token in voters}
+        return len(voters) == 2 and len(places) == 1 and "" not in places
 
     def _places(self, seats: Iterable[_Seat]) -> list[list[Any]]:
         """Token, address, port and name of each."""
@@ -483,7 +418,10 @@ class Leader:
         """Have the ranks stop where a newcomer is needed; those that come together are taken together."""
         if not self.running or self.changing or self._over or self._limits is None:
             return
-        self._count_spares()
+        spares = [seat.member.token for seat in self._seats.values() if seat not in self._chosen and not seat.leaves]
+        knowing = {seat.member.token for seat in self._seats.values() if seat.has >= age(self.basis)}
+        if changes := recount(self.basis, spares, knowing):
+            self._renew(**changes)
         new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit]
         room = len(self._chosen) < self._limits.most and new
         if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
@@ -509,10 +447,12 @@ class Leader:
             self._late = {*here}
             known = self._places(here)
             more["basis"] = self._next = {
-                "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "before": self._electorates,
+                "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known,
                 "ran": self.basis.get("ran", self.basis["used"]),
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
+                "before": electorates(self.basis),
             }
+            self._next["tie"] = self._tie(self._next["voters"])
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
         for seat in self._late - {*seats}:
             seat.link.send("propose", n=self._proposed, next=None, ip=seat.member.ip, **more)
@@ -538,6 +478,11 @@ class Leader:
             first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
             self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
             return
+        for number in claims(self.basis, self._here):
+            if self._claim is None or not await self._claim(self.basis["job"], number):
+                self._beaten_s, self._preparing = self._clock(), None
+                self._void()
+                return
         try:
             async with asyncio.timeout(PREPARE_S) as patience:
                 more = dict(await self._prepare(n))
@@ -552,13 +497,16 @@ class Leader:
         self._preparing = None
         self._void()
         self.running, self._formed, self.changing = True, n, False
-        self._gone.clear()
         for seat in self._seats.values():
             seat.finished.clear()
         on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
         if self._limits is not None:
-            change = self._describe_change()
+            why = {seat.member.token: f"is lost: {reason}" for seat, _, reason in self._lost.values()}
+            away = [*self._seats.values(), *(seat for seat, _, _ in self._lost.values())]
+            why |= {seat.member.token: f"is left out: {seat.unfit}" for seat in away if seat.unfit}
+            spares = len(self._seats) - len(self._chosen)
+            change = describe_change(self.basis, self._next, names=self._names, why=why, spares=spares)
             self.basis = {**self._next, "before": [], "ran": self._next["used"], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
@@ -582,23 +530,6 @@ class Leader:
         self._preparing = None
         self._void()
 
-    def _describe_change(self) -> str:
-        """For the log of all nodes."""
-        before, now = set(self._next["ran"]), set(self._next["used"])
-        hosts = {token: name for token, _, _, name in self.basis["known"]} | self._names
-        why = {member.token: reason for member, _, reason in self._lost.values()}
-        if before == now:
-            return ""
-        parts = [
-            f"{hosts.get(token, 'the node that led')} is lost: {why.get(token, 'it is not here')}"
-            for token in sorted(before - now)
-        ]
-        parts += [f"{hosts[token]} joins" for token in sorted(now - before)] if before else []
-        spares = len(self._seats) - len(now)
-        parts += [f"{spares} spare"] if spares else []
-        what = f"membership {self._next['n']}: {len(now)} node{'s' * (len(now) > 1)}"
-        return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"
-
     def stop(self, name: str, **more: Any) -> None:
         """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at. With
         `change` it goes on then, in another membership. Raises ValueError for what is no such signal."""
@@ -608,6 +539,18 @@ class Leader:
         if self.running and self._stop is None:
             self._stop = StopAgreement(seat.link for seat in self._chosen)
             self.tell("prepare", n=self._formed, stop=self._stop.step)
+
+    def leave_out(self, token: str, why: str) -> bool:
+        """Go on without that node, for good; what is proposed is cancelled. Returns False where it is the last one that
+        is needed. It is told, and leaves as one that was asked to."""
+        seat = next((seat for seat in self._seats.values() if seat.member.token == token), None)
+        others = [each for each in self._seats.values() if each is not seat and not each.unfit]
+        if seat is None or self._limits is None or len(others) < self._limits.least:
+            return False
+        seat.unfit, seat.leaves = why, True
+        seat.link.send("left_out", why=why)
+        self._void()
+        return True
 
     def lose(self, member: Member, why: str, *, ranks: Iterable[int] | None = None, **more: Any) -> None:
         """The membership is over, because of these ranks (else all) of a member: every member ends its ranks, and is
@@ -654,92 +597,14 @@ class Leader:
             self._remove(link, ENDED)
 
     def _missing(self) -> str:
+        if self._beaten_s > self._begun_s:
+            return "another part of the job goes on, or --shared-dir does not answer"
         if self._limits is not None and not self._proposed:
             here = sum(not seat.unfit for seat in self._seats.values())
-            lost = "; ".join(f"{member.host}: {why}" for member, _, why in [*self._lost.values()][:4])
-            text = self._outvoted() or f"{here} of at least {self._limits.least} nodes are here"
+            lost = "; ".join(f"{seat.member.host}: {seat.unfit or why}" for seat, _, why in [*self._lost.values()][:4])
+            text = outvoted(self.basis, self._here) or f"{here} of at least {self._limits.least} nodes are here"
             return text + (f" (lost: {lost})" if lost else "")
         late = [seat.member for seat in self._seats.values() if self._proposed and seat in self._late]
-        gone = [self._gone[first] for first in sorted(self._gone)]
+        gone = [(seat.member, why) for _, (seat, _, why) in sorted(self._lost.items())]
         waited_s = round(self._clock() - self._begun_s)
         return describe_missing(self.members, gone, late, of=self.me, waited_s=waited_s)
-
-
-def _age(basis: Mapping[str, Any]) -> tuple[int, int]:
-    """The larger, the newer."""
-    return int(basis["n"]), int(basis["v"])
-
-
-# Words ----------------------------------------------------------------------------------------------------------------
-
-
-def describe_missing(
-    present: list[Member], gone: list[tuple[Member, str]], late: list[Member], *, of: Member, waited_s: float
-) -> str:
-    """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)".
-
-    `gone`: who had joined and left, and why. `late`: those of a complete group that are not ready for it. `of`: a
-    member like the others.
-    """
-    missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
-    if not missing:
-        what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})"
-        if not late:
-            what = f"rank 0's process that imports torch and serves the store is not ready after {waited_s:g} s"
-        return f"all {of.world_size} ranks have joined, but {what}"
-    which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
-    where = ""
-    each = max(of.num_ranks, of.local_world_size)
-    if 1 < each < of.world_size:
-        nodes = sorted({rank // each for rank in missing})[:MOST_HOSTS]
-        where = f" (on {', '.join(f'node {node} of {-(-of.world_size // each)}' for node in nodes)})"
-    verb = "has" if len(missing) == 1 else "have"
-    left = [f"; {member.who} had joined, but {why}" for member, why in gone if member.first_rank in missing]
-    joined = f"(joined: {_by_host(present) or 'none'}){''.join(left[:4])}"
-    return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
-
-
-def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:
-    """Two living processes have one rank. `late`: the other one came to a group that was complete."""
-    if late:
-        return (
-            f"the group was complete before this rank came, with {one.who}: two processes with one rank, another job "
-            "on this port, or an earlier attempt that does not end"
-        )
-    places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
-    rank = max(one.first_rank, other.first_rank)
-    return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."
-
-
-def describe_differences(members: list[Member], settings: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs between members, one line each. `settings`: what must be the same, by the digest of it.
-
-    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
-    rank without a word.
-    """
-    found = []
-    for name in sorted({name for known in settings.values() for name in known}):
-        holders: dict[str, list[Member]] = {}
-        for member in members:
-            holders.setdefault(settings[member.digest].get(name, "nothing"), []).append(member)
-        if len(holders) > 1:
-            got = " and ".join(f"{value} on {_who(who)}" for value, who in list(holders.items())[:4])
-            found.append(f"{name} must be the same on all ranks, got {got}.")
-    return "\n".join([*found[:8], "Start all ranks with the same program and settings."])
-
-
-def _who(members: list[Member]) -> str:
-    ranks = [rank for member in members for rank in member.ranks]
-    hosts = ", ".join(sorted({member.host for member in members})[:4])
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} ({hosts})"
-
-
-def _by_host(members: Iterable[Member]) -> str:
-    """ "0-1 on node0; 2 on node1"."""
-    ranks: dict[str, set[int]] = {}
-    for member in members:
-        ranks.setdefault(member.host, set()).update(member.ranks)
-    named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items(), key=lambda item: min(item[1]))]
-    more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
-    return "; ".join(named[:MOST_HOSTS] + more)
-

@@ -22,6 +22,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | lost(n, ranks, host, why): membership n is over            |
 |                                                    | waiting(text): who is missing                              |
+|                                                    | left_out(why): leave, the ranks of this member have failed |
+|                                                    | again and again                                            |
 |                                                    | spare: the job runs without this member, which waits       |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
 |                                                    | quiet: another member of this host prints that             |
@@ -50,7 +52,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 4  # of the messages; hello and refused stay as they are
+VERSION = 5  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 
@@ -121,7 +123,10 @@ def encode(kind: str, **values: Any) -> bytes:
 INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
-BASIS = {"n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)]}
+BASIS: dict[str, Any] = {
+    "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
+    "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
+}
 # What the leader of agents says besides as it commits, and that of ranks which another launcher started
 AGENTS = {"why": str, "port": range(65536), "job": JOB, "store": bool, "again": bool, "restarts": INT}
 CHANGING = {"basis": BASIS, "change": str}  # where the number of nodes may change
@@ -133,7 +138,7 @@ LEADERS: dict[str, dict[str, Any]] = {
     "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str, str), "basis?": BASIS},
     "commit": {"n": INT, "ip": str, "hosts": [(str, INT)], "basis?": BASIS},
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
-    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [dict]},
+    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [dict]}, "left_out": {"why": str},
     "over": {"code": INT, "text": str}, "refused": {"code": INT, "text": str},
 }
 
@@ -173,6 +178,7 @@ class Member:
     port: int = 0
     interface: str = ""
     local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
+    place: str = ""  # the id of what it shares with all that have the same
     serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
 
     @property

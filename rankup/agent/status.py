@@ -217,14 +217,15 @@ class ScriptStatus(StatusFile):
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
 
-    def take(self) -> bool:
+    def take(self, restarts: int, *, agreed: bool) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
+        `agreed`: see `Lease`.
 
         Returns whether an earlier job of this run ended so that the same command goes on: killed, or with a code from
         128 on.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._owner = self._stack.enter_context(Lease(self.run_dir, self.job))
+        self._owner = self._stack.enter_context(Lease(self.run_dir, attempt_of(self.job, restarts), agreed=agreed))
         earlier = read_json(self.run_dir / "status.json") or {"code": FINISHED}
         return earlier.get("code") is None or int(earlier["code"]) >= 128
 

@@ -49,10 +49,11 @@ def _kernel() -> str:
 
 
 class _Lease:
-    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's."""
+    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's. `agreed`: most
+    nodes of the job have begun this attempt, so that an owner of an earlier one of that job has nothing to say."""
 
-    def __init__(self, where: Path | str, attempt: str, *, life_s: float, beat_s: float) -> None:
-        self.where, self.attempt, self.life_s, self.beat_s = where, attempt, life_s, beat_s
+    def __init__(self, where: Path | str, attempt: str, *, agreed: bool, life_s: float, beat_s: float) -> None:
+        self.where, self.attempt, self.agreed, self.life_s, self.beat_s = where, attempt, agreed, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
         self._held = contextlib.ExitStack()
         self._released = threading.Event()
@@ -62,7 +63,7 @@ class _Lease:
         """Take the run over from an owner that is gone. Raises UserError, naming the owner, where another is alive."""
         try:
             owner = self._begin()
-            if owner and not owner.get("released") and self._alive(owner):
+            if owner and not (owner.get("released") or self._follows(owner)) and self._alive(owner):
                 raise self._owned_by(owner)
             self._take()
         except BaseException:
@@ -78,6 +79,11 @@ class _Lease:
             if self.is_ours():
                 self._write(0, released=True)
         self._held.close()
+
+    def _follows(self, owner: Mapping[str, Any]) -> bool:
+        """Whether this attempt is a later one of the same job, and `agreed`."""
+        (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
+        return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
 
     def _begin(self) -> Mapping[str, Any]:
         """The owner that is there, {} where there is none, or one that is surely dead."""
@@ -140,9 +146,11 @@ class Lease(_Lease):
     `predecessor`: the token of the owner before, "" where there was none.
     """
 
-    def __init__(self, run_dir: Path, attempt: str, *, life_s: float = 10.0, beat_s: float = 2.0) -> None:
+    def __init__(
+        self, run_dir: Path, attempt: str, *, agreed: bool = False, life_s: float = 10.0, beat_s: float = 2.0
+    ) -> None:
         # `life_s`, several beats: a network file system may show another machine's writes seconds later
-        super().__init__(run_dir, attempt, life_s=life_s, beat_s=beat_s)
+        super().__init__(run_dir, attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
         self.path, self.predecessor = run_dir / "lease.json", ""
 
     def check(self) -> None:
@@ -166,6 +174,8 @@ class Lease(_Lease):
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     break  # ENOLCK, EOPNOTSUPP: this file system has no locks
+                if self._follows(self._owner()):  # which is frozen, or on a machine that was lost
+                    break
                 if time.monotonic() > until_s:
                     raise self._owned_by(self._owner()) from None
                 time.sleep(0.1)
@@ -199,10 +209,10 @@ class StoreLease(_Lease):
     """
 
     def __init__(
-        self, place: Place, attempt: str, tokens: tuple[str, str] = ("", ""), *, life_s: float = 30.0,
-        beat_s: float = 5.0,  # each is one small write: 0.4 US cents an hour on S3
+        self, place: Place, attempt: str, tokens: tuple[str, str] = ("", ""), *, agreed: bool = False,
+        life_s: float = 30.0, beat_s: float = 5.0,  # each is one small write: 0.4 US cents an hour on S3
     ) -> None:
-        super().__init__(place.url, attempt, life_s=life_s, beat_s=beat_s)
+        super().__init__(place.url, attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
         self.place, self.number, self._before, self._lost = place, 0, tokens[1], False
         self.token = tokens[0] or self.token
 

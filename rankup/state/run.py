@@ -35,7 +35,8 @@ class Run:
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
         self.folder, self.group, self.options = folder, group, options
-        self.lease = Lease(folder, group.attempt) if group.is_rank0 else None
+        agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
+        self.lease = Lease(folder, group.attempt, agreed=agreed) if group.is_rank0 else None
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None

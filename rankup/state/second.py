@@ -74,8 +74,10 @@ class SecondPlace(StoredRun):
         """
         with self._asking(alone=nothing_here):
             if self.required:
-                tokens = (self._folder_lease.token, self._folder_lease.predecessor)
-                self._lease = self._held.enter_context(StoreLease(self.place, self._folder_lease.attempt, tokens))
+                ours = self._folder_lease
+                tokens = (ours.token, ours.predecessor)
+                lease = StoreLease(self.place, ours.attempt, tokens, agreed=ours.agreed)
+                self._lease = self._held.enter_context(lease)
                 self.number = self._lease.number
             else:
                 # Before the look at what is there: an attempt that copies after it takes this number, and this one

@@ -22,8 +22,9 @@ import pytest
 
 from rankup.agent import attendance, meeting, protocol
 from rankup.agent.attendance import Attendance
-from rankup.agent.meeting import Leader, describe_differences, describe_missing
+from rankup.agent.meeting import Leader
 from rankup.agent.protocol import LONGEST, VERSION, Link, Member
+from rankup.agent.words import describe_differences, describe_missing
 from rankup.env.node_env import Limits
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -225,7 +226,7 @@ async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: t
 async def test_proposal_that_was_not_committed_counts_together_with_the_membership_before_it():
     """Nodes 2 to 4 may not know of it, and be the majority of that one."""
     async with room(member(0, of=5), ANY) as there:
-        last = basis(3, 3, before=[[f"token{node}" for node in range(5)]])
+        last = basis(3, 3, before=[{"n": 6, "voters": [f"token{node}" for node in range(5)], "tie": False}])
         puppets = [await there.enter(member(node, of=5), n=7, basis=last) for node in (0, 1)]
         await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
         for puppet in puppets:
@@ -316,6 +317,29 @@ async def test_spare_gets_a_vote_and_disturbs_nobody_when_it_is_lost():
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
         assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "lost"]
+
+
+@asynchronous
+async def test_lost_spare_has_a_vote_until_the_others_know_that_it_has_none():
+    """Else the leader, cut off from both, would go on alone, and the other node with the spare."""
+    async with room(limits=Limits(1, 2, wait_s=0.0)) as here:
+        puppets = [await here.enter(member(rank)) for rank in (0, 1)]
+        await here.agree(puppets)
+        spare = await here.enter(member(2))
+        await spare.hears("spare")
+        for v in range(3):
+            for puppet in puppets:
+                puppet.say("has", n=1, v=v)
+            await here.pass_time(0.5, *puppets, spare)
+        spare.vanish()
+        await until(lambda: len(here.leader.members) == 2)
+        await here.pass_time(0.5, *puppets)
+        known = [(await puppets[0].hears("basis"))["basis"] for _ in range(3)]
+        assert [[len(each["voters"]) for each in (basis, *basis["before"])] for basis in known] == [[3, 2], [3], [2, 3]]
+        puppets[1].vanish()
+        assert (await puppets[0].hears("lost"))["host"] == "node1"
+        await here.pass_time(2.0, puppets[0])
+        await here.nothing_is_said_to(puppets[0])
 
 
 @asynchronous

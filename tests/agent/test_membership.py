@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agent.test_launch import HEAD, until
+from tests.agent.test_launch import HEAD
 from tests.rigs import namespaces
-from tests.rigs.jobs import Job, ended, free_port, start
+from tests.rigs.jobs import Job, ended, free_port, start, wait_for
 from tests.rigs.namespaces import Net
 
 # Each rank writes down who it is, and waits
@@ -26,6 +26,7 @@ job = os.environ["TORCHELASTIC_RUN_ID"]
 path = shared / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}-of-{world}"
 path.with_suffix(".new").write_text(f"{job} {os.getpid()} {os.environ.get('GLOO_SOCKET_IFNAME')}")
 path.with_suffix(".new").rename(path)
+if "BAD" in os.environ: os.kill(os.getpid(), signal.SIGKILL)
 while not (shared / "go").exists(): time.sleep(0.01)
 """
 
@@ -33,10 +34,7 @@ while not (shared / "go").exists(): time.sleep(0.01)
 class Nodes:
     """Agents of one job on this machine, one rank each."""
 
-    def __init__(
-        self, folder: Path, limits: str, *options: str, net: Net | None = None, env: dict[str, str] | None = None
-    ) -> None:
-        self.env = env
+    def __init__(self, folder: Path, limits: str, *options: str, net: Net | None = None) -> None:
         self.net, self.master = net, net.nodes[0].ip if net is not None else "127.0.0.1"
         self.folder, self.job, self.port = folder, Job(), free_port()
         self.limits, self.options = (f"--nnodes={limits}", "--lost-after-s=3", "--join-timeout-s=100"), options
@@ -44,12 +42,11 @@ class Nodes:
         (folder / "shared").mkdir()
         (folder / "job.py").write_text(TEXT)
 
-    def add(self, node: int) -> None:
+    def add(self, node: int, env: dict[str, str] | None = None) -> None:
         line = ("-m", "rankup", "launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
                 f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options)
         prefix = self.net.nodes[node].prefix if self.net is not None else []
-        words = (self.folder / "job.py", self.folder / "shared")
-        start(*prefix, sys.executable, *line, *words, env=self.env, job=self.job)
+        start(*prefix, sys.executable, *line, self.folder / "job.py", self.folder / "shared", job=self.job, env=env)
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
     def begin(self, count: int) -> int:
@@ -71,7 +68,7 @@ class Nodes:
             starts = [int(name[0]) for name in names]
             return [number for number in starts if number > after and starts.count(number) == world_size]
 
-        return int(min(until(found, f"no attempt of {world_size} ranks")))
+        return int(min(wait_for(f"an attempt of {world_size} ranks", found)))
 
     def of_rank(self, rank: int, attempt: int) -> int:
         """The node whose agent has started that rank."""
@@ -119,8 +116,8 @@ def test_spare_that_came_later_goes_on_after_node_0_with_the_other(tmp_path: Pat
     with ended(nodes.job) as job:
         first = nodes.begin(2)
         nodes.add(2)
-        until(lambda: (tmp_path / "runs0/job/status").exists(), "no status")
-        until(lambda: nodes.shown(0).count("spare"), "no spare")
+        wait_for("a status", lambda: (tmp_path / "runs0/job/status").exists())
+        wait_for("a spare", lambda: nodes.shown(0).count("spare"))
         time.sleep(1)
         nodes.kill(0)
         nodes.attempt(2, after=first)
@@ -202,7 +199,7 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
     with ended(nodes.job) as job:
         first = nodes.begin(2)
         nodes.kill(1)
-        until(lambda: nodes.ranks(0) == 0, "the rank does not end")
+        wait_for("the end of the rank", lambda: nodes.ranks(0) == 0)
         time.sleep(2)  # longer than --wait-for-node
         nodes.add(2)
         nodes.attempt(2, after=first)
@@ -211,8 +208,37 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
     assert not [*(tmp_path / "shared").glob("*-of-1")]
 
 
+@pytest.mark.parametrize("bad", [0, 2])
+def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1", "--max-failures-per-node=2")
+    with ended(nodes.job) as job:
+        for node in range(3):
+            nodes.add(node, env={"BAD": ""} if node == bad else None)
+        nodes.attempt(2)
+        assert job.processes[bad].wait(100) == 172
+        if bad:
+            wait_for("a status that says it", lambda: '"left out"' in nodes.shown(0))
+        nodes.go()
+        assert job.wait() == [172 * (node == bad) for node in range(3)], job.output
+    assert len([*(tmp_path / "shared").glob("*-0-of-3")]) == 2, job.output
+    assert "this node is left out: rank" in job.outputs[bad]
+    assert f"(node {bad} on " in job.outputs[1]
+
+
+def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", "--max-failures-per-node=2")
+    with ended(nodes.job) as job:
+        nodes.add(0)
+        nodes.add(1, env={"BAD": ""})
+        assert job.wait() == [137, 137], job.output
+    assert "failure 2 of its ranks, and without that node too few are here" in job.outputs[0]
+
+
 def test_spare_and_limits_must_fit(tmp_path: Path) -> None:
-    wrong = {"--spares=1": "--spares must come with --nnodes", "--nnodes=3:2": "--nnodes must be a number of nodes"}
+    wrong = {
+        "--spares=1": "--spares must come with --nnodes", "--nnodes=3:2": "--nnodes must be a number of nodes",
+        "--max-failures-per-node=3": "with --nnodes 2:4 or --spares",
+    }
     for words, text in wrong.items():
         with ended(start(sys.executable, "-m", "rankup", "launch", words, "job.py", cwd=tmp_path)) as job:
             assert job.wait() == [2], job.output
@@ -240,7 +266,7 @@ def test_of_a_cut_network_the_majority_goes_on_and_the_other_part_joins_it_again
         first = nodes.begin(3)
         net.cut(cut)
         second = nodes.attempt(2, after=first)
-        until(lambda: nodes.ranks(cut) == 0, "ranks go on where they are cut off")
+        wait_for("the end of the ranks that are cut off", lambda: nodes.ranks(cut) == 0)
         net.mend(cut)
         nodes.attempt(3, after=second)
         nodes.go()
@@ -256,12 +282,42 @@ def test_of_two_nodes_that_are_cut_apart_the_one_that_leads_goes_on(net: Net, tm
         first = nodes.begin(2)
         net.cut(1)
         second = nodes.attempt(1, after=first)
-        until(lambda: nodes.ranks(1) == 0, "ranks go on where they are cut off")
+        wait_for("the end of the ranks that are cut off", lambda: nodes.ranks(1) == 0)
         net.mend(1)
         nodes.attempt(2, after=second)
         nodes.go()
         assert job.wait() == [0, 0], job.output
     assert len(list((tmp_path / "shared").glob("*-of-1"))) == 1, job.output
+    assert len(nodes.jobs()) == 1
+
+
+def test_of_two_nodes_with_a_shared_folder_the_other_one_goes_on_after_node_0(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", f"--shared-dir={tmp_path}/places")
+    with ended(nodes.job) as job:
+        first = nodes.begin(2)
+        nodes.kill(0)
+        second = nodes.attempt(1, after=first)
+        nodes.add(0)
+        nodes.attempt(2, after=second)
+        nodes.go()
+        assert job.wait() == [-9, 0, 0], job.output
+    assert len(nodes.jobs()) == 1
+
+
+@pytest.mark.parametrize("net", [2], indirect=True)
+def test_of_two_nodes_with_a_shared_folder_that_are_cut_apart_one_goes_on(net: Net, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", f"--shared-dir={tmp_path}/places", net=net)
+    with ended(nodes.job) as job:
+        first = nodes.begin(2)
+        net.cut(1)
+        second = nodes.attempt(1, after=first)
+        time.sleep(8)  # the other one finds the same, and tries too
+        assert sorted(nodes.ranks(node) for node in (0, 1)) == [0, 1], "not one goes on"
+        net.mend(1)
+        nodes.attempt(2, after=second)
+        nodes.go()
+        assert job.wait() == [0, 0], job.output
+    assert len([*(tmp_path / "places").glob("*-after-1.json")]) == 1
     assert len(nodes.jobs()) == 1
 
 

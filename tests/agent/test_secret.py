@@ -19,9 +19,9 @@ from rankup.agent.network import listen
 from rankup.agent.protocol import VERSION, Link, Member, encode
 from rankup.agent.secret import NONCE, greeting, prove, read_secret
 from rankup.errors import LaunchError
-from tests.agent.test_launch import WAITS, add_node, until
+from tests.agent.test_launch import WAITS, add_node
 from tests.agent.test_membership import Nodes
-from tests.rigs.jobs import Job, ended, free_port
+from tests.rigs.jobs import Job, ended, free_port, wait_for
 
 SECRET = b"0123456789abcdef"
 BOUND_S = 120.0
@@ -253,11 +253,11 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
                 break
         stranger = Stranger(port, recorded)
         with stranger.talking():
-            until(lambda: stranger.rounds >= 5, "a stranger that has said all")
+            wait_for("a stranger that has said all", lambda: stranger.rounds >= 5)
             add_node(job, folders[1], text, node=1, num_nodes=2, port=port, env=env)
-            until(lambda: (folders[1] / "here-1-0").exists(), "a membership")
+            wait_for("a membership", lambda: (folders[1] / "here-1-0").exists())
             said = stranger.rounds
-            until(lambda: stranger.rounds >= said + 20, "a stranger that has said all again")
+            wait_for("a stranger that has said all again", lambda: stranger.rounds >= said + 20)
             for folder in folders:
                 (folder / "go").touch()
             assert job.wait() == [0, 0], job.output
@@ -271,11 +271,11 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
 def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_file: Path):
     """At the ports of all nodes: node 1 leads once node 0 is lost, and the spare takes its place."""
     options, env = ("--spares=1", "--wait-for-node=100", "--lost-after-s=60"), {secret.VARIABLE: str(secret_file)}
-    nodes = Nodes(tmp_path, "2", *options, env=env)
+    nodes = Nodes(tmp_path, "2", *options)
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(ended(nodes.job))
         for node in range(3):
-            nodes.add(node)
+            nodes.add(node, env)
         first = nodes.attempt(2)
         lost = nodes.of_rank(0, first)
         strangers = {}
@@ -285,11 +285,11 @@ def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_fi
             strangers[node] = Stranger(port, record(port))
         for stranger in strangers.values():
             stack.enter_context(stranger.talking())
-        until(lambda: all(each.rounds >= 2 for each in strangers.values()), "strangers that have said all")
+        wait_for("strangers that have said all", lambda: all(each.rounds >= 2 for each in strangers.values()))
         nodes.kill(lost)
         second = nodes.attempt(2, after=first)
         said = {node: each.rounds for node, each in strangers.items()}
-        until(lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()), "strangers that go on")
+        wait_for("strangers that go on", lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()))
         nodes.go()
         assert job.wait() == [-9 * (node == lost) for node in range(3)], job.output
     attempts = {path.name.split("-")[0] for path in (tmp_path / "shared").glob("*-of-*")}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankup.agent.meeting import MARGIN, StopAgreement
 from rankup.agent.record import RecordWriter
+from rankup.agent.stop import MARGIN, StopAgreement
 
 
 class Rank:

@@ -189,16 +189,13 @@ def test_job_that_was_killed_goes_on_with_the_same_crops(
 
 def test_evaluate_and_predict_prepare_images_as_the_training_did(forks: Forks, folder: Path, tmp_path: Path) -> None:
     where = ("--name", "run", "--run-dir", str(tmp_path))
-    codes, output = forks.run(*line(folder, "--augment", "imagenet"), *where)
-    assert codes == [0], output
+    output = forks.ends(*line(folder, "--augment", "imagenet"), *where)
     trained = result(tmp_path / "run")["metrics"]
-    codes, output = forks.run("evaluate", *where)
-    assert codes == [0], output
+    output = forks.ends("evaluate", *where)
     assert f"{trained['loss']:.4f}" in output
     rows = []
     for number, more in enumerate(((), ("--input", str(folder / "val")))):
-        codes, output = forks.run("predict", *where, *more, "--output", str(tmp_path / f"{number}.csv"))
-        assert codes == [0], output
+        forks.ends("predict", *where, *more, "--output", str(tmp_path / f"{number}.csv"))
         with (tmp_path / f"{number}.csv").open() as file:
             rows.append(list(csv.reader(file)))
     assert rows[0] == rows[1]

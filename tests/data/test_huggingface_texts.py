@@ -58,11 +58,9 @@ def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
 
 def test_training_gives_the_weights_of_the_same_files(forks: Forks, tmp_path: Path, cache: Path) -> None:
     words = ("train", "--workload", "text", "--max-steps", "4", "--run-dir", str(tmp_path), "--tensorboard=false")
-    codes, output = forks.run(*words, "--name", "files")
-    assert codes == [0], output
+    forks.ends(*words, "--name", "files")
     where = save(tmp_path / "texts", train=sample("train"), dev=sample("dev"))
-    codes, output = forks.run(*words, "--name", "rows", "--dataset", f"hf:{where}", env={"HF_HOME": str(cache)})
-    assert codes == [0], output
+    forks.ends(*words, "--name", "rows", "--dataset", f"hf:{where}", env={"HF_HOME": str(cache)})
     assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
     assert result(tmp_path / "rows")["data"] == result(tmp_path / "files")["data"]
 

@@ -166,8 +166,7 @@ def ignores_all_three(worker: psutil.Process) -> bool:
 
 
 def test_workers_go_on_whatever_signal_they_get(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*train(tmp_path / "undisturbed"), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*train(tmp_path / "undisturbed"), world_size=2)
     go_on = tmp_path / "go on"
     order = probe("data", 3, until=str(go_on))
     with forks.running(*train(tmp_path / "run"), world_size=2, env=order) as job:
@@ -199,10 +198,8 @@ def test_workers_die_when_the_job_fails(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_worker_that_hangs_in_fork_is_started_anew(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*train(tmp_path / "undisturbed"))
-    assert codes == [0], output
-    codes, output = forks.run(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_fork")
-    assert codes == [0], output
+    output = forks.ends(*train(tmp_path / "undisturbed"))
+    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_fork")
     assert "hangs in fork" in output
     assert result(tmp_path / "run")["digest"] == result(tmp_path / "undisturbed")["digest"]
 
@@ -213,8 +210,7 @@ def hang_in_fork() -> None:
 
 
 def test_workers_that_always_hang_in_fork_end_the_job(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_every_second_fork")
-    assert codes == [171], output
+    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_every_second_fork", code=171)
     assert output.count("hangs in fork") == 5
     assert output.count("DataLoader worker 1 has not begun 1 s after its start") == 5
     assert "Traceback" not in output
@@ -244,8 +240,7 @@ def hang_in_forks(chosen: Callable[[int], bool]) -> None:
 
 
 def test_training_and_all_evaluations_share_their_workers(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*train(tmp_path / "run"), preload="tests.data.test_loader:say_forks")
-    assert codes == [0], output
+    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:say_forks")
     assert output.count("epoch ") == 4
     assert output.count("forked") == 2
 
@@ -256,10 +251,8 @@ def say_forks() -> None:
 
 def test_run_whose_total_is_set_below_its_step_evaluates_and_ends(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run, "--schedule", "constant"), env=probe("loss", 15, signal="SIGTERM"))
-    assert codes == [143], output
-    codes, output = forks.run(*train(run, "--schedule", "constant", "--max-steps", "5"))
-    assert codes == [0], output
+    output = forks.ends(*train(run, "--schedule", "constant"), env=probe("loss", 15, signal="SIGTERM"), code=143)
+    output = forks.ends(*train(run, "--schedule", "constant", "--max-steps", "5"))
     assert "Traceback" not in output
     assert result(run)["step"] > 8
     assert result(run)["metrics"]
@@ -267,8 +260,7 @@ def test_run_whose_total_is_set_below_its_step_evaluates_and_ends(forks: Forks, 
 
 def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: Path) -> None:
     order = probe("data", 3, rank=1, signal="SIGKILL")
-    codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)
-    assert codes == [171, 171], output
+    output = forks.ends(*train(tmp_path / "run"), world_size=2, env=order, code=171)
     # Each worker of rank 1 ends at its own third sample: by the time of the message the second may have followed
     worker = r"worker [01] \(exit code -9\) at the training batch that begins with sample \d+"
     assert re.search(
@@ -279,8 +271,7 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
 
 def test_bus_error_in_a_worker_is_explained(forks: Forks, tmp_path: Path) -> None:
     order = probe("data", 3, rank=0, signal="SIGBUS")
-    codes, output = forks.run(*train(tmp_path / "run"), world_size=2, env=order)
-    assert codes == [2, 2], output
+    output = forks.ends(*train(tmp_path / "run"), world_size=2, env=order, code=2)
     assert "/dev/shm must hold the batches of all DataLoader workers" in output
     assert "--shm-size" in output
     assert "Traceback" not in output
@@ -288,15 +279,13 @@ def test_bus_error_in_a_worker_is_explained(forks: Forks, tmp_path: Path) -> Non
 
 def test_worker_killed_during_a_save_does_not_hurt_it(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run), preload="tests.data.test_loader:kill_a_worker_in_the_second_save")
-    assert codes == [171], output
+    output = forks.ends(*train(run), preload="tests.data.test_loader:kill_a_worker_in_the_second_save", code=171)
     assert re.search("a DataLoader worker (was killed|died: )", output), output  # it may be in the middle of a batch
     # The steps that the batches prepared before sufficed for may have led to one more save
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names in (["step-00000008", "step-00000016"], ["step-00000016", "step-00000024"])
     assert [find_problem(run / "checkpoints" / name) for name in names] == ["", ""]
-    codes, output = forks.run(*train(run))
-    assert codes == [0], output
+    output = forks.ends(*train(run))
     assert f"resumed from {names[-1]}" in output
 
 
@@ -334,8 +323,7 @@ def little_shared_memory() -> None:
 
 
 def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload=LITTLE)
-    assert codes == [2], output
+    output = forks.ends(*IMAGES, "--run-dir", str(tmp_path), preload=LITTLE, code=2)
     assert "error: /dev/shm must hold the batches of all DataLoader workers" in output
     assert "Traceback" not in output.split("error: /dev/shm")[1]
 
@@ -361,8 +349,7 @@ def test_more_threads_than_cpus_are_said(threads: int, ranks: int | None, cpus: 
 
 def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path) -> None:
     many = (os.cpu_count() or 1) + 1
-    codes, output = forks.run(*train(tmp_path / "run", "--max-steps", "1", "--num-threads", str(many)), world_size=2)
-    assert codes == [0, 0], output
+    output = forks.ends(*train(tmp_path / "run", "--max-steps", "1", "--num-threads", str(many)), world_size=2)
     assert output.count(f"x {many} threads on this node, but only ") == 1
 
 

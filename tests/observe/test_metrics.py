@@ -72,8 +72,7 @@ def assert_same(run: Path) -> dict[str, dict[int, float]]:
 @pytest.fixture(scope="module")
 def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("digits") / "run"
-    codes, output = forks.run(*DIGITS, *at(run), world_size=2)
-    assert codes == [0, 0], output
+    forks.ends(*DIGITS, *at(run), world_size=2)
     return run
 
 
@@ -113,8 +112,7 @@ def test_picture_is_there_and_not_blank(digits: Path) -> None:
 def test_few_classes_have_no_top5(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fake = ("--dataset", "fake", "--fake-classes", "5", "--fake-samples", "64", "--batch-size", "32", "--epochs", "1")
-    codes, output = forks.run("train", "--model", "mlp", *fake, *at(run))
-    assert codes == [0], output
+    forks.ends("train", "--model", "mlp", *fake, *at(run))
     assert "eval/accuracy_top5" not in scalars(run)
     assert scalars(run)["eval/accuracy"].keys() == {2}
 
@@ -127,8 +125,7 @@ def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path:
     env = {"PROBE": json.dumps({"where": where, "call": call, "signal": name})}
     codes, output = forks.run(*MADE_UP, *at(run), env=env)
     assert codes == [143 if name == "SIGTERM" else -9], output
-    codes, output = forks.run(*MADE_UP, *at(run))
-    assert codes == [0], output
+    forks.ends(*MADE_UP, *at(run))
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 33))
     assert list(written["eval/loss"]) == [8, 16, 24, 32]
@@ -138,15 +135,13 @@ def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path:
 def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for epochs in ("1", "2"):
-        codes, output = forks.run(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
-        assert codes == [0], output
+        forks.ends(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 17))
 
 
 def test_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*MADE_UP, "--tensorboard=false", *at(tmp_path / "run"))
-    assert codes == [0], output
+    forks.ends(*MADE_UP, "--tensorboard=false", *at(tmp_path / "run"))
     assert not (tmp_path / "run" / "tensorboard").exists()
     assert lines(tmp_path / "run")["train/loss"].keys() == set(range(1, 33))
 

@@ -182,6 +182,21 @@ def test_frozen_owner_is_taken_over_and_finds_out_before_it_publishes(tmp_path: 
         assert not held(tmp_path)["released"]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_later_attempt_that_the_nodes_have_agreed_on_takes_over_at_once(tmp_path: Path, frozen: bool) -> None:
+    """Also from a process that is alive and has the kernel's lock. The former owner writes nothing more."""
+    with owner(tmp_path) as process:
+        if frozen:
+            process.send_signal(signal.SIGSTOP)
+        for attempt, agreed in (("attempt-2", False), ("other-2", True), ("attempt-1", True)):
+            with pytest.raises(UserError, match="live attempt"), Lease(tmp_path, attempt, agreed=agreed, life_s=0.3):
+                pass
+        with Lease(tmp_path, "attempt-2", agreed=True, life_s=FOR_EVER_S):
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)  # several beats
+            assert held(tmp_path)["attempt"] == "attempt-2"
+
+
 def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path, without_locks: None) -> None:
     first = Lease(tmp_path, "first", beat_s=FOR_EVER_S)
     first.__enter__()

@@ -16,10 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agent.test_launch import until
 from tests.rigs import namespaces
 from tests.rigs.fork_server import Forks, Process
-from tests.rigs.jobs import free_port, metrics
+from tests.rigs.jobs import free_port, metrics, wait_for
 from tests.rigs.namespaces import Net
 
 RUNS = 2 * int(os.environ.get("RANKUP_RUNS", "1"))
@@ -200,7 +199,7 @@ class Sequence:
     def run(self) -> None:
         for node in range(self.count):
             self.add(node)
-        until(lambda: self.furthest() > 2, "no step")
+        wait_for("a step", lambda: self.furthest() > 2)
         for _ in range(self.random.randint(3, 7)):
             if self.furthest() > STEPS - 80:
                 break

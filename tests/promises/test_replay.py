@@ -4,9 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from tests.agent.test_launch import until
 from tests.agent.test_membership import Nodes
-from tests.rigs.jobs import Job, ended, start
+from tests.rigs.jobs import Job, ended, start, wait_for
 
 # Two places at which the ranks of the first run wait for what happens to a node
 SCRIPT = """
@@ -46,7 +45,7 @@ def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bit
     shared = tmp_path / "shared"
 
     def all_at(step: int, ranks: int) -> None:
-        until(lambda: len([*shared.glob(f"{step}-*")]) == ranks, f"not {ranks} ranks at step {step}")
+        wait_for(f"{ranks} ranks at step {step}", lambda: len([*shared.glob(f"{step}-*")]) == ranks)
 
     with ended(nodes.job) as job:
         for node in range(3):

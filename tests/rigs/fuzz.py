@@ -20,11 +20,12 @@ from unittest import mock
 import torch
 
 from rankup.agent import attendance
-from rankup.agent.agent import Agent, Helpers, Options
+from rankup.agent.agent import Agent
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
 from rankup.agent.meeting import Leader
 from rankup.agent.protocol import AGENTS, CHANGING, LONGEST, VERSION, Link, Member, encode
+from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
@@ -252,7 +253,7 @@ def words() -> Files:
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
             encode("ranks", ranks=[{"rank": 0}], nodes=[]), encode("alive"), encode("stacks"), encode("leave", n=1),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
-            encode("spare", basis=basis), encode("basis", basis=basis)]
+            encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
     end = End(1, "", 1, "x", 7).message()
     rank = encode("rank", local_rank=1) + encode("ask") + encode("end", **end) + encode("stop", signal="SIGINT")
     return {"leader": b"".join(said) + encode("over", code=0, text=""), "rank": rank}
@@ -268,13 +269,16 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
     node = NodeEnv(node_rank=1, num_nodes=2, nproc=2, master_addr="127.0.0.1", master_port=1, limits=Limits(1, 2))
-    agent = Agent(node, Script(["s.py"], None), Options(), run_dir=folder / "run", helpers=Helpers())
-    agent.server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={})
+    agent = Agent(Options(node=node, script=Script(["s.py"], None), run_dir=folder / "run"))
+    agent._over, ready = asyncio.get_running_loop().create_future(), asyncio.Event()
+    ready.set()
+    server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
+    agent.ranks.server = server  # type: ignore[assignment]
     me = Member("t1", 2, 2, 4, "node1", 1, "d", 0.0)
-    form = AGENTS | CHANGING
-    agent.attendance = Attendance(me, {}, agent._find_leader, notice=str, records=agent._records, commit=form)
+    records, form = agent.ranks.running_records, AGENTS | CHANGING
+    agent.attendance = Attendance(me, {}, agent._find_leader, notice=str, records=records, commit=form)
     agent.attendance._listen = lambda ip: None  # type: ignore[method-assign]
-    agent._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
+    agent.ranks._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
     heard = []
 
     async def connect() -> Link:
@@ -286,7 +290,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
 
     agent.attendance._connect = connect  # type: ignore[method-assign]
     try:
-        agent.begin(agent.links._attend(*_said(rank)))
+        agent.begin(agent.ranks.links._attend(*_said(rank)))
         with contextlib.suppress(JoinError):
             await agent._attend()
         for _ in range(9):
@@ -298,7 +302,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     finally:
         for task in [*agent._tasks, *agent.attendance._tasks]:
             task.cancel()
-        os.close(agent.records._file)
+        os.close(agent.ranks.records._file)
     assert not broken, broken
     assert {each.name for each in folder.iterdir()} <= {"leader", "rank", "run"}
 

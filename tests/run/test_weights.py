@@ -124,14 +124,12 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 5))
     torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, folders[0] / "w.pt")
     arguments = ("train", *SETTINGS, "--name", "run", "--max-steps", "4", "--init-from", "w.pt")
-    codes, output = forks.run(*arguments, "--lr", "1e-30", "--weight-decay", "0", world_size=2, cwds=folders)
-    assert codes == [0, 0], output
+    output = forks.ends(*arguments, "--lr", "1e-30", "--weight-decay", "0", world_size=2, cwds=folders)
     assert "started from w.pt: 2 of 4 tensors" in output
     assert "3.weight keeps its initial value: its shape there is (5, 16), here (4, 16)" in output
     trained = load_file(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
-    codes, output = forks.run(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders)
-    assert codes == [2, 2], output
+    output = forks.ends(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders, code=2)
     assert output.count("init_from must name an existing file or checkpoint directory, got missing.pt") == 1
 
 
@@ -166,13 +164,11 @@ def other_weights_that_ddp_leaves() -> None:
 
 def test_all_ranks_take_rank_0s_initial_weights(forks: Forks, tmp_path: Path) -> None:
     for name, preload in (("equal", ""), ("other", "tests.run.test_weights:other_weights_on_rank_1")):
-        codes, output = forks.run(*train(tmp_path / name, "--max-steps", "4"), world_size=2, preload=preload)
-        assert codes == [0, 0], output
+        forks.ends(*train(tmp_path / name, "--max-steps", "4"), world_size=2, preload=preload)
     assert result(tmp_path / "equal")["digest"] == result(tmp_path / "other")["digest"]
 
 
 def test_ranks_with_different_initial_weights_are_refused(forks: Forks, tmp_path: Path) -> None:
     preload = "tests.run.test_weights:other_weights_that_ddp_leaves"
-    codes, output = forks.run(*train(tmp_path / "run", "--max-steps", "4"), world_size=2, preload=preload)
-    assert codes == [2, 2], output
+    output = forks.ends(*train(tmp_path / "run", "--max-steps", "4"), world_size=2, preload=preload, code=2)
     assert "track: model must be the same on all ranks, got " in output

@@ -46,11 +46,10 @@ def test_listing_of_the_page_is_the_example() -> None:
 
 def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
     for world_size in (1, 2):
-        codes, output = forks.run(
+        forks.ends(
             "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
             world_size=world_size, cwds=[project] * world_size,
         )
-        assert codes == [0] * world_size, output
     results = [result(project / "runs" / name) for name in "12"]
     assert results[0]["metrics"]["accuracy"] > 0.8
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
@@ -60,15 +59,12 @@ def test_model_of_other_data_is_not_evaluated(forks: Forks, project: Path) -> No
     """As after a fallback to other data: their classes are not those that the model learned."""
     more: dict[str, Any] = {"cwds": [project]}
     where = ("--name", "run", "--run-dir", project)
-    codes, output = forks.run("train", *LINE, "--epochs", "1", *where, **more)
-    assert codes == [0], output
+    output = forks.ends("train", *LINE, "--epochs", "1", *where, **more)
     own = project / "throws.py"
     own.write_text(own.read_text().replace('data_name="throws"', 'data_name="others"'))
-    codes, output = forks.run("evaluate", *where, **more)
-    assert codes == [2], output
+    output = forks.ends("evaluate", *where, **more, code=2)
     assert "was trained on throws, got others now. Set --data-dir or --dataset." in output
-    codes, output = forks.run("evaluate", "--workload", "throws:build", *where, **more)
-    assert codes == [0], output
+    forks.ends("evaluate", "--workload", "throws:build", *where, **more)
 
 
 def test_example_killed_and_run_again_has_the_same_weights(forks: Forks, project: Path) -> None:
@@ -131,8 +127,7 @@ def test_ranks_compare_the_code_of_an_own_workload(forks: Forks, project: Path, 
     shutil.copytree(project, other)
     with (other / "throws.py").open("a") as file:
         file.write("# edited on one node\n")
-    codes, output = forks.run(*ONE_STEP, "--run-dir", tmp_path / "runs", world_size=2, cwds=[project, other])
-    assert codes == [2, 2], output
+    output = forks.ends(*ONE_STEP, "--run-dir", tmp_path / "runs", world_size=2, cwds=[project, other], code=2)
     assert "program code" in output
 
 

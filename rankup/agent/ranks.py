@@ -1,0 +1,407 @@
+"""This node's ranks: started with all that torchrun sets, told to leave, and looked at. No torch here."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rankup import timing
+from rankup.agent import secret
+from rankup.agent.ends import End, Verdict
+from rankup.agent.fork_server import ForkServer
+from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
+from rankup.agent.logs import host_name, open_log
+from rankup.agent.output import Pump, last_exception
+from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
+from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
+from rankup.agent.record import Records, RecordWriter
+from rankup.agent.script import Script, own_imports, safe_imports
+from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end
+from rankup.env.node_env import NodeEnv
+from rankup.errors import FAULT, FINISHED, PEER_LOST
+
+log = logging.getLogger("rankup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `rankup launch` was asked for; `rankup launch --help` explains most of it.
+
+    `advice`: on a script's last lines, or "". `where`: asks these ranks of a run for their stacks, and returns a line
+    for each place where they are. Both are of layers above.
+    """
+
+    node: NodeEnv  # as the agent was started
+    script: Script
+    run_dir: Path
+    advice: Callable[[str], str] = lambda tail: ""
+    where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
+    join_timeout_s: float = 300.0
+    shared_dir: str = ""  # a folder or an address where all nodes can write
+    max_restarts: int = 3
+    max_failures: int | None = None  # of the ranks of one node, until it is left out
+    restart_on: frozenset[int] = frozenset()
+    restart_args: tuple[str, ...] = ()
+    stop_grace_s: float = 110.0
+    work_dir: str = ""
+    start: str = "fork"  # or fresh: of a script that imports rankup
+    stop_after: int | None = None  # a part of a replay ends after this step
+
+    @functools.cached_property
+    def knows_us(self) -> bool:
+        """Whether the script imports rankup."""
+        return self.script.imports_rankup()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other node."""
+        return self.node.num_nodes == 1
+
+
+class Rank:
+    """One rank of this node. `told` to leave, its code explains nothing."""
+
+    def __init__(self, local_rank: int, number: int) -> None:
+        self.local_rank, self.number = local_rank, number
+        self.running = self.told = False
+        self.said: End | None = None  # how it ends, in its own words
+        self.pump: Pump | None = None  # where the script does not import rankup
+        self.stopped_since_s = 0.0  # in state T
+
+
+class Ranks:
+    """Those of the membership that runs, and the server that forks them. `node`: its numbers in that one.
+    `all_ended`: none runs."""
+
+    def __init__(
+        self, options: Options, *, say: Callable[..., bool], hear_stop: Callable[[str], None],
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], finish: Callable[[Verdict], None],
+    ) -> None:
+        """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
+        self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
+        self.knows_us = options.knows_us
+        self._say, self._hear_stop, self._begin, self._finish = say, hear_stop, begin, finish
+        self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
+        self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
+        self.links = Links(self._hear_rank)
+        self.server = ForkServer(
+            on_start=self._announce, on_end=self._read_rest, on_gone=self._forget_server,
+            on_warning=functools.partial(log.warning, "%s"),
+        )
+        self.all_ended = asyncio.Event()
+        self.all_ended.set()
+        self._commit: dict[str, Any] = {}
+        self._leaving: asyncio.Task[None] | None = None
+        self._passed_on = ""  # the newest signal that they got
+        self._for_change = False  # it only asks them to stop for another membership
+        self._oom_kills = oom_kills()
+
+    async def open(self) -> None:
+        """Get ready to start them."""
+        self._start_server()
+        if self.knows_us:
+            await self.links.open()
+
+    async def close(self) -> None:
+        """Once all have ended."""
+        await self.server.close()
+        self.links.close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether they were asked to stop for good."""
+        return bool(self._passed_on) and not self._for_change
+
+    @property
+    def running(self) -> int:
+        return sum(rank.running for rank in self.ranks)
+
+    def _start_server(self) -> None:
+        """It imports torch while the agents meet."""
+        file, fork = self.script.file or "", self.knows_us and self.options.start == "fork"
+        preload, folder = own_imports(file)
+        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.server.start(safe_imports(file), env=env, preload=preload, folder=folder, fork=fork)
+
+    def _forget_server(self) -> None:
+        if self.server.ready.is_set():
+            log.warning("the process that forks the ranks was killed, and they with it")
+            self._start_server()
+        else:  # it has not even imported torch: nor would the next
+            self._finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
+
+    def start(self, commit: dict[str, Any], *, token: str) -> None:
+        """A membership begins. `token`: this member's."""
+        self._commit, self._oom_kills = commit, oom_kills()
+        if commit["why"]:
+            log.warning("%s", commit["why"])
+        if self._for_change:
+            self._passed_on, self._for_change = "", False
+        if self.node.limits is not None and not self._take_place(commit, token):
+            return
+        self.all_ended.clear()
+        for rank in self.ranks:
+            rank.running, rank.told, rank.said = True, False, None
+            record = self.records.of(rank.local_rank)
+            record.clear()
+            if self.options.stop_after is not None:
+                record.ask_to_stop(self.options.stop_after)
+                record.confirm_stop(self.options.stop_after)
+            if not self.knows_us:
+                record.enter("script")
+            words = self.script.command(local_rank=self.node.local_rank + rank.local_rank)
+            if commit["again"]:
+                words += self.options.restart_args
+            env, outputs = self._environment(rank), [] if self.knows_us else self._open_outputs(rank)
+            if not self.knows_us:
+                env |= stacks_environment(self.run_dir, rank.number, env)
+            self.server.start_rank(
+                rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
+            )
+            for output in outputs:
+                os.close(output)
+        if self._passed_on:  # it came before they were there
+            self._signal(self._passed_on, told=not self.knows_us)
+
+    def _take_place(self, commit: Mapping[str, Any], token: str) -> bool:
+        """The numbers of this node's ranks in a membership. Returns False for a spare."""
+        if commit["change"]:
+            log.warning("%s", commit["change"])
+        used = commit["basis"]["used"]
+        if token not in used:
+            log.info("this node is a spare: it waits until a node is needed")
+            return False
+        self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
+        for rank in self.ranks:
+            rank.number = self.node.first_rank + rank.local_rank
+            self.records.of(rank.local_rank).clear(rank.number)
+        return True
+
+    @property
+    def attempt(self) -> str:
+        """The id of this membership's attempt."""
+        return attempt_of(self._commit["job"], self._commit["restarts"])
+
+    def _error_file(self, rank: Rank) -> Path:
+        return self.run_dir / "status" / self.attempt / f"error-rank-{rank.number}.json"
+
+    def _environment(self, rank: Rank) -> dict[str, str]:
+        """What a rank finds: every variable that torchrun sets, with torchrun's meaning, and one of ours. Everything
+        else is kept, Slurm's variables too.
+
+        `env://` reads five of them. Lightning, Accelerate and Transformers look for more to find out who started them:
+        TORCHELASTIC_RUN_ID makes Lightning and torch take the process for one of torchrun's, also where Slurm's
+        variables are there too, and LOCAL_RANK keeps Accelerate and Transformers from starting processes of their own.
+        """
+        commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
+        # A script that imports rankup may know our settings by the environment, as where its cache lies
+        hidden = ("PET_", PARENT, secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
+        given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        by_default = {
+            # torchrun takes one thread, whatever the machine has
+            "OMP_NUM_THREADS": max(1, int(cpu_quota() // local)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+            "PYTHONUNBUFFERED": 1,  # its output may be a pipe: lines would come in blocks, and the last not at all
+            "PYTHONFAULTHANDLER": 1,  # a crash in a library's own code leaves the Python stack in the log
+        }
+        # Before those that are there: the shell may hold the variables of an earlier torchrun
+        set_by_torchrun = {
+            "RANK": rank.number, "LOCAL_RANK": node.local_rank + rank.local_rank, "WORLD_SIZE": node.world_size,
+            "LOCAL_WORLD_SIZE": local, "GROUP_RANK": node.node_rank, "GROUP_WORLD_SIZE": node.num_nodes,
+            "ROLE_RANK": rank.number, "ROLE_WORLD_SIZE": node.world_size, "ROLE_NAME": "default",
+            "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
+            "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
+            "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
+            "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
+            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
+        }
+        ours = {}
+        if self.knows_us:
+            place, address = self.records.place(rank.local_rank), self.links.address
+            agent = {"commit": commit, "record": place, "socket": address, "local_rank": rank.local_rank}
+            ours["RANKUP_AGENT"] = json.dumps(agent)
+        return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
+
+    def _open_outputs(self, rank: Rank) -> list[int]:
+        """Where a script that does not import rankup prints to."""
+        log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
+        self._error_file(rank).parent.mkdir(parents=True, exist_ok=True)  # for torch's @record
+        (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
+        rank.pump = Pump(
+            stdout, stderr, rank=rank.number, world_size=self.node.world_size,
+            file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
+        )
+        return [ours, ours_too]
+
+    def _announce(self, local_rank: int, pid: int) -> None:
+        if not self.knows_us:
+            with contextlib.suppress(OSError):  # it costs only that nobody can ask
+                announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
+
+    def _read_rest(self, local_rank: int, code: int) -> None:
+        """Its process has ended; its last words may not be read yet."""
+
+        async def read(pump: Pump) -> None:
+            # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
+            await pump.drained(timing.PRINT_S + timing.LAST_WORD_S)
+            self._ended(local_rank, code)
+
+        if (pump := self.ranks[local_rank].pump) is None:
+            self._ended(local_rank, code)
+        else:
+            self._begin(read(pump))
+
+    def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
+        """What a rank says that imports rankup."""
+        rank = self.ranks[local_rank]
+        asked = self._passed_on or rank.told  # its signal was our SIGTERM
+        if message["is"] == "end" and rank.running:
+            # At once: its process may take a while to end, and the others wait for it
+            rank.said = End.read(message, host_name())
+            if rank.said.code != FINISHED:
+                self._say("ending", n=self._commit["n"], **rank.said.message())
+        elif message["is"] == "ask":
+            self._say("ask")
+        elif message["is"] == "stop" and message["signal"] in SIGNALS and not asked:
+            self._hear_stop(message["signal"])
+
+    def running_records(self) -> Mapping[int, RecordWriter]:
+        """Of this node's ranks that run."""
+        return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
+
+    def _ended(self, local_rank: int, code: int) -> None:
+        rank, record = self.ranks[local_rank], self.records.read(local_rank)
+        if not rank.running:
+            return
+        rank.running = False
+        if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
+            log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
+            code = FAULT
+        cause, suspect = (rank.said.cause, rank.said.suspect) if rank.said is not None else ("", None)
+        if code == KILLED:
+            cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
+        elif rank.pump is not None and code != FINISHED:
+            cause = last_exception(rank.pump.tail, self._error_file(rank))
+        end = End(rank.number, host_name(), code, cause, record.step, rank.told, suspect)
+        if rank.pump is not None:
+            within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, self.attempt, end))
+            if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
+                log.warning("%s", advice)
+        self._say("end", n=self._commit["n"], **end.message())
+        if not any(each.running for each in self.ranks):
+            self.all_ended.set()
+
+    # Leaving --------------------------------------------------------------------------------------------------------
+
+    def leave_soon(self) -> None:
+        if self._leaving is None or self._leaving.done():
+            settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
+            self._leaving = self._begin(self.end(settle_s=settle_s))
+
+    async def end(self, *, settle_s: float) -> None:
+        """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
+        Without `settle_s` they are killed at once."""
+        if self._passed_on in ("SIGTERM", "SIGINT"):
+            settle_s += self.options.stop_grace_s if settle_s else 0.0
+        elif not await self.ended_within(min(timing.UNNOTICED_S, settle_s)):
+            self._signal("SIGTERM", told=True)
+        if await self.ended_within(settle_s):
+            return
+        for rank in self.ranks:
+            if rank.running and settle_s:
+                log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
+            self._kill(rank)
+        if not await self.ended_within(timing.KILL_S):
+            for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
+                self._ended(rank.local_rank, PEER_LOST)
+
+    async def ended_within(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.all_ended.wait(), timeout_s)
+        return self.all_ended.is_set()
+
+    def _signal(self, name: str, *, told: bool) -> None:
+        """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
+        asked to stop; one that imports rankup says by its code what became of that."""
+        for rank in self.ranks:
+            if rank.running:
+                rank.told = rank.told or told
+                # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
+                self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
+
+    def _kill(self, rank: Rank) -> None:
+        if rank.running:
+            rank.told = True
+            self.server.signal(rank.local_rank, signal.SIGKILL)
+
+    def pass_on(self, name: str, *, change: bool = False) -> None:
+        self._for_change = change and (self._for_change or not self._passed_on)
+        if self._passed_on in (name, "SIGTERM", "SIGINT"):
+            return
+        self._passed_on = name
+        running = sum(rank.running for rank in self.ranks)
+        why = "nodes change: " if change else ""
+        if running or not change:  # a spare has none
+            log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
+        self._signal(name, told=not self.knows_us)
+        if not self.knows_us and name != "SIGUSR1":
+            self._begin(self._oversee_stop(name))
+
+    async def _oversee_stop(self, name: str) -> None:
+        """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
+        began_s, grace_s = time.monotonic(), self.options.stop_grace_s
+        while (left_s := began_s + grace_s - time.monotonic()) > 0:
+            if await self.ended_within(min(timing.NOTICE_S, left_s)):
+                return
+            where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
+            said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
+            log.warning("%s", f"{said}: {where}" if where else said)
+        log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", grace_s, name)
+        for rank in self.ranks:
+            self._kill(rank)
+
+    # Looks ----------------------------------------------------------------------------------------------------------
+
+    async def show_stacks(self) -> None:
+        """Those that import rankup write it down themselves."""
+        if self.knows_us:
+            for local_rank, pid in self.server.pids.items():
+                if pid and has_handler(pid, signal.SIGUSR2):
+                    self.server.signal(local_rank, signal.SIGUSR2)
+            return
+        for line in await self._where(timeout_s=timing.NOTICE_S):
+            log.info("%s", line)
+        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
+
+    async def _where(self, *, timeout_s: float) -> Sequence[str]:
+        running = [rank.number for rank in self.ranks if rank.running]
+        with contextlib.suppress(OSError):  # a TimeoutError too
+            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timeout_s)
+        return ()
+
+    async def watch(self) -> None:
+        """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
+        while True:
+            await asyncio.sleep(timing.TICK_S)
+            reap_orphans({self.server.pid})
+            pids = {rank: self.server.pids.get(rank.local_rank, 0) for rank in self.ranks if rank.running}
+            now_s = time.monotonic()
+            for rank, pid in pids.items():
+                record = self.records.of(rank.local_rank)
+                if record.read().phase in ("start", "script"):  # nobody in its process gives signs of life
+                    record.give_sign()
+                if not pid or state_of(pid) != "T":
+                    rank.stopped_since_s = now_s
+                elif now_s - rank.stopped_since_s > timing.STOPPED_S:
+                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, timing.STOPPED_S)
+                    rank.stopped_since_s = now_s
+                    self._kill(rank)
+                    rank.told = False

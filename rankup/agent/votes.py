@@ -1,0 +1,75 @@
+"""Of a job whose number of nodes may change and that was cut only one part goes on. No torch here.
+
+Each proposal carries its basis, which the next one depends on. Of its `voters` a majority has to be here, or a half
+(see `claims`); and of those in use, `used`, one, without whose ranks no earlier membership can go on (`ran`: those of
+the last one that was committed). All voters, with the spares, know a proposal before it is committed. As a part of
+the job may not know of the newest voters, those `before` have to agree too, until a majority of both knows: of a
+proposal until it is committed, and where a spare has come or gone (as in Raft's joint consensus).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+Basis = dict[str, Any]
+NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
+
+
+def age(basis: Mapping[str, Any]) -> tuple[int, int]:
+    """The larger, the newer."""
+    return int(basis["n"]), int(basis["v"])
+
+
+def electorates(basis: Basis) -> list[dict[str, Any]]:
+    """Whose majority is needed: `voters`, by token, of each membership `n` that may be the last one. `tie`: these two
+    share a place."""
+    newest = {"n": basis["n"], "voters": basis["voters"], "tie": basis.get("tie", False)}
+    return [newest, *basis.get("before", [])]
+
+
+def outvoted(basis: Basis, here: Collection[str]) -> str:
+    """Why those that are here must not go on: the others might do so too. "" where they may."""
+    ended = basis.get("left") or any(token in here for token in basis["used"])
+    for each in electorates(basis):
+        voters = each["voters"]
+        present = [token for token in voters if token in here]
+        half = 2 * len(present) == len(voters) and (present[:1] == voters[:1] or each["tie"])
+        if voters and not ((_is_majority(present, voters) or half) and ended):
+            which = f"the {len(voters)} nodes of membership {basis['n']}"
+            return f"{len(present)} of {which} are here, no majority"
+    return ""
+
+
+def claims(basis: Basis, here: Collection[str]) -> Iterator[int]:
+    """The memberships whose succession those that are here must own. Of two equal halves the one with the leader goes
+    on; of two nodes that share a place the one that is the first to write there that it does."""
+    for each in electorates(basis):
+        if each["tie"] and not _is_majority(here, each["voters"]):
+            yield each["n"]
+
+
+def without(basis: Basis, token: str) -> dict[str, Any]:
+    """What changes where a node has left: it has no say any more, and its ranks have ended for good."""
+    newest, *before = (
+        {**each, "voters": [one for one in each["voters"] if one != token]} for each in electorates(basis)
+    )
+    left = basis.get("left", False) or token in basis["used"]
+    return {"voters": newest["voters"], "before": before, "left": left}
+
+
+def recount(basis: Basis, spares: Collection[str], knowing: Collection[str]) -> dict[str, Any]:
+    """What changes where a spare that has come gets a vote, or a lost one's ends; {} where nothing does. One at a time:
+    `knowing` is who knows of the last change."""
+    if not all(_is_majority(knowing, each["voters"]) for each in electorates(basis)):
+        return {}
+    if basis.get("before"):
+        return {"before": []}
+    voters, wanted = basis["voters"], [*basis["used"], *spares]
+    new = [token for token in wanted if token not in voters][:1]
+    gone = [token for token in voters if token not in wanted][:1] if not new else []
+    if not (new or gone):
+        return {}
+    return {"voters": [token for token in [*voters, *new] if token not in gone], "before": electorates(basis)}
+
+
+def _is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:
+    return 2 * sum(token in tokens for token in voters) > len(voters)
