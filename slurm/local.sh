@@ -109,7 +109,9 @@ node_up() { # NODE: a machine of namespaces; its first process only lives and co
   until [[ $(nsenter -t "$init" -u hostname) == "$node" ]]; do sleep 0.05; done # the last that it sets
   # A node that lost its power may still hold its cable
   ip -n "$SWITCH" link del "$node" 2> /dev/null || true
-  ip link add name eth0 netns "$init" type veth peer name "$node" netns "$SWITCH"
+  # The same hardware address each time: the others remember it for a while
+  ip link add name eth0 address "02:00:00:00:00:$((10 + number))" netns "$init" \
+    type veth peer name "$node" netns "$SWITCH"
   ip -n "$SWITCH" link set "$node" master switch up
   on "$node" ip addr add "$NET.$((10 + number))/24" dev eth0
   on "$node" ip link set eth0 up

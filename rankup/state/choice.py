@@ -21,7 +21,7 @@ from rankup.places.files import read_json
 from rankup.places.lineage import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
-from rankup.state.options import Options, may_take
+from rankup.state.options import Options, may_take, of_this_job
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, read, share
 from rankup.state.second import SecondPlace
@@ -33,7 +33,7 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is prefer
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it; `run` and `attempt` are "" where they
-    can't be read. `lineage`: of that attempt, for a copy on another node's disk."""
+    can't be read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
 
     rank: int
     kind: int
@@ -74,7 +74,7 @@ def find_origin(
     several runs, or where the newest state can't be gone on with, and PeerLost where a place does not answer that may
     hold the newest.
     """
-    own = [*found, *_peers(folder, group), *_rescues(options)]
+    own = [*found, *_peers(folder, group), *_rescues(options, group)]
     answers = group.gather([_sees(folder, token), own])
     candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
@@ -184,14 +184,17 @@ def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
             group.log.warning(f"the copy {path} was passed over: its state.json or run.json is missing or damaged")
 
 
-def _rescues(options: Options) -> Iterator[list[Any]]:
+def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
     """What this rank's node holds in memory of this run with these settings."""
     for path in rescue.found():
         record: Any = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
             options.fits(path, record)
-            yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"])]
+            # Memory holds rescues of other jobs too: only this one's says which run to go on with
+            line = Lineage.read(path)
+            known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
+            yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 
 
 def _sees(folder: Path, token: str) -> bool:

@@ -48,8 +48,11 @@ def may_take(other: Lineage, options: Options, group: Group) -> bool:
     the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
     `start` names the start of them all.
     """
-    if not options.fresh:
-        return True
+    return not options.fresh or of_this_job(other, group)
+
+
+def of_this_job(other: Lineage, group: Group) -> bool:
+    """Whether an attempt of this launch began the run `other`."""
     if group.launch.start:
         return other.start == group.launch.start
     if not group.restarted or group.launch.agent is None:

@@ -208,7 +208,9 @@ class Run:
         if step <= max(0, self.saved_step):
             return False
         try:
-            problem = rescue.write(self.lineage.run, step, make_files)
+            # A node 0 that comes next may have another disk, and knows of no run
+            line = {lineage.FILE: to_json(self.lineage.values())}
+            problem = rescue.write(self.lineage.run, step, lambda: {**make_files(), **line})
             if self.second is not None:
                 self.second.wait(first=True)
         except Exception as error:

@@ -13,6 +13,7 @@ has started. Nothing is asserted.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import shutil
@@ -65,7 +66,7 @@ class Job:
     def start(self, *nodes: int) -> None:
         for node in nodes:
             own = [f"--rdzv-endpoint=127.0.0.1:{self.port}"] if self.torchrun else [
-                f"--node-rank={node}", f"--master-port={self.port}", f"--run-dir={self.folder}"]
+                f"--node-rank={node}", f"--master-port={self.port}"]
             at = self.line.index("launch" if not self.torchrun else "torch.distributed.run") + 1
             with (self.folder / f"node{node}.txt").open("a") as output:
                 self.nodes[node] = psutil.Popen(
@@ -80,18 +81,18 @@ class Job:
         """As if their machines lost their power: all processes at once."""
         for node in nodes:
             for process in self.processes(node):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self.nodes.pop(node).wait()
 
     def rested(self) -> None:
-        """Wait until all that the nodes import is imported: what is measured is no start."""
-        busy_s = 0.0
-        while (now_s := sum(
-            sum(process.cpu_times()[:2]) for node in self.nodes for process in self.processes(node)
-            if not process.name().startswith("rank ")
-        )) > busy_s + 0.05:
-            busy_s = now_s
+        """Wait until the processes that fork the ranks have imported torch: what is measured is no start."""
+        before_s, now_s = -1.0, 0.0
+        while now_s > before_s + 0.05 and not self.torchrun:
             time.sleep(2)
+            children = [child for node in self.nodes for child in self.nodes[node].children()]
+            servers = [child for child in children if not child.name().startswith("rank ")]
+            before_s, now_s = now_s, sum(sum(server.cpu_times()[:2]) for server in servers)
 
 
 def to_next_step(job: Job, act: Callable[[], Any]) -> float:
@@ -137,10 +138,10 @@ def measure(job: Job, kind: str) -> dict[str, float]:
 
 
 KINDS = {
-    "launch, a spare": lambda folder: Job(folder, [*LAUNCH, "--nnodes=2", "--spares=1", *TASK]),
+    "launch, a spare": lambda folder: Job(folder, [*LAUNCH, "--nnodes=2", "--spares=1", *TASK, f"--run-dir={folder}"]),
     f"launch, fewer after {WAIT_S} s": lambda folder: Job(
-        folder, [*LAUNCH, f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}", *TASK]),
-    "torchrun": lambda folder: Job(folder, [*TORCHRUN, *TASK, "--run-dir", str(folder)], torchrun=True),
+        folder, [*LAUNCH, f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}", *TASK, f"--run-dir={folder}"]),
+    "torchrun": lambda folder: Job(folder, [*TORCHRUN, *TASK, f"--run-dir={folder}"], torchrun=True),
 }
 
 
@@ -148,7 +149,7 @@ def light(count: int) -> dict[str, float]:
     """One job of so many agents, one of them a spare."""
     folder = Path(tempfile.mkdtemp())
     (folder / "job.py").write_text(LIGHT)
-    options = [f"--nnodes={count // 2}:{count - 1}", "--spares=1", f"--wait-for-node={WAIT_S}"]
+    options = [f"--run-dir={folder}", f"--nnodes={count // 2}:{count - 1}", "--spares=1", f"--wait-for-node={WAIT_S}"]
     job = Job(folder, [*LAUNCH, *options, str(folder / "job.py"), str(folder)])
 
     def started(world_size: int, after_s: float) -> float:

@@ -51,7 +51,7 @@ for epoch in job.epochs({STEPS // 20}):
             optimizer.step()
             print(job.step_number + 1, attempt, job.rank, job.world_size, time.time(), job_id, file=file)
         while job.step_number == {STEPS - 40} and not (shared / "go").exists(): time.sleep(0.01)
-        time.sleep(0.0 if (shared / "go").exists() else 0.03)
+        time.sleep(0.0 if (shared / "go").exists() else 0.2 if job.step_number < 10 else 0.03)
 job.finish()
 weights = b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())
 if job.is_main:
@@ -210,6 +210,9 @@ class Sequence:
         for node in range(self.count):
             if node not in self.agents and self.random.random() < 0.5:
                 self.come_back(node)
+        self.finish()
+
+    def finish(self) -> None:
         self.settle()
         (self.folder / "go").touch()
         self.tell("go")
@@ -300,3 +303,15 @@ def test_random_changes_of_nodes_lose_no_step_and_are_repeated_to_the_bit(sequen
         outputs = "\n".join(f"--- {who}, {process.code}\n{process.output}" for who, process in sequence.outputs)
         told = "\n".join(sequence.told)
         raise AssertionError(f"{error}\n{told}\n{outputs}") from None
+
+
+@pytest.mark.parametrize("sequence", [4], indirect=True)
+def test_node_0_is_lost_with_its_disk_before_the_first_checkpoint(sequence: Sequence) -> None:
+    assert sequence.where == "own"
+    for node in range(sequence.count):
+        sequence.add(node)
+    wait_for("steps", lambda: sequence.furthest() > 3)
+    sequence.kill(sequence.processes(0))
+    del sequence.agents[0]
+    sequence.finish()
+    sequence.check()

@@ -121,7 +121,6 @@ def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
         ("0:900:0 1:1:3", 3),  # node1 fails, node0 works on
         ("0:3:5 1:0:0", 5),  # node1 succeeds first: compose itself would report that, and stop node0
         ("0:2:171 1:1:2", 2),  # the mistake outranks the loss of a peer
-        ("0:3:1 1:0:137", 1),  # and the kill, which a restart might have helped against
     ],
 )
 def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str, code: int) -> None:

@@ -24,8 +24,12 @@ ELASTIC = (*KINDS, *(f"{kind}+elastic" for kind in KINDS))
 
 
 def mixes(kind: str) -> list[str]:
-    chosen = product([kind], *(("", name) for name in ("gpu", "fsdp", "kueue+secret")), CODE)
-    return ["+".join(filter(None, each)) for each in chosen]
+    """With all of the others and with none each kind of code, and else one of them."""
+    chosen = list(product(*(("", name) for name in ("gpu", "fsdp", "kueue+secret"))))
+    last = len(chosen) - 1
+    codes = [CODE if number in (0, last) else CODE[number % 3 :][:1] for number in range(last + 1)]
+    pairs = [(each, code) for each, some in zip(chosen, codes, strict=True) for code in some]
+    return ["+".join(filter(None, (kind, *each, code))) for each, code in pairs]
 
 
 def test_k8s_every_component_is_in_a_mix() -> None:

@@ -1,5 +1,6 @@
 """sbatch slurm/ddp.sbatch and simple.sbatch on a real Slurm of two nodes: the same weights as on the host."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,11 +24,15 @@ def digests(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 
 # One rank on each node: all of test_slurm_ends.py
-def test_slurm_trains_on_two_nodes_to_the_weights_of_the_host(
+def test_slurm_doctor_looks_first_and_two_nodes_train_to_the_weights_of_the_host(
     cluster: Cluster, digests: dict[int, str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    job = cluster.submit(tmp_path, RUN, "--ntasks-per-node=2")
+    job = cluster.submit(tmp_path, RUN, "--ntasks-per-node=2", DOCTOR="1")
     assert job.wait() == "COMPLETED", job.log()
+    fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
+    assert fit < trained, job.output
+    said = " ".join(job.output.replace("[node0 r0/4]", "").split())  # a long line is wrapped
+    assert re.search(r"between nodes: slowest \S+ .B/s, ranks [01] on node0 and [23] on node1;", said), job.output
     result = job.result()
     record_property("2 nodes x 2", f"{result['digest']}, the host {digests[4]}")
     assert (result["digest"], result["world_size"]) == (digests[4], 4)

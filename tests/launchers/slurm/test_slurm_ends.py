@@ -46,14 +46,23 @@ def finished(job: SlurmJob, undisturbed: str, *, restarts: int, more_says: str =
     assert "resumed from step" in job.output
 
 
-def test_slurm_job_that_is_asked_to_stop_saves_and_goes_on_after_a_requeue(
+def test_slurm_job_whose_rank_and_agent_are_killed_and_that_is_stopped_twice_ends_as_an_undisturbed_one(
     cluster: Cluster, undisturbed: str, tmp_path: Path
 ) -> None:
-    """Asked by a signal to each task, and by an operator's requeue. By a warning before the time ends: below."""
+    """Stopped by a signal to each task, and by an operator's requeue. By a warning before the time ends: below."""
     job = cluster.submit(tmp_path, RUN)
+    job.wait_for_step(100)
+    job.kill_rank("node1")
+    job.wait_for_text("resumed from step", count=1)
+    assert "slurm: the agent on" not in job.output, job.output
+    job.wait_for_step(400)
+    job.kill_agent("node0")
+    job.wait_for_text("resumed from step", count=2)
+    assert "the agent on node0 ended with 137, started again (1 of 3)" in job.output, job.output
+    assert job.show()["Restarts"] == "0"
     ways = (("scancel", "--signal=TERM"), ("scontrol", "requeue"))
     for number, way in enumerate(ways):
-        job.wait_for_step(100 + 500 * number)
+        job.wait_for_step(800 + 500 * number)
         cluster.run(*way, job.number)
         wait_for("the requeue", lambda number=number: job.show()["Restarts"] > str(number), log=job.log)
         if number + 1 < len(ways):
@@ -87,22 +96,6 @@ def test_slurm_time_that_runs_out_requeues_the_code_of_the_first_start_and_scanc
     assert job.output.count("saved at step") == 2, job.output
     assert "the new/here/mine.py differ" in job.output, job.log()
     assert "workload of yesterday" in job.output.partition("resumed from step")[0].rpartition("requeued at step")[2]
-
-
-def test_slurm_rank_or_agent_that_is_killed_starts_again_inside_the_allocation(
-    cluster: Cluster, undisturbed: str, tmp_path: Path
-) -> None:
-    job = cluster.submit(tmp_path, RUN)
-    kills = [(kill, node) for kill in (job.kill_rank, job.kill_agent) for node in ("node0", "node1")]
-    for number, (kill, node) in enumerate(kills):
-        job.wait_for_step(100 + 400 * number)
-        kill(node)
-        job.wait_for_text("resumed from step", count=number + 1)
-        if kill == job.kill_rank:
-            assert "slurm: the agent on" not in job.output, job.output
-        else:
-            assert f"the agent on {node} ended with 137, started again (1 of 3)" in job.output, job.output
-    finished(job, undisturbed, restarts=0)
 
 
 def test_slurm_job_whose_agents_keep_dying_is_requeued_and_fails_without_a_new_step(

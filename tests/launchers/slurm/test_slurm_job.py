@@ -19,6 +19,7 @@ SRUN = r"""#!/bin/bash
 echo "$*" >> "$STUB/steps"
 case "$*" in
   *"task.sh "*)
+    [[ -z ${ENDED:-} || ! -e $STUB/ended ]] || cp "$STUB/ended" "$ENDED"
     code=$(sed -n "$(grep -c task.sh "$STUB/steps")p" "$STUB/codes")
     if [[ $code == waits ]]; then
       trap 'echo USR1 >> "$STUB/signals"; exit 143' USR1
@@ -42,7 +43,7 @@ esac
 SINFO = '#!/bin/bash\ncat "$STUB/nodes"\n'
 SETTINGS = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "RANKUP": str(ROOT),
-    "PYTHON": sys.executable, "IMAGE": "", "SCRIPT": "", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3",
+    "PYTHON": sys.executable, "IMAGE": "", "SCRIPT": "", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3", "NNODES": "",
     "KEEP_CODE": "", "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
 }
 TASK = f"{ROOT}/slurm/task.sh --nproc 1"
@@ -112,6 +113,40 @@ def test_slurm_job_ends_with_the_code_of_its_agents_and_is_requeued_where_that_m
     (line,) = job.trained()
     assert line.endswith(f"{TRAIN} --lr 1")
     assert f"start 1 ended with {code} at step 40" in said
+
+
+@pytest.mark.parametrize(("ended", "code", "requeues"), [("0", 0, 0), ("1", 1, 0), ("", 137, 1)])
+def test_slurm_job_whose_nodes_come_and_go_ends_as_its_agents_say(
+    ended: str, code: int, requeues: int, tmp_path: Path
+) -> None:
+    """srun's code is that of a lost node. No agent says how a job ended that goes on later."""
+    job = Started(tmp_path, "137", NNODES="3:4")
+    if ended:
+        (tmp_path / "ended").write_text(f"{ended}\n")
+    end, said = job.run()
+    assert (end, len(job.requeued())) == (code, requeues), said
+    (line,) = job.trained()
+    assert "--no-kill --wait=0" in line
+    assert line.endswith(f"{TASK} --nnodes 3:4 {ROOT}/train/main.py train")
+
+
+@pytest.mark.parametrize(
+    ("code", "nodes", "requeues"),
+    [(0, "big8,big9", 1), (0, "big7,big8", 0), (1, "big8,big9", 1), (171, "big8,big9", 0)],
+)
+def test_slurm_agents_that_have_finished_requeue_a_job_that_has_lost_its_first_node(
+    code: int, nodes: str, requeues: int, tmp_path: Path
+) -> None:
+    """Slurm lets it hold the other nodes, without its batch script, to the end of its time."""
+    (tmp_path / "state").write_text(f"ExcNodeList=(null) NodeList={nodes} BatchHost=big7")
+    agent = tmp_path / "agent"
+    agent.write_text(f"#!/bin/sh\nexit {code}\n")
+    agent.chmod(0o755)
+    ended = tmp_path / "ended"
+    job = Started(tmp_path, "0", PYTHON=str(agent), MAX_RESTARTS="0", ENDED=str(ended))
+    assert subprocess.run(["bash", ROOT / "slurm" / "task.sh"], env=job.env, check=False).returncode == code
+    assert len(job.requeued()) == requeues
+    assert ended.exists() == (code < 128)
 
 
 def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Several Slurm jobs at once, arrays, and the mistakes that a user can make: each its own message and state."""
 
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -75,16 +74,6 @@ def test_slurm_workload_of_ones_own_has_data_on_each_nodes_disk_and_says_how_to_
     config = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
     assert config["data_dir"] == f"/tmp/rankup-{job.number}"
     assert not Path(config["data_dir"]).exists()
-
-
-def test_slurm_doctor_looks_first_and_the_job_trains(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, f"{JOB} --name job --run-dir runs", DOCTOR="1")
-    assert job.wait() == "COMPLETED", job.log()
-    fit, trained = job.output.index("doctor: fit to train"), job.output.index("training")
-    assert fit < trained, job.output
-    said = " ".join(job.output.replace("[node0 r0/2]", "").split())  # a long line is wrapped
-    assert re.search(r"between nodes: slowest \S+ .B/s, ranks 0 on node0 and 1 on node1;", said), job.output
-    assert job.result()["world_size"] == 2
 
 
 @pytest.mark.parametrize(

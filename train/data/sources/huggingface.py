@@ -103,23 +103,25 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
         return found if isinstance(found, Mapping) else {"train": found}
     # "csv" and the like are no names to `datasets`: they mean all such files below the working directory
     if not HUB_NAME.fullmatch(name) or folder.exists() or name in _PACKAGED_DATASETS_MODULES:
-        problem = "which is a file" if folder.exists() else "which is not there"
-        got = "an address" if is_url(name) else f"{config.dataset}, {problem}"  # an address may have a password in it
+        why = "which is a file" if folder.exists() else "which is not there"
+        got = "an address" if is_url(name) else f"{config.dataset}, {why}"  # an address may have a password in it
         raise UserError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
-    try:  # of several processes one downloads: `datasets` locks its cache
-        with _quiet(offline=not config.hf_download):
-            named: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
-        return named
-    except Exception as error:  # of many types
-        if config.hf_download:
-            raise NotFetched(f"{name} from the Hugging Face hub cannot be downloaded ({_line(error)}).") from error
-        if isinstance(error, ValueError):
-            raise UserError(f"{config.dataset}: what is cached can't be used ({_line(error)}).") from error
-        raise UserError(
-            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and not "
-            "cached here. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set "
-            "--hf-download."
-        ) from error
+    problem = Exception()
+    for offline in (True, False) if config.hf_download else (True,):
+        try:  # of several processes one downloads: `datasets` locks its cache
+            with _quiet(offline=offline):
+                named: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
+            return named
+        except Exception as error:  # of many types
+            problem = error
+    if config.hf_download:
+        raise NotFetched(f"{name} from the Hugging Face hub cannot be downloaded ({_line(problem)}).") from problem
+    if isinstance(problem, ValueError):
+        raise UserError(f"{config.dataset}: what is cached can't be used ({_line(problem)}).") from problem
+    raise UserError(
+        f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and not "
+        "cached here. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set --hf-download."
+    ) from problem
 
 
 @contextmanager
