@@ -32,7 +32,9 @@ push: ; @docker/host/push.sh ## Push the image to REPOSITORY
 slurm-local: ; @slurm/local.sh up ## Start a real Slurm of two nodes on this machine (root; NODES=3 CPUS=8)
 slurm-local-down: ; @slurm/local.sh down ## Remove it again
 
-sbom: ; python3 docker/host/sbom.py > docker/sbom.json ## Write docker/sbom.json from the lock files (CycloneDX)
+sbom: ## Write docker/sbom.json from the lock files (CycloneDX), and of an image sbom-image.json (IMAGE=rankup:runtime)
+	python3 docker/host/sbom.py > docker/sbom.json
+	$(if $(IMAGE),python3 docker/host/sbom.py $(IMAGE) > docker/sbom-image.json)
 audit: ; @PYTHON=$(PYTHON) docker/host/audit.sh ## Look for known vulnerabilities of the locked packages
 
 test: lint types unit ## All checks: lint, types, tests. This is what CI runs

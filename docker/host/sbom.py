@@ -1,30 +1,67 @@
-"""Prints a list of all packages that the lock files name, as CycloneDX 1.5 JSON: python3 docker/host/sbom.py"""
+"""Prints a list of packages as CycloneDX 1.5 JSON: of all that the lock files name, or of an image.
+
+python3 docker/host/sbom.py [IMAGE]      IMAGE: its Debian packages, and the Python packages that are in it
+"""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 ROOT = Path(__file__).parents[2]
+# A line for each package: pypi, name, version; or deb, name, version, debian or ubuntu, architecture
+IN_IMAGE = r"""
+. /etc/os-release
+dpkg-query --show --showformat "deb \${Package} \${Version} $ID \${Architecture}\n"
+python3 -c 'from importlib.metadata import distributions as all
+for each in all(): print("pypi", each.name, each.version)'
+"""
 
 
-def main() -> None:
-    """The same lock files give the same bytes: no time, no serial number."""
-    version = re.search(r'(?m)^version = "(.+)"', (ROOT / "pyproject.toml").read_text())
-    assert version
+def locked() -> list[dict[str, Any]]:
+    """The same lock files give the same components."""
     found: dict[tuple[str, str], list[str]] = {}
     for path in sorted((ROOT / "docker").glob("requirements*.lock")):
         for name, pinned in re.findall(r"(?m)^([\w.-]+)==([^\s;\\]+)", path.read_text()):
-            found.setdefault((re.sub(r"[-_.]+", "-", name).lower(), pinned), []).append(path.name)
-    components = [
-        {"type": "library", "name": name, "version": pinned, "purl": f"pkg:pypi/{name}@{pinned.replace('+', '%2B')}",
-         "bom-ref": f"{name}@{pinned}", "properties": [{"name": "lock", "value": lock} for lock in locks]}
-        for (name, pinned), locks in sorted(found.items())
-    ]
-    metadata = {"component": {"type": "application", "name": "rankup", "version": version[1], "bom-ref": "rankup"}}
-    lines = ",\n".join(json.dumps(each) for each in components)
+            found.setdefault((normal(name), pinned), []).append(path.name)
+    return [{**python(name, version), "properties": [{"name": "lock", "value": lock} for lock in locks]}
+            for (name, version), locks in sorted(found.items())]
+
+
+def inside(image: str) -> list[dict[str, Any]]:
+    command = ["docker", "run", "--rm", "--network=none", "--entrypoint=sh", image, "-c", IN_IMAGE]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [python(normal(name), more[0]) if kind == "pypi" else debian(name, *more)
+            for kind, name, *more in map(str.split, sorted(set(lines)))]
+
+
+def python(name: str, version: str) -> dict[str, Any]:
+    return {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name}@{quote(version)}",
+            "bom-ref": f"{name}@{version}"}
+
+
+def debian(name: str, version: str, system: str, architecture: str) -> dict[str, Any]:
+    purl = f"pkg:deb/{system}/{quote(name)}@{quote(version)}?arch={architecture}"
+    return {"type": "library", "name": name, "version": version, "purl": purl, "bom-ref": purl}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def main(image: str = "") -> None:
+    """No time, no serial number."""
+    version = re.search(r'(?m)^version = "(.+)"', (ROOT / "pyproject.toml").read_text())
+    assert version
+    kind, name = ("container", image) if image else ("application", "rankup")
+    metadata = {"component": {"type": kind, "name": name, "version": version[1], "bom-ref": name}}
+    lines = ",\n".join(json.dumps(each) for each in (inside(image) if image else locked()))
     head = json.dumps({"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1, "metadata": metadata})
     print(f'{head[:-1]}, "components": [\n{lines}\n]}}')
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

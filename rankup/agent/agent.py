@@ -32,7 +32,7 @@ from rankup.agent.lead import Lead, elect, id_of
 from rankup.agent.logs import host_name
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
 from rankup.agent.processes import PARENT, die_with_parent
-from rankup.agent.protocol import VERSION, Link, Member
+from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Link, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.errors import LEFT_OUT, STOPPED
 
@@ -80,6 +80,7 @@ class Agent:
             me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"),
             records=self.ranks.running_records,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
+            commit=AGENTS | (CHANGING if self.limits is not None else {}),
         )
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import asdict, replace
 from typing import Any
 
-from rankup.agent.protocol import KILLED, VERSION, Link, Member, interface_of
+from rankup.agent.protocol import KILLED, LEADERS, VERSION, Link, Member, fits, interface_of
 from rankup.agent.record import RecordWriter
 from rankup.agent.secret import greeting, read_secret
 from rankup.agent.votes import NONE, Basis, age
@@ -47,13 +47,15 @@ class Attendance:
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
         records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = SILENT_S,
+        commit: Mapping[str, Any] | None = None,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
         yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
         this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
-        `silent_s`: the leader is lost where it gives no sign of life for so long."""
+        `silent_s`: the leader is lost where it gives no sign of life for so long. `commit`: the form of what it says
+        besides as it commits."""
         self.basis: Basis = NONE
-        self._silent_s = silent_s
+        self._silent_s, self._commit = silent_s, dict(commit or {})
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
@@ -106,6 +108,9 @@ class Attendance:
                 try:
                     while True:
                         message = await link.receive()
+                        form = LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})
+                        if not fits(message, form):
+                            raise ConnectionError(f"it sent a {message['is']!r:.20} that is no message of ours")
                         self._heard_s = self._clock()
                         if self._take(link, message):
                             put(message)
@@ -149,16 +154,16 @@ class Attendance:
             self.problem = message["text"]
             self._notice(f"still waiting: {self.problem}")
         elif kind == "propose":
-            self.n, self.basis = message["n"], message.get("basis", self.basis)
+            self.n, self.basis = message["n"], message.get("basis") or self.basis
             if self._route is not None:
                 self._route.cancel()
-            self._route = self._start(self._try_route(message["next"]))
+            self._route = self._start(self._try_route(message.get("next")))
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
-            basis = message.get("basis", self.basis)
+            basis = message.get("basis") or self.basis
             if age(basis) >= age(self.basis):  # else a newer one is proposed already
                 self.basis = basis
-            if "basis" in message:
+            if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
             self._refused, self._until_s = True, self._clock()

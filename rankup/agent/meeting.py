@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankup.agent.network import foreign_address
-from rankup.agent.protocol import KILLED, VERSION, Link, Member, encode, interface_of
+from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
 from rankup.agent.stop import StopAgreement
 from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
 from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
@@ -532,7 +532,9 @@ class Leader:
 
     def stop(self, name: str, **more: Any) -> None:
         """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at. With
-        `change` it goes on then, in another membership."""
+        `change` it goes on then, in another membership. Raises ValueError for what is no such signal."""
+        if name not in SIGNALS:
+            raise ValueError(name)
         self.tell("stop", signal=name, **more)
         if self.running and self._stop is None:
             self._stop = StopAgreement(seat.link for seat in self._chosen)

@@ -37,6 +37,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -117,6 +118,47 @@ class Link:
 def encode(kind: str, **values: Any) -> bytes:
     """A message as it is sent."""
     return json.dumps({"is": kind, **values}).encode() + b"\n"
+
+
+INT = range(-(2**63), 2**63)
+JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
+SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
+BASIS: dict[str, Any] = {
+    "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
+    "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
+}
+# What the leader of agents says besides as it commits, and that of ranks which another launcher started
+AGENTS = {"why": str, "port": range(65536), "job": JOB, "store": bool, "again": bool, "restarts": INT}
+CHANGING = {"basis": BASIS, "change": str}  # where the number of nodes may change
+RANKS = {"store": range(65536), "token": str, "attempt": JOB, "restarts": INT}
+# What a member takes from a leader's message. A form is a type, a range, a choice of texts, a pattern, a list of one
+# form, a row of forms, or values by name; a name with ? may be absent or null
+LEADERS: dict[str, dict[str, Any]] = {
+    "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
+    "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str, str), "basis?": BASIS},
+    "commit": {"n": INT, "ip": str, "hosts": [(str, INT)], "basis?": BASIS},
+    "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
+    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [dict]}, "left_out": {"why": str},
+    "over": {"code": INT, "text": str}, "refused": {"code": INT, "text": str},
+}
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Whether a value that came as JSON has the form, see `LEADERS`."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            fits(value.get(name.removesuffix("?")), each) or (name.endswith("?") and value.get(name[:-1]) is None)
+            for name, each in form.items()
+        )
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(each, form[0]) for each in value)
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(fits, value, form))
+    if isinstance(form, range | frozenset):  # a text would be looked for number by number
+        return isinstance(value, int if isinstance(form, range) else str) and value in form
+    if isinstance(form, re.Pattern):
+        return isinstance(value, str) and form.fullmatch(value) is not None
+    return isinstance(value, form)
 
 
 @dataclass(frozen=True)
@@ -204,7 +246,7 @@ class Links:
             self._links[local_rank] = link
             while True:
                 self._hear(local_rank, await link.receive())
-        except (ConnectionError, LookupError, TypeError, ValueError):
+        except (ConnectionError, LookupError, TypeError, ValueError, OverflowError):
             pass  # the rank's process has ended
         except asyncio.CancelledError:
             pass  # the event loop ends. Python 3.11 prints a traceback where this is passed on

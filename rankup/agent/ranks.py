@@ -21,7 +21,7 @@ from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.logs import host_name, open_log
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
-from rankup.agent.protocol import KILLED, Links, in_thread
+from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end
@@ -262,6 +262,7 @@ class Ranks:
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
         rank = self.ranks[local_rank]
+        asked = self._passed_on or rank.told  # its signal was our SIGTERM
         if message["is"] == "end" and rank.running:
             # At once: its process may take a while to end, and the others wait for it
             rank.said = End.read(message, host_name())
@@ -269,8 +270,8 @@ class Ranks:
                 self._say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
             self._say("ask")
-        elif message["is"] == "stop" and not (self._passed_on or rank.told):  # else it was our SIGTERM
-            self._hear_stop(str(message["signal"]))
+        elif message["is"] == "stop" and message["signal"] in SIGNALS and not asked:
+            self._hear_stop(message["signal"])
 
     def running_records(self) -> Mapping[int, RecordWriter]:
         """Of this node's ranks that run."""

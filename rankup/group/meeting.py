@@ -27,7 +27,7 @@ from rankup.agent.attendance import HINT, Attendance
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, choose_interface, chosen_address, listen, open_port
-from rankup.agent.protocol import Member, in_thread
+from rankup.agent.protocol import RANKS, Member, in_thread
 from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv
@@ -151,7 +151,7 @@ class MemberLine(Line):
         hint = "All ranks have to name the same file." if self._file else HINT
         self._attendance = Attendance(
             self._me, self.settings, self._leader_at, notice=self.log.warning,
-            records=lambda: {self._me.first_rank: self.record}, hint=hint,
+            records=lambda: {self._me.first_rank: self.record}, hint=hint, commit=RANKS,
         )
         member = False
         async for event in self._attendance.events():

@@ -171,16 +171,16 @@ class Agreement:
                 "wrong before: watch that machine, and run rankup doctor there"
             )
 
-    def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any, *, step: int) -> None:
-        """Compare what every rank computes from rank 0's `batch`, see `Job.recompute`. Raises PeerLost, which names who
-        is wrong, where it differs."""
+    def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any, *, step: int, split: bool) -> None:
+        """Compare what every rank computes from rank 0's `batch`, see `Job.recompute`. `split`: FSDP2 has split a
+        module. Raises PeerLost, which names who is wrong, where it differs."""
         if self.group.world_size == 1:
             return
         batch = self.group.broadcast_tensors(batch)
-        first = self._exchange([self._computed(loss, batch, step)])
+        first = self._exchange([self._computed(loss, batch, step, split)])
         if not (odd := odd_ones([row[0] for row in first])):
             return
-        second = self._exchange([self._computed(loss, batch, step)])
+        second = self._exchange([self._computed(loss, batch, step, split)])
         unsteady = [rank for rank, row in enumerate(second) if row != first[rank]]
         if 2 * len(unsteady) > self.group.world_size:  # not all of them are broken
             if self.group.is_rank0:
@@ -198,13 +198,11 @@ class Agreement:
             suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
         )
 
-    def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int) -> int:
-        """A digest of the loss and of its gradients; of the loss alone where FSDP2 has split a module, as its gradients
-        are summed over the ranks. Buffers and random numbers are afterwards as before."""
+    def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
+        """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are
+        summed over the ranks there. Buffers and random numbers are afterwards as before."""
         modules = [item for item in self._items.values() if isinstance(item, nn.Module)]
-        parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
-        if any(hasattr(each, "to_local") for each in parameters):
-            parameters = []
+        parameters = [each for module in modules for each in module.parameters() if each.requires_grad and not split]
         buffers = [(each, each.detach().clone()) for module in modules for each in module.buffers()]
         with random_state_kept(self.group.device), torch.set_grad_enabled(bool(parameters)):
             seed_everything(derive_seed(step), self.group.device)

@@ -370,7 +370,7 @@ class Job:
         split, only the loss is compared. Buffers and random numbers are as before afterwards. One rank alone has
         nothing to compare with.
         """
-        self.agreement.recompute(loss, batch, step=self.position.step)
+        self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
     def write(self, name: str, text: str) -> None:
         """Write a file in the folder of the run, whole or not at all. All ranks call this, rank 0 writes. Raises

@@ -55,7 +55,7 @@ class Lineage:
         try:
             whole = values.keys() == names and RUN_ID.fullmatch(values["run"]) and isinstance(values["number"], int)
             line = [[str(mark), int(step)] for mark, step in values["attempts"]]
-        except (AttributeError, LookupError, TypeError, ValueError):
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
             return None
         return cls(**{**values, "attempts": line}) if whole else None
 

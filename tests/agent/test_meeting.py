@@ -918,7 +918,7 @@ async def test_a_leader_that_ends_is_looked_for_again_elsewhere():
         link, hello = await greeted(links)
         assert (hello["n"], hello["first_rank"], hello["token"]) == (0, 1, "token1")
         link.send("propose", n=5, ip="", next=None)
-        link.send("commit", n=5, hosts=[])
+        link.send("commit", n=5, ip="", hosts=[])
         await one.hears("propose"), await one.hears("commit")
         async with fake_leader() as (other_port, other_links):
             ports.append(other_port)
@@ -941,7 +941,7 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
         events = one.events()
         waiting = asyncio.ensure_future(anext(events))
         link, _ = await greeted(links)
-        link.send("commit", n=1, hosts=[])
+        link.send("commit", n=1, ip="", hosts=[])
         assert (await waiting)["is"] == "commit"
         clock.now_s += 1000.0
         if loss == "lost":
@@ -986,7 +986,7 @@ async def test_signs_of_life_are_given_while_nobody_takes_events(monkeypatch: py
         link, _ = await greeted(links)
         link.send("propose", n=1, ip="", next=None)
         assert (await waiting)["n"] == 1
-        link.send("commit", n=1, hosts=[])
+        link.send("commit", n=1, ip="", hosts=[])
         for _ in range(5):
             assert (await link.receive())["is"] == "alive"
         await events.aclose()
@@ -1012,7 +1012,7 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
-        link.send("commit", n=1, hosts=[])
+        link.send("commit", n=1, ip="", hosts=[])
         await one.hears("commit")
         for _ in range(5):
             clock.now_s += 10 * attendance.SILENT_S

@@ -20,6 +20,7 @@ from rankup.agent.protocol import VERSION, Link, Member, encode
 from rankup.agent.secret import NONCE, greeting, prove, read_secret
 from rankup.errors import LaunchError
 from tests.agent.test_launch import WAITS, add_node
+from tests.agent.test_membership import Nodes
 from tests.rigs.jobs import Job, ended, free_port, wait_for
 
 SECRET = b"0123456789abcdef"
@@ -265,3 +266,31 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
         environment = (folder / f"environment-{rank}").read_text()
         assert SECRET.decode() not in environment
         assert str(secret_file) not in environment
+
+
+def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_file: Path):
+    """At the ports of all nodes: node 1 leads once node 0 is lost, and the spare takes its place."""
+    options, env = ("--spares=1", "--wait-for-node=100", "--lost-after-s=60"), {secret.VARIABLE: str(secret_file)}
+    nodes = Nodes(tmp_path, "2", *options)
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(ended(nodes.job))
+        for node in range(3):
+            nodes.add(node, env)
+        first = nodes.attempt(2)
+        lost = nodes.of_rank(0, first)
+        strangers = {}
+        for node, agent in nodes.agents.items():
+            listening = [each for each in agent.net_connections("tcp") if each.status == "LISTEN"]
+            port = min(listening, key=lambda each: each.fd).laddr.port  # the others test routes, and hear nothing
+            strangers[node] = Stranger(port, record(port))
+        for stranger in strangers.values():
+            stack.enter_context(stranger.talking())
+        wait_for("strangers that have said all", lambda: all(each.rounds >= 2 for each in strangers.values()))
+        nodes.kill(lost)
+        second = nodes.attempt(2, after=first)
+        said = {node: each.rounds for node, each in strangers.items()}
+        wait_for("strangers that go on", lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()))
+        nodes.go()
+        assert job.wait() == [-9 * (node == lost) for node in range(3)], job.output
+    attempts = {path.name.split("-")[0] for path in (tmp_path / "shared").glob("*-of-*")}
+    assert attempts == {str(first), str(second)}, job.output

@@ -61,12 +61,12 @@ def test_fault_that_comes_again_ends_the_job_and_names_the_rank(
     assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
 
 
-@pytest.mark.parametrize("ranks", [3, 2])
+@pytest.mark.parametrize(("ranks", "fsdp"), [(3, "0"), (2, "0"), (2, "1")])
 def test_rank_that_goes_on_computing_wrongly_before_the_exchange_is_named(
-    forks: Forks, tmp_path: Path, ranks: int
+    forks: Forks, tmp_path: Path, ranks: int, fsdp: str
 ) -> None:
     """All ranks get the same wrong sum, so that no comparison of states finds it."""
-    output = run(forks, tmp_path, ranks, code=171, FLIP="product:1:1:0", RECOMPUTE="1")
+    output = run(forks, tmp_path, ranks, code=171, FLIP="product:1:1:0", RECOMPUTE="1", HYBRID=fsdp)
     assert "rank 1 on" in re.search(r"silent corruption before step \d+: (.*) computed other", output)[1]
     assert not (tmp_path / "run" / RECORD).exists()
     ends = [json.loads(path.read_text()) for path in (tmp_path / "run" / "status").glob("*/rank-*.json")]
@@ -94,7 +94,7 @@ def test_computation_on_all_ranks_leaves_buffers_and_random_numbers_as_they_were
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
 
     def computed() -> int:
-        return agreement._computed(lambda x: net(x).square().sum(), x, step=3)
+        return agreement._computed(lambda x: net(x).square().sum(), x, step=3, split=False)
 
     sound = computed()
     assert computed() == sound
@@ -121,7 +121,7 @@ def test_who_differs_from_itself_is_named_unless_most_do(
     rows = iter([[[value] for value in values] for values in (first, second)])
     agreement._computed, agreement._exchange = lambda *given: 0, lambda own: next(rows)
     with pytest.raises(PeerLost) if named else contextlib.nullcontext() as error:
-        agreement.recompute(lambda batch: batch, None, step=3)
+        agreement.recompute(lambda batch: batch, None, step=3, split=False)
     if named:
         assert [*map(int, re.findall(r"rank (\d)", str(error.value)))] == named
         assert error.value.suspect == (named[0] if len(named) == 1 else None)

@@ -8,18 +8,27 @@ import os
 import pickle
 import random
 import re
+import signal
+import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from rankup.agent import attendance
+from rankup.agent.agent import Agent
+from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
 from rankup.agent.meeting import Leader
-from rankup.agent.protocol import LONGEST, VERSION, Member, encode
-from rankup.errors import UserError
+from rankup.agent.protocol import AGENTS, CHANGING, LONGEST, VERSION, Link, Member, encode
+from rankup.agent.ranks import Options
+from rankup.agent.script import Script
+from rankup.env.node_env import Limits, NodeEnv
+from rankup.errors import JoinError, UserError
 from rankup.explain import explain_logs
 from rankup.group.meeting import read_place
 from rankup.loop.agreement import Agreement
@@ -233,6 +242,83 @@ async def _attended(data: bytes) -> None:
     assert not broken, broken
 
 
+def words() -> Files:
+    """What a member hears from whoever leads, and an agent from its ranks."""
+    basis = {"n": 1, "v": 0, "job": "20260102T030405-ab", "used": ["t1", "t2"], "voters": ["t1", "t2"],
+             "known": [["t2", "127.0.0.1", 1, "node0"]], "before": []}
+    said = [encode("waiting", text="for node 0"), encode("propose", n=1, ip="127.0.0.1", next=None, basis=basis),
+            encode("propose", n=1, ip="127.0.0.1", next=["127.0.0.1", 1, "rank 0 on node0", "lo"]),
+            encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
+                   job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
+            encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
+            encode("ranks", ranks=[{"rank": 0}], nodes=[]), encode("alive"), encode("stacks"), encode("leave", n=1),
+            encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
+            encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
+    end = End(1, "", 1, "x", 7).message()
+    rank = encode("rank", local_rank=1) + encode("ask") + encode("end", **end) + encode("stop", signal="SIGINT")
+    return {"leader": b"".join(said) + encode("over", code=0, text=""), "rank": rank}
+
+
+def read_words(folder: Path) -> None:
+    with mock.patch.object(attendance, "PAUSE_S", 0.0):
+        asyncio.run(_led(folder, (folder / "leader").read_bytes(), (folder / "rank").read_bytes()))
+
+
+async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
+    """An agent that starts no process, whose leader and rank say these."""
+    broken: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
+    node = NodeEnv(node_rank=1, num_nodes=2, nproc=2, master_addr="127.0.0.1", master_port=1, limits=Limits(1, 2))
+    agent = Agent(Options(node=node, script=Script(["s.py"], None), run_dir=folder / "run"))
+    agent._over, ready = asyncio.get_running_loop().create_future(), asyncio.Event()
+    ready.set()
+    server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
+    agent.ranks.server = server  # type: ignore[assignment]
+    me = Member("t1", 2, 2, 4, "node1", 1, "d", 0.0)
+    records, form = agent.ranks.running_records, AGENTS | CHANGING
+    agent.attendance = Attendance(me, {}, agent._find_leader, notice=str, records=records, commit=form)
+    agent.attendance._listen = lambda ip: None  # type: ignore[method-assign]
+    agent.ranks._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
+    heard = []
+
+    async def connect() -> Link:
+        if heard:
+            raise agent.attendance._failure()
+        heard.append(Link(*_said(leader)))
+        agent.attendance._link = heard[0]
+        return heard[0]
+
+    agent.attendance._connect = connect  # type: ignore[method-assign]
+    try:
+        agent.begin(agent.ranks.links._attend(*_said(rank)))
+        with contextlib.suppress(JoinError):
+            await agent._attend()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        if agent._over.done():
+            agent._over.result()
+    except JoinError:
+        pass
+    finally:
+        for task in [*agent._tasks, *agent.attendance._tasks]:
+            task.cancel()
+        os.close(agent.ranks.records._file)
+    assert not broken, broken
+    assert {each.name for each in folder.iterdir()} <= {"leader", "rank", "run"}
+
+
+def _said(data: bytes) -> tuple[Any, Any]:
+    """A connection whose other side says this, and leaves."""
+    reader = asyncio.StreamReader(limit=LONGEST)
+    reader.feed_data(data)
+    reader.feed_eof()
+    own = SimpleNamespace(getsockopt=lambda *given: struct.pack("3i", 1, os.geteuid(), 1))
+    writer = SimpleNamespace(write=lambda data: None, close=lambda: None, is_closing=lambda: False,
+                             transport=SimpleNamespace(abort=lambda: None),
+                             get_extra_info=lambda name: own if name == "socket" else ("127.0.0.1", 1))
+    return reader, writer
+
+
 SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
 IDX = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
 FORMATS = {
@@ -248,4 +334,5 @@ FORMATS = {
     "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_place(folder / "p"),
                     replaced=False),
     "frames": Format(frames, read_frames, replaced=False),
+    "words": Format(words, read_words, replaced=False),
 }

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def test_the_image_holds_nothing_that_training_does_not_need(image: str, importe
     assert report["stray"] == []
     # Of the wheels, only what the page names is gone
     assert report["lost"] == []
+
+
+def test_the_list_of_an_images_packages_has_debians_and_the_locked_ones(image: str) -> None:
+    made = subprocess.run([sys.executable, ROOT / "docker/host/sbom.py", image], stdout=subprocess.PIPE, check=True)
+    listed = {each["purl"] for each in json.loads(made.stdout)["components"]}
+    everywhere = {each["purl"] for each in json.loads((ROOT / "docker/sbom.json").read_text())["components"]}
+    of_python = {purl for purl in listed if purl.startswith("pkg:pypi/")}
+    assert of_python - everywhere <= {purl for purl in of_python if purl.startswith("pkg:pypi/rankup@")}
+    assert any(purl.startswith("pkg:pypi/torch@") for purl in of_python)
+    assert any(re.match(r"pkg:deb/\w+/libc6@", purl) for purl in listed)
 
 
 def test_each_library_finds_the_libraries_that_it_needs(image: str, imported: dict[str, Any]) -> None:
