@@ -1,18 +1,21 @@
-"""A job of two to three nodes loses one, goes on with two, and with three again: on the curve of one process."""
+"""A job of two to three nodes loses one, goes on with two at once, and with three once it is requeued: on the curve of
+one process."""
 
+import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from tests.launchers.slurm.test_slurm_ends import SLOW
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from tests.rigs.slurm_cluster import Cluster, why_not
 
 pytestmark = pytest.mark.timeout(1200)
-STEPS = 400
+STEPS = 200
 # Without dropout, which each rank draws for itself. Accumulated, so that a step takes some time
 LINE = (
     f"--dataset digits --model mlp --lr 0.02 --schedule constant --max-steps {STEPS} --epochs 1000 --accumulate 4 "
@@ -49,25 +52,38 @@ def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in found]
 
 
+def worlds(folder: Path) -> list[int]:
+    """How many ranks trained, from the first to the last change."""
+    lines = (folder / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
+    return [number for number, _ in groupby(json.loads(line)["job/ranks"] for line in lines if '"job/ranks"' in line)]
+
+
 def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
     three: Cluster, alone: list[float], tmp_path: Path
 ) -> None:
     three.idle()
-    job = three.submit(tmp_path, LINE, "--nodes=2-3")
-    job.wait_for_step(50)
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    hurry = tmp_path / "hurry"
+    slow = SLOW.replace("time.sleep(0.05)", f"time.sleep(0 if os.path.exists({str(hurry)!r}) else 0.1)")
+    (tmp_path / "slow.py").write_text(f"import os{slow}")
+    line = f"{LINE} --workload slow:build"
+    job = three.submit(tmp_path, line, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
+    job.wait_for_step(20)
     three.local("kill", "node2")
-    wait_for("the requeue", lambda: job.show()["JobState"] == "PENDING", log=job.log)
-    job.go_on()
-    job.wait_for_text("global = 2 ranks x 32")
+    wait_for("a step of two nodes", lambda: worlds(tmp_path) == [3, 2], log=job.log)
+    wait_for("Slurm to take the node away", lambda: job.show()["NumNodes"] == "2", log=job.log)
     lost_at = job.step()
     three.local("start", "node2")
     wait_for("node2", lambda: three.num_idle() == 1, log=three.report)
-    job.wait_for_step(lost_at + 20)
+    job.wait_for_step(lost_at + 5)
+    assert job.show()["Restarts"] == "0"
     three.run("scontrol", "requeue", job.number)
+    hurry.touch()
     assert job.wait() == "COMPLETED", job.log()
     three.idle()
-    worlds = [line.split("global = ")[1].split()[0] for line in job.output.splitlines() if "global = " in line]
-    assert [world for world, _ in groupby(worlds)] == ["3", "2", "3"], job.output
+    assert worlds(tmp_path) == [3, 2, 3], job.output
     assert job.result()["world_size"] == 3
     largest = max(abs(ours - one) / one for ours, one in zip(losses(tmp_path), alone, strict=True))
     print(f"loss within {largest:.1e}")
