@@ -1,5 +1,6 @@
 """Weights: their digest, starting from given ones, and the same ones on every rank at the start."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,23 @@ def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
         started_from(path)
 
 
-def test_safetensors_are_taken(tmp_path: Path) -> None:
+def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> None:
     given = plain_model().state_dict()
-    save_file(given, tmp_path / "model.safetensors")
-    assert weights.digest(started_from(tmp_path / "model.safetensors")[0]) == weights.digest(given)
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    save_file(given, tmp_path / "whole" / "model.safetensors")
+    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(given)}
+    for file in {*names.values()}:
+        save_file({name: given[name] for name in given if names[name] == file}, tmp_path / "parts" / file)
+    index = tmp_path / "parts" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    for place in ("whole", "whole/model.safetensors", "parts"):
+        assert weights.digest(started_from(tmp_path / place)[0]) == weights.digest(given)
+    os.truncate(tmp_path / "parts" / names["2.bias"], 100)
+    for _ in range(2):
+        with pytest.raises(UserError, match="must hold safetensors, or weights that"):
+            started_from(tmp_path / "parts")
+        index.write_text(json.dumps({"weight_map": {"2.bias": "../whole/model.safetensors"}}))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +129,13 @@ def test_unfit_weights_are_refused_in_one_line(tmp_path: Path, content: Any, mes
         started_from(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_truncated_weights_are_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save(plain_model().state_dict(), tmp_path / "w.pt")
+    os.truncate(tmp_path / "w.pt", (tmp_path / "w.pt").stat().st_size // 2)
+    with pytest.raises(UserError, match="must hold safetensors, or weights"):
+        started_from(tmp_path / "w.pt")
 
 
 def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Weights without the rest of a checkpoint: their digest, and starting a run from given weights."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from rankup import Group, UserError
 
 from ..config import Config
 from .checkpoints import check
+
+HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -54,12 +57,15 @@ def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path, place: str) -> Any:
-    """What a checkpoint or a file of weights holds. Raises UserError."""
+    """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
     from safetensors.torch import load_file
 
-    if path.is_dir():
+    ours = (path / "manifest.json").exists() or not any((path / name).exists() for name in HUGGING_FACE)
+    if path.is_dir() and ours:
         return rankup.open_checkpoint(path, check=check).tracked["model"]
     try:
+        if path.is_dir():
+            return {name: tensor for file in _files_of(path) for name, tensor in load_file(file).items()}
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -71,9 +77,23 @@ def _read(path: Path, place: str) -> Any:
         raise UserError(text) from None
 
 
+def _files_of(folder: Path) -> list[Path]:
+    """The files of weights in a folder of Hugging Face's. Raises OSError and ValueError, LookupError or TypeError."""
+    index = folder / HUGGING_FACE[1]
+    names = [HUGGING_FACE[0]]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    if any(Path(name).name != name for name in names):
+        raise ValueError(f"{index.name} names files elsewhere")
+    files = [folder / name for name in names]
+    if not all(file.is_file() for file in files):  # a pipe or a device may never end
+        raise FileNotFoundError
+    return files
+
+
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:
-    """Load weights into `model` in place, from a checkpoint folder of this program, from a file in safetensors, or from
-    any file of a state dict that torch loads with weights_only.
+    """Load weights into `model` in place, from a checkpoint folder of this program, from a folder of Hugging Face's or
+    a file in safetensors, or from any file of a state dict that torch loads with weights_only.
 
     Tensors whose shape differs, or that the file lacks, keep their initial value, and `say` lists them: a new head on a
     trained body is the usual case. `place`: what the user named, where `path` is a copy of it. Raises UserError where
