@@ -78,7 +78,7 @@ class Agent:
         )
         self.attendance = Attendance(
             me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"),
-            records=self.ranks.running_records,
+            records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
             commit=AGENTS | (CHANGING if self.limits is not None else {}),
         )

@@ -47,15 +47,15 @@ class Attendance:
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
         records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = SILENT_S,
-        commit: Mapping[str, Any] | None = None,
+        commit: Mapping[str, Any] | None = None, warm: Callable[[], bool] = lambda: True,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
         yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
         this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
         `silent_s`: the leader is lost where it gives no sign of life for so long. `commit`: the form of what it says
-        besides as it commits."""
+        besides as it commits. `warm`: whether this member's ranks would start without a wait for imports."""
         self.basis: Basis = NONE
-        self._silent_s, self._commit = silent_s, dict(commit or {})
+        self._silent_s, self._commit, self._warm = silent_s, dict(commit or {}), warm
         self._records, self._hint = records, hint
         self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
@@ -251,7 +251,8 @@ class Attendance:
         """Give signs of life, until the leader gives none. Returns why it is given up."""
         looked_s = self._clock()
         while True:
-            link.send("alive", ranks=[record.read().sign() for record in self._records().values()])
+            signs = [record.read().sign() for record in self._records().values()]
+            link.send("alive", ranks=signs, warm=self._warm())
             await asyncio.sleep(ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > ALIVE_S + min(FROZEN_S - ALIVE_S, self._silent_s / 2):

@@ -58,6 +58,7 @@ class _Seat:
     has: tuple[int, int] = (0, 0)  # the newest basis that it has said to have
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
+    warm: bool = True  # else the others would wait for its imports
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
@@ -255,6 +256,7 @@ class Leader:
                     self.refuse(mistake, code=USER_MISTAKE)
                 self._judge()
         elif kind == "alive":
+            seat.warm = message.get("warm") is not False
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "leaving" and self._limits is not None:
             self._let_go(seat)
@@ -422,7 +424,7 @@ class Leader:
         knowing = {seat.member.token for seat in self._seats.values() if seat.has >= age(self.basis)}
         if changes := recount(self.basis, spares, knowing):
             self._renew(**changes)
-        new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit]
+        new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit and seat.warm]
         room = len(self._chosen) < self._limits.most and new
         if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
             self.changing = True

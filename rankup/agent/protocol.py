@@ -10,7 +10,7 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |   basis: of that one, see `rankup.agent.meeting`   | leads(n, running, token, port): in place of a hello, from  |
 |                                                    | the leader of a job whose number of nodes may change       |
 |   settings: what must be the same for all          |                                                            |
-| alive(ranks): where each of its ranks is, a Sign   | alive                                                      |
+| alive(ranks, warm): where its ranks are, see Sign;   | alive                                                      |
 | ask: where is everybody?                           | ranks(ranks, nodes): the newest Sign of each, with host    |
 |                                                    | and seen; nodes as `Leader.nodes` has them                 |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |

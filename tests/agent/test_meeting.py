@@ -273,6 +273,20 @@ async def test_new_node_0_does_not_begin_alone_before_the_leader_of_a_job_that_g
 
 
 @asynchronous
+async def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
+    async with room(member(0, of=2), Limits(1, 2, wait_s=0.0)) as here:
+        first = await here.enter(member(0, of=2))
+        await here.pass_time(FOUND_S + 1, first)
+        await here.agree([first])
+        new = await here.enter(member(1, of=2))
+        new.say("alive", ranks=[], warm=False)
+        await here.pass_time(3.0, first)
+        assert not here.leader.changing
+        new.say("alive", ranks=[], warm=True)
+        await until(lambda: [here.leader.tick(), here.leader.changing][1])
+
+
+@asynchronous
 async def test_fault_while_a_membership_is_committed_refuses_all():
     async with room(limits=ANY) as here:
         here.prepared = lambda n: asyncio.sleep(0, {})
