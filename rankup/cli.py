@@ -210,7 +210,10 @@ def _status(given: argparse.Namespace) -> int:
 def _logs(given: argparse.Namespace) -> int:
     from rankup.observe.logs import logs
 
-    logs(runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow)
+    logs(
+        runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow,
+        as_json=given.as_json,
+    )
     return FINISHED
 
 
@@ -356,6 +359,7 @@ COMMANDS = {
             _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
             _option("--since", default="", metavar="TIME", help="nothing older: 10m, 2026-11-22T14:05"),
             _option("--follow", action="store_true", help="go on with new lines until Ctrl-C"),
+            JSON,
         ),
     ),
     "stacks": Command(

@@ -5,6 +5,7 @@ size. Times have whole seconds: within one the ranks take turns, and each rank's
 """
 
 import heapq
+import json
 import os
 import re
 import sys
@@ -31,10 +32,13 @@ HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 Record = tuple[bytes, int, int, bytes, bytes]  # time, number in that second, rank, host, text of one line
 
 
-def logs(runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False) -> None:
+def logs(
+    runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False, as_json: bool = False
+) -> None:
     """Print the lines of a run; with `follow` until a signal ends the process.
 
     `runs`: the folder of all runs. `run`: see `find_logs`. `rank`: such as "0-3,7". `since`: such as "10m".
+    `as_json`: an object a line, with `time`, `ranks`, `hosts` (of each rank) and `text`.
     Raises UserError where no such run has logs, and where `rank` or `since` can't be understood.
     """
     wanted, first_s = wanted_ranks(rank), moment(since)
@@ -48,7 +52,7 @@ def logs(runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: 
             if number not in found and (not wanted or number in wanted):
                 found[number] = RankLog(path, number, TAIL if skip else None)
         merged = heapq.merge(*(log.records(whole=not follow) for log in found.values()))
-        return (line.labelled() for line in folded(merged, first_s))
+        return (line.as_json() if as_json else line.labelled() for line in folded(merged, first_s))
 
     try:
         _write(look())
@@ -143,6 +147,8 @@ class RankLog:
         """What was not read yet. `whole`: also the last line, if it has no end yet."""
         number = 0
         with suppress(FileNotFoundError), self.path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset = 0  # a new file under that name, as --fresh makes it
             file.seek(self._offset)
             for line in file:
                 if not (whole or line.endswith(b"\n")):
@@ -166,6 +172,11 @@ class Line:
 
     def labelled(self) -> bytes:
         return b"%b %b%b\n" % (self.stamp, _label(tuple(sorted(self.who))), self.text)
+
+    def as_json(self) -> bytes:
+        ranks, hosts = zip(*((rank, host.decode(errors="replace")) for rank, host in sorted(self.who)), strict=True)
+        text = self.text.decode(errors="replace")
+        return json.dumps({"time": self.stamp.decode(), "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"
 
 
 def folded(records: Iterable[Record], first_s: float) -> Iterator[Line]:

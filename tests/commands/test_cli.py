@@ -110,6 +110,13 @@ def test_results_are_json_for_programs(run: Path, capsys: pytest.CaptureFixture[
         assert (code, json.loads(out)[0]["name"]) == (20, "cuda-memory")
 
 
+def test_logs_are_an_object_a_line_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "mine", "--json"]) == 0
+    first, second = map(json.loads, capfd.readouterr().out.splitlines())
+    assert first == {"time": "2026-11-22T10:00:01", "ranks": [0, 1], "hosts": ["vm", "vm"], "text": "ready"}
+    assert second["text"] == "CUDA out of memory"
+
+
 def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:
     """Also in a folder with a train.py of the user's own."""
     (tmp_path / "train.py").write_text("raise SystemExit('taken for the program')\n")

@@ -160,7 +160,7 @@ def following(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_follow_shows_new_lines_and_new_ranks_until_ctrl_c(write, tmp_path: Path) -> None:
+def test_follow_shows_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp_path: Path) -> None:
     log = write(0, "01 first")
     with following(tmp_path) as process:
         assert process.stdout is not None
@@ -173,6 +173,9 @@ def test_follow_shows_new_lines_and_new_ranks_until_ctrl_c(write, tmp_path: Path
         with log.open("a") as file:
             file.write("ond\n")
         assert process.stdout.readline().endswith("rank 0 on vm: second\n")
+        log.rename(log.with_name("old"))  # as --fresh does
+        write(0, "03 anew")
+        assert process.stdout.readline().endswith("rank 0 on vm: anew\n")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == -signal.SIGINT  # a shell says 130
         assert process.stderr.read() == ""

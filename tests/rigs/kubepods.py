@@ -17,7 +17,7 @@ Object = dict[str, Any]
 JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96"]
 SHORT = [*JOB, "--max-steps", "30"]
 # Long enough to be hit in the middle, whatever else the machine does: it is asked to save often
-LONG = [*JOB, "--max-steps", "1000", "--epochs", "100", "--save-every-steps", "20", "--log-every-steps", "5"]
+LONG = [*JOB, "--max-steps", "3000", "--epochs", "300", "--save-every-steps", "20", "--log-every-steps", "5"]
 
 
 def _size(quantity: str) -> str:
