@@ -4,8 +4,6 @@ The script does not import torch; `tests/promises` has what a training makes of 
 """
 
 import contextlib
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -160,10 +158,12 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
         first = nodes.begin(3)
         frozen = [nodes.agents[2], *nodes.agents[2].children(recursive=True)]
         for process in frozen:
-            os.kill(process.pid, signal.SIGSTOP)
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has just forked the rank
+                process.suspend()
         second = nodes.attempt(2, after=first)
         for process in frozen:
-            os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
         nodes.attempt(3, after=second)
         nodes.go()
         assert job.wait() == [0, 0, 0], job.output
