@@ -92,7 +92,8 @@ RESCUE_OLD_S = 7 * 24 * 3600.0  # a rescue that no run went on with for so long 
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
 REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a store is asked again
-MIRROR_S = 3600.0  # for one copy to a mirror: no save waits for it
+# For one copy to a mirror: no save waits for it, and a slow one gets the time that its bytes need
+MIRROR_S, MIRROR_BYTES_PER_S = 300.0, 1e5
 # At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
 FIND_S, SEARCH_S = 5.0, 60.0
 # At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less

@@ -23,7 +23,7 @@ from rankup.state.copies import list_copies, looks_whole, uploading
 from rankup.state.options import Options
 from rankup.state.stored_run import StoredRun
 from rankup.state.writing import Writing
-from rankup.timing import FIND_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
+from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 
 SUPERSEDED = "superseded"
 SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
@@ -215,7 +215,8 @@ class SecondPlace(StoredRun):
         # `is`: the same step may have been saved again meanwhile
         path = self._newest if self._newest is not self._has else None
         try:
-            self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else MIRROR_S)
+            size = sum(file.stat().st_size for file in path.iterdir()) if path is not None else 0
+            self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else MIRROR_S + size / MIRROR_BYTES_PER_S)
         except Exception as error:  # a mirror must not end the training
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
                 self._fail(str(error) or type(error).__name__)
