@@ -158,11 +158,10 @@ def test_frozen_node_is_left_and_joins_anew_when_it_wakes(tmp_path: Path) -> Non
         first = nodes.begin(3)
         frozen = [nodes.agents[2], *nodes.agents[2].children(recursive=True)]
         for process in frozen:
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that has just forked the rank
-                process.suspend()
+            process.suspend()
         second = nodes.attempt(2, after=first)
         for process in frozen:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess):  # the agent, awake again, has ended it
                 process.resume()
         nodes.attempt(3, after=second)
         nodes.go()
