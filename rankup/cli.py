@@ -170,7 +170,7 @@ def _replay(given: argparse.Namespace) -> int:
         raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
     path = next((path for path in (Path(given.replay), Path(given.run_dir, given.replay)) if path.is_dir()), None)
     whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)] if path is not None else []
-    changes = (read_json(whole[-1] / STATE) or {}).get("ranks") if whole else None
+    changes = (read_json(whole[-1] / STATE) or {}).get("changes") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {given.replay}.")
     given.replay, code = "", FINISHED

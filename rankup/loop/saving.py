@@ -46,7 +46,7 @@ class Saving:
         self.total: int | None = None
         self.loader_states: list[Any] = []
         # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
-        self.ranks: list[list[int]] = run.newest.record.get("ranks", []) if run.newest is not None else []
+        self.ranks: list[list[int]] = run.newest.record.get("changes", []) if run.newest is not None else []
         self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
         self.agree: Callable[[int], None] = lambda step: None
         self._seed, self._again = seed, again
@@ -177,7 +177,7 @@ class Saving:
         return write_record(
             position, seed=self._seed, world_size=group.world_size, run=self.run.lineage.run, attempt=self.run.mark,
             written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
-            about=self.about | ({"ranks": self.ranks} if self.ranks else {}),
+            about=self.about | ({"changes": self.ranks} if self.ranks else {}),
         )
 
     def note_ranks(self) -> bool:
