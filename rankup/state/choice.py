@@ -99,8 +99,7 @@ def find_origin(
     origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", options.check))
     if chosen is not None:
         origin.words = _words(chosen, origin, group)
-    if group.local_rank == 0:
-        _put_aside_others(folder, origin.lineage.run)
+    _put_aside_others(folder, origin.lineage.run)
     return origin
 
 
@@ -242,10 +241,14 @@ def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
 def _put_aside_others(folder: Path, run: str) -> None:
     """Move the second copies of other runs than this one to `before-<time>/`, as --fresh does on rank 0's disk.
 
-    Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run.
+    Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run. The ranks
+    of a node do this at the same time: one of them moves a folder, the others find it gone.
     """
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
         moved = before(folder) / SECOND
         with contextlib.suppress(OSError):
             moved.mkdir(parents=True, exist_ok=True)
             other.rename(moved / other.name)
+        with contextlib.suppress(OSError):  # another rank was faster, and this folder is still empty
+            moved.rmdir()
+            moved.parent.rmdir()

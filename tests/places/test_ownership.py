@@ -177,7 +177,9 @@ class AtSecondPlace:
     def attempt(self, name: str, num_saves: int, writer: Writer | None) -> None:
         run_dir = self.folder / name / "run"
         run_dir.mkdir(parents=True)
-        lease: Any = SimpleNamespace(token=name, predecessor="", attempt=name, check=lambda: None, is_ours=lambda: True)
+        lease: Any = SimpleNamespace(
+            token=name, predecessor="", attempt=name, agreed=False, check=lambda: None, is_ours=lambda: True
+        )
         log: Any = SimpleNamespace(info=str, debug=str, warning=str)
         with SecondPlace(
             self.url, run_dir, lease, log, Options(keep=1, save_timeout_s=60.0), required=self.required
