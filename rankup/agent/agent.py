@@ -34,6 +34,7 @@ from rankup.agent.network import choose_interface, chosen_address, foreign_addre
 from rankup.agent.processes import PARENT, die_with_parent
 from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Link, Member
 from rankup.agent.ranks import Options, Ranks
+from rankup.agent.votes import same_job
 from rankup.errors import LEFT_OUT, STOPPED
 
 log = logging.getLogger("rankup")
@@ -122,15 +123,15 @@ class Agent:
         if self.lead is not None:
             await self.lead.leader.attend(reader, writer)
             return
-        link, strange = Link(reader, writer), (OSError, LookupError, TypeError, ValueError, asyncio.CancelledError)
-        with contextlib.suppress(*strange):
+        basis, link = self.attendance.basis, Link(reader, writer)
+        with contextlib.suppress(OSError, LookupError, TypeError, ValueError, asyncio.CancelledError):
             link.send(
                 "leader", version=VERSION, over="this node does not lead", token=self.attendance.me.token,
-                n=self.attendance.basis["n"], at=self.attendance.at,
+                n=basis["n"], at=self.attendance.at, job=basis["job"],
             )
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
-                if said["is"] == "leads" and int(said["n"]) >= self.attendance.basis["n"]:
+                if said["is"] == "leads" and int(said["n"]) >= basis["n"] and same_job(said, basis):
                     self._elsewhere = link.remote_ip, int(said["port"])
         link.close()
 
@@ -182,7 +183,7 @@ class Agent:
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
                 if event["is"] in ("lost", "gone"):
-                    self.ranks.leave_soon()
+                    self.ranks.leave_soon(node_lost=event["is"] == "gone" or bool(event.get("node")))
             elif event["is"] == "stop":
                 self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
             elif event["is"] == "spare":
@@ -207,8 +208,8 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is not None:  # they can go on without a node that still imports torch
-            await self.ranks.server.ready.wait()
+        if self.limits is not None and self.attendance.me.token in event["basis"]["used"]:
+            await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 

@@ -32,7 +32,7 @@ from rankup.timing import (
     SILENT_S,
 )
 
-CROWD = 64  # a job with more ranks tries less often: one machine takes all connections
+CROWD = 16  # a job with more ranks tries less often: one machine takes all connections
 HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
@@ -240,7 +240,8 @@ class Attendance:
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
         link.send(
-            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis
+            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis,
+            warm=self._warm(),
         )
         self._link, self._heard_s = link, self._clock()
         self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
@@ -24,12 +25,14 @@ from rankup.agent.processes import within
 from rankup.agent.protocol import Link, Member, in_thread
 from rankup.agent.ranks import Options
 from rankup.agent.status import ScriptStatus, new_job
+from rankup.agent.votes import same_job
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import STOPPED, JoinError, PeerLost, UserError
 from rankup.places.place import Place
 
 log = logging.getLogger("rankup")
+ASKED = 4  # members that are asked at once where nobody leads
 
 
 class Lead:
@@ -78,7 +81,8 @@ class Lead:
 
     async def _call_one(self, ip: str, port: int) -> None:
         leader = self.leader
-        words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves}
+        words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves,
+                 "job": leader.basis["job"]}
         other = await who_leads(ip, port, answer=words)
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
             self.yield_to(ip, port)
@@ -179,25 +183,37 @@ async def elect(
     attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None
 ) -> tuple[str, int] | None:
     """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
-    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for."""
+    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
+
+    All members look at once. So each of them asks a few, those that may lead first, and only who is about to lead
+    itself asks all.
+    """
     basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
-    known = {token: (ip, port) for token, ip, port, _ in basis["known"] if token != me.token}
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
-    new = dict.fromkeys([*known.values(), master, elsewhere or master])
-    while new:
-        said |= zip(new, await asyncio.gather(*(who_leads(*place) for place in new)), strict=True)
-        told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
-        new = dict.fromkeys(place for place in told if place not in said)
-    for place, each in said.items():
-        if each and not each["over"] and each["n"] >= basis["n"] and each["token"] != me.token:
-            return place
+    known = [(token, (ip, port), name) for token, ip, port, name in basis["known"]]
+    before = list(itertools.takewhile(lambda each: each[0] != me.token, known))
+    groups = [before[start:start + ASKED] for start in range(0, len(before), ASKED)] or [[]]
+    if len(before) < len(known):  # this one has a place there
+        groups.append([each for each in known if each[0] != me.token])
+    asked = [master, elsewhere or master]
+    for group in groups:
+        new = dict.fromkeys(place for place in [*(place for _, place, _ in group), *asked] if place not in said)
+        while new:
+            said |= zip(new, await asyncio.gather(*(who_leads(*place) for place in new)), strict=True)
+            told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
+            new = dict.fromkeys(place for place in told if place not in said)
+        for place, each in said.items():
+            if each and not each["over"] and each["n"] >= basis["n"] and each["token"] != me.token and (
+                same_job(each, basis)
+            ):
+                return place
+        for token, place, name in group:
+            if (each := said[place]) and each["token"] == token and (token, place, name) in before:
+                raise ConnectionError(f"{name} is to lead, and does not yet")
     if not basis["n"]:
         return master  # which says why not
-    for token, _, _, host in basis["known"]:
-        if token == me.token:
-            return None
-        if (each := said[known[token]]) and each["token"] == token:
-            raise ConnectionError(f"{host} is to lead, and does not yet")
+    if len(before) < len(known):
+        return None
     raise ConnectionError("no leader of the job was found")
 
 
@@ -229,7 +245,7 @@ async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = No
         try:
             async with asyncio.timeout(timing.PROBE_S):
                 said = await secret.greeting(link, secret.read_secret(os.environ))
-            said = {"token": "", "n": 0, "running": False, "at": [], **said, "over": str(said["over"])}
+            said = {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
             if answer is not None:
                 link.send("leads", **answer)
             return said

@@ -20,8 +20,15 @@ from typing import Any
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
 from rankup.agent.stop import StopAgreement
-from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
-from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
+from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
+from rankup.agent.words import (
+    HINT,
+    describe_change,
+    describe_claims,
+    describe_differences,
+    describe_late,
+    describe_missing,
+)
 from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges
@@ -58,7 +65,7 @@ class _Seat:
     has: tuple[int, int] = (0, 0)  # the newest basis that it has said to have
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
-    warm: bool = True  # else the others would wait for its imports
+    warm: bool = True  # it has imported torch
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
@@ -156,7 +163,8 @@ class Leader:
 
     async def _attend(self, link: Link) -> None:
         link.send(
-            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.basis["n"], running=self.running
+            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.basis["n"], running=self.running,
+            job=self.basis["job"],
         )
         try:
             async with asyncio.timeout(HELLO_S):
@@ -173,7 +181,7 @@ class Leader:
         why = ENDED
         try:
             if member is not None:
-                await self._seat(link, member)
+                await self._seat(link, member, warm=hello.get("warm") is not False)
             while True:  # also for who was refused: an end of ours before its own may hide the reason
                 self._take(link, await link.receive())
         except ConnectionError:
@@ -202,9 +210,9 @@ class Leader:
         return member
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
-        """Whether another leader, which has said so much of itself, takes the place of this one."""
+        """Whether another leader of this job, which has said so much of itself, takes the place of this one."""
         ours = (self.basis["n"], self.running, self.me.token)
-        return (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
+        return same_job(other, self.basis) and (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
 
     def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
@@ -212,7 +220,7 @@ class Leader:
         if not self._formed:
             self.refuse(text, code=code)
 
-    async def _seat(self, link: Link, member: Member) -> None:
+    async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
         """Give a newcomer its seat once its ranks are free. Whoever has them gives a sign of life, or is replaced.
 
         Raises ConnectionError where the job is over before.
@@ -235,7 +243,7 @@ class Leader:
         if self._over:
             raise ConnectionError
         now_s = self._clock()
-        self._seats[link] = seat = _Seat(link, member, now_s, member.ranks, now_s)
+        self._seats[link] = seat = _Seat(link, member, now_s, member.ranks, now_s, warm=warm)
         self._seat_of |= dict.fromkeys(member.ranks, seat)
         self._lost.pop(member.first_rank, None)
         if self._limits is not None and self.running:
@@ -301,8 +309,8 @@ class Leader:
         if not self.running:
             self._void()
         elif len(seat.finished) < seat.member.num_ranks:
-            more = {"code": KILLED} if why == ENDED else {}
-            self.lose(seat.member, why, ranks=None, **more)
+            more: dict[str, Any] = {"code": KILLED} if why == ENDED else {}
+            self.lose(seat.member, why, node=True, **more)
             self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
     async def watch(self, *, master: str = "") -> None:
@@ -365,7 +373,9 @@ class Leader:
         if self._clock() - self._beaten_s < NOTICE_S:
             return []
         order = {token: place for place, token in enumerate(self.basis["used"])}
-        fit = [seat for seat in seats if not seat.unfit]
+        # At the start all import torch. Later nobody waits for a node that does, other than the one that leads
+        first = not self.basis["n"]
+        fit = [seat for seat in seats if not seat.unfit and (first or seat.warm or seat.member.token == self.me.token)]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
         # A new node 0 founds no second job: who leads the first one calls it
         wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
@@ -602,11 +612,15 @@ class Leader:
         if self._beaten_s > self._begun_s:
             return "another part of the job goes on, or --shared-dir does not answer"
         if self._limits is not None and not self._proposed:
-            here = sum(not seat.unfit for seat in self._seats.values())
+            here = [seat for seat in self._seats.values() if not seat.unfit]
+            cold = sum(not seat.warm for seat in here)
             lost = "; ".join(f"{seat.member.host}: {seat.unfit or why}" for seat, _, why in [*self._lost.values()][:4])
-            text = outvoted(self.basis, self._here) or f"{here} of at least {self._limits.least} nodes are here"
+            text = outvoted(self.basis, self._here) or f"{len(here)} of at least {self._limits.least} nodes are here"
+            text += f", {cold} of them without their imports yet" if cold else ""
             return text + (f" (lost: {lost})" if lost else "")
         late = [seat.member for seat in self._seats.values() if self._proposed and seat in self._late]
+        if self._limits is not None:
+            return describe_late(self._proposed, late, waited_s=round(self._clock() - self._begun_s))
         gone = [(seat.member, why) for _, (seat, _, why) in sorted(self._lost.items())]
         waited_s = round(self._clock() - self._begun_s)
         return describe_missing(self.members, gone, late, of=self.me, waited_s=waited_s)

@@ -20,7 +20,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
-|                                                    | lost(n, ranks, host, why): membership n is over            |
+|                                                    | lost(n, ranks, host, why, node): membership n is over; with|
+|                                                    | node its whole node is lost                                |
 |                                                    | waiting(text): who is missing                              |
 |                                                    | left_out(why): leave, the ranks of this member have failed |
 |                                                    | again and again                                            |
@@ -52,7 +53,7 @@ from rankup.timing import CONNECT_S
 
 Found = TypeVar("Found")
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 5  # of the messages; hello and refused stay as they are
+VERSION = 6  # of the messages; hello and refused stay as they are
 LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
 # or a hello, which names every file of the script's own
 

@@ -301,17 +301,19 @@ class Ranks:
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
-    def leave_soon(self) -> None:
+    def leave_soon(self, *, node_lost: bool = False) -> None:
+        """`node_lost`: the reason is known, and no rank of a script that does not import rankup has more to say."""
         if self._leaving is None or self._leaving.done():
             settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
-            self._leaving = self._begin(self.end(settle_s=settle_s))
+            notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
+            self._leaving = self._begin(self.end(settle_s=settle_s, notice_s=notice_s))
 
-    async def end(self, *, settle_s: float) -> None:
-        """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
+    async def end(self, *, settle_s: float, notice_s: float = timing.UNNOTICED_S) -> None:
+        """Return once all ranks have ended. They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += self.options.stop_grace_s if settle_s else 0.0
-        elif not await self.ended_within(min(timing.UNNOTICED_S, settle_s)):
+        elif not await self.ended_within(min(notice_s, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self.ended_within(settle_s):
             return

@@ -23,9 +23,7 @@ def describe_missing(
     """
     missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
     if not missing:
-        what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})"
-        if not late:
-            what = f"rank 0's process that imports torch and serves the store is not ready after {waited_s:g} s"
+        what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})" if late else _without_store(waited_s)
         return f"all {of.world_size} ranks have joined, but {what}"
     which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
     where = ""
@@ -37,6 +35,18 @@ def describe_missing(
     left = [f"; {member.who} had joined, but {why}" for member, why in gone if member.first_rank in missing]
     joined = f"(joined: {_by_host(present) or 'none'}){''.join(left[:4])}"
     return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
+
+
+def describe_late(n: int, late: list[Member], *, waited_s: float) -> str:
+    """Which nodes a membership waits for, where their number may change."""
+    hosts = sorted(member.host for member in late)
+    more = f" and {len(hosts) - MOST_HOSTS} more" if len(hosts) > MOST_HOSTS else ""
+    what = f"not each node is ready after {waited_s:g} s (late: {', '.join(hosts[:MOST_HOSTS])}{more})"
+    return f"membership {n}: {what if late else _without_store(waited_s)}"
+
+
+def _without_store(waited_s: float) -> str:
+    return f"rank 0's process that imports torch and serves the store is not ready after {waited_s:g} s"
 
 
 def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:

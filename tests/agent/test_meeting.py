@@ -630,8 +630,9 @@ async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_mem
         first, lost, last = await here.job()
         lost.vanish()
         for puppet in (first, last):
-            said = {"is": "lost", "n": 1, "ranks": [1], "host": "node1", "why": "its process has ended", "code": 137}
-            assert await puppet.hears("lost") == said
+            said = await puppet.hears("lost")
+            why = "its process has ended"
+            assert said == {"is": "lost", "n": 1, "ranks": [1], "host": "node1", "why": why, "node": True, "code": 137}
         who, said = await here.heard.get()
         assert (who.token, said) == ("token1", {"is": "lost", "n": 1, "why": "its process has ended"})
         assert not here.leader.running
