@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rankup import timing
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
 from rankup.agent.stop import StopAgreement
@@ -33,20 +34,6 @@ from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
-from rankup.timing import (
-    ALIVE_S,
-    ANSWER_S,
-    ENDING_S,
-    FOUND_S,
-    FROZEN_S,
-    GATHER_S,
-    HELLO_S,
-    NOTICE_S,
-    PAUSE_S,
-    PREPARE_S,
-    SILENT_S,
-    TICK_S,
-)
 
 ENDED = "its process has ended"
 
@@ -167,7 +154,7 @@ class Leader:
             job=self.basis["job"],
         )
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(timing.HELLO_S):
                 hello = await link.receive()
             if hello["is"] == "leads" and self._limits is not None:
                 if self.yields_to(hello):
@@ -229,7 +216,7 @@ class Leader:
         while rivals := {self._seat_of[rank] for rank in member.ranks if rank in self._seat_of}:
             for rival in rivals:
                 # Looks, not seconds: a leader that was stopped itself has heard nobody meanwhile
-                answer = known.setdefault(rival, [rival.num_heard, round(ANSWER_S / PAUSE_S)])
+                answer = known.setdefault(rival, [rival.num_heard, round(timing.ANSWER_S / timing.PAUSE_S)])
                 answer[1] -= 1
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
@@ -239,7 +226,7 @@ class Leader:
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
                     self._remove(rival.link, f"was replaced by {member.who}")
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
         now_s = self._clock()
@@ -318,20 +305,20 @@ class Leader:
         if master and (warning := await foreign_address(master)):
             self._say(warning)
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(timing.TICK_S)
             self.tick()
 
     def tick(self) -> None:
         """Signs of life, deadlines, and who is missing."""
         now_s = self._clock()
-        silent_s = SILENT_S if self._limits is None else self._limits.silent_s
+        silent_s = timing.SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self._seats.values()):
-            if now_s - self._ticked_s > min(FROZEN_S, silent_s / 2):
+            if now_s - self._ticked_s > min(timing.FROZEN_S, silent_s / 2):
                 seat.heard_s = now_s
             elif now_s - seat.heard_s > silent_s:
                 self._remove(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
         self._ticked_s = now_s
-        if now_s - self._beat_s >= ALIVE_S:
+        if now_s - self._beat_s >= timing.ALIVE_S:
             self._beat_s = now_s
             self.tell("alive")
         if self._limits is not None:
@@ -342,7 +329,7 @@ class Leader:
         if now_s - self._begun_s > self.me.left_s and self._preparing is None:
             how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
             self.refuse(f"{self._missing()}. Was every process started, {how}?")
-        elif now_s - self._noticed_s >= NOTICE_S:
+        elif now_s - self._noticed_s >= timing.NOTICE_S:
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
 
@@ -370,7 +357,7 @@ class Leader:
             return seats if len(self._seat_of) == self.me.world_size else []
         if any(seat.leaves and seat.unfit and seat.member.token == self.me.token for seat in seats):
             return []  # this leader goes, and the next one chooses
-        if self._clock() - self._beaten_s < NOTICE_S:
+        if self._clock() - self._beaten_s < timing.NOTICE_S:
             return []
         order = {token: place for place, token in enumerate(self.basis["used"])}
         # At the start all import torch. Later nobody waits for a node that does, other than the one that leads
@@ -378,7 +365,7 @@ class Leader:
         fit = [seat for seat in seats if not seat.unfit and (first or seat.warm or seat.member.token == self.me.token)]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
         # A new node 0 founds no second job: who leads the first one calls it
-        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
+        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, timing.FOUND_S)
         waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
         return fit[:self._limits.most] if len(fit) >= enough and not outvoted(self.basis, self._here) else []
@@ -436,7 +423,7 @@ class Leader:
             self._renew(**changes)
         new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit and seat.warm]
         room = len(self._chosen) < self._limits.most and new
-        if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
+        if room and now_s - max(seat.came_s for seat in new) >= timing.GATHER_S:
             self.changing = True
             self.stop("SIGTERM", change=True)
 
@@ -483,7 +470,7 @@ class Leader:
     async def _commit(self, n: int) -> None:
         """All are ready. Cancelled where one of them goes."""
         if problems := sorted(seat.problem for seat in self._chosen if seat.problem):
-            await asyncio.sleep(ENDING_S)
+            await asyncio.sleep(timing.ENDING_S)
             if self._limits is not None:
                 self._leave_out()
                 return
@@ -496,7 +483,7 @@ class Leader:
                 self._void()
                 return
         try:
-            async with asyncio.timeout(PREPARE_S) as patience:
+            async with asyncio.timeout(timing.PREPARE_S) as patience:
                 more = dict(await self._prepare(n))
         except (UserError, JoinError, PeerLost) as error:
             self.refuse(str(error), code=error.code)

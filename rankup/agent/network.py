@@ -1,19 +1,40 @@
-"""Addresses, ports and interfaces as this machine's system sees them."""
+"""Addresses, ports and interfaces as this machine's system sees them, and who may speak to a port where members meet:
+whoever knows the secret in RANKUP_SECRET_FILE, if a job has one.
+
+As in Python's multiprocessing.connection, both sides prove that they know the secret, and nobody sends it. Each draws a
+nonce, so that a recorded answer is worth nothing, and names its role, so that nobody gets his own answer back.
+
+| leader -> member | challenge(nonce): a message as in `protocol`                                                     |
+| member -> leader | its own nonce and HMAC-SHA256(secret, "member" + both nonces): 64 bytes, no message is read yet  |
+| leader -> member | proof(proof): HMAC-SHA256(secret, "leader" + both nonces)                                        |
+
+What follows is as without a secret: neither signed nor encrypted.
+"""
 
 import asyncio
 import errno
+import hmac
 import os
+import secrets
 import socket
+import stat
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
 
 import psutil
 
-from rankup.agent.protocol import LONGEST, addresses_of, interface_of
-from rankup.agent.secret import Attend, guard, read_secret
+from rankup.agent.protocol import LONGEST, Link, addresses_of, encode, interface_of
 from rankup.env.addresses import is_loopback
 from rankup.errors import JoinError, LaunchError
-from rankup.timing import PAUSE_S, PORT_S
+from rankup.timing import HELLO_S, PAUSE_S, PORT_S
+
+Attend = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+SECRET_FILE = "RANKUP_SECRET_FILE"
+WAY_OUT = f"Set {SECRET_FILE} to the same content on all nodes, or on none"
+NONCE = 32  # bytes, of a digest too
+SHORTEST, LONGEST_SECRET = 16, 4096  # bytes
+MOST_HALF_OPEN = 256  # connections that have not answered yet; a process may open 1,024 files by default
 
 
 async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
@@ -125,3 +146,85 @@ def choose_interface(
         ):
             environ[name] = given.get(name) or value
     return ""
+
+
+# The secret -----------------------------------------------------------------------------------------------------------
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes:
+    """The job's secret, without the white space around it; b"" where none is set. Raises LaunchError."""
+    if not (path := environ.get(SECRET_FILE, "")):
+        return b""
+    try:
+        # Who opens a pipe would wait for its writer
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            info = os.fstat(file.fileno())
+            secret = file.read(LONGEST_SECRET + 1).strip() if stat.S_ISREG(info.st_mode) else b""
+    except OSError as error:
+        raise LaunchError(f"{SECRET_FILE} must name a file that can be read, got {path}: {error.strerror}.") from None
+    if not SHORTEST <= len(secret) <= LONGEST_SECRET:
+        rule = f"a file of {SHORTEST} to {LONGEST_SECRET} bytes"
+        raise LaunchError(f"{SECRET_FILE} must name {rule}, got {path}. For example: openssl rand -hex 32")
+    # Kubernetes mounts a Secret as root's, readable to the pod's group
+    if info.st_mode & (0o037 if info.st_uid == 0 else 0o077):
+        mode = f"{stat.S_IMODE(info.st_mode):o}"
+        raise LaunchError(f"{SECRET_FILE} must name a file of mode 600, got {mode} of {path}. Run chmod 600 {path}")
+    return secret
+
+
+def prove(secret: bytes, role: str, leaders: bytes, members: bytes) -> bytes:
+    """That whoever has this `role` knows the secret. `leaders`, `members`: the nonces."""
+    return hmac.digest(secret, b"rankup 1 " + role.encode() + leaders + members, "sha256")
+
+
+def guard(attend: Attend, secret: bytes) -> Attend:
+    """`attend` for those alone who know the secret. Strangers cost a bounded time, a bounded number of connections and
+    a hundred bytes each, and hear nothing but a nonce."""
+    if not secret:
+        return attend
+    half_open: dict[asyncio.StreamWriter, None] = {}
+
+    async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while len(half_open) >= MOST_HALF_OPEN:  # the oldest goes: who knows the secret answers at once
+            oldest = next(iter(half_open))
+            del half_open[oldest]
+            oldest.transport.abort()
+        half_open[writer] = None
+        try:
+            nonce = secrets.token_bytes(NONCE)
+            writer.write(encode("challenge", nonce=nonce.hex()))
+            async with asyncio.timeout(HELLO_S):
+                answer = await reader.readexactly(2 * NONCE)
+            if not hmac.compare_digest(answer[NONCE:], prove(secret, "member", nonce, answer[:NONCE])):
+                raise ConnectionError
+            writer.write(encode("proof", proof=prove(secret, "leader", nonce, answer[:NONCE]).hex()))
+        except (OSError, EOFError, asyncio.CancelledError):  # Python 3.11 prints a traceback of one that is passed on
+            writer.transport.abort()
+            return
+        finally:
+            half_open.pop(writer, None)
+        await attend(reader, writer)
+
+    return let_in
+
+
+async def greeting(link: Link, secret: bytes) -> dict[str, Any]:
+    """The leader's first message, once it has proved that it knows the secret. Where it does not, or where this side's
+    is not the right one, a message like that of a leader who takes nobody. Raises ConnectionError where there is none.
+    """
+    message = await link.receive()
+    if bool(secret) != (message["is"] == "challenge"):
+        which = "none" if secret else "one"
+        return {"over": f"rank 0 has {which} where this process has {'a' if secret else 'no'} secret. {WAY_OUT}"}
+    if not secret:
+        return message
+    leaders, mine = b"", secrets.token_bytes(NONCE)
+    try:
+        leaders = bytes.fromhex(message["nonce"])
+        link.write(mine + prove(secret, "member", leaders, mine))
+        proof = bytes.fromhex((await link.receive())["proof"])
+    except (OSError, LookupError, TypeError, ValueError):
+        proof = b""
+    if not hmac.compare_digest(proof, prove(secret, "leader", leaders, mine)):
+        return {"over": f"rank 0 has another secret than this process. {WAY_OUT}"}
+    return await link.receive()

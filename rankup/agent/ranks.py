@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
-from rankup.agent import secret
 from rankup.agent.ends import End, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.logs import host_name, open_log
+from rankup.agent.network import SECRET_FILE
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
@@ -203,7 +203,7 @@ class Ranks:
         """
         commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
         # A script that imports rankup may know our settings by the environment, as where its cache lies
-        hidden = ("PET_", PARENT, secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", PARENT, SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has

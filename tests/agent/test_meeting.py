@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from rankup.agent import attendance, meeting, protocol
+from rankup import timing
+from rankup.agent import protocol
 from rankup.agent.attendance import Attendance
 from rankup.agent.meeting import Leader
 from rankup.agent.protocol import LONGEST, VERSION, Link, Member
@@ -563,7 +564,7 @@ def test_member_whose_loop_ends_before_the_leader_greets_it_closes_its_connectio
 
 @asynchronous
 async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "HELLO_S", 0.01)
+    monkeypatch.setattr(timing, "HELLO_S", 0.01)
     async with room() as here:
         link = await here.connect()
         await link.receive()
@@ -585,7 +586,7 @@ async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
 
 @asynchronous
 async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "ANSWER_S", 0.05)
+    monkeypatch.setattr(timing, "ANSWER_S", 0.05)
     async with room() as here:
         first, frozen = await here.enter(member(0)), await here.enter(member(1))
         await until(lambda: len(here.leader.members) == 2)
@@ -742,10 +743,10 @@ async def test_a_new_leader_goes_on_from_the_number_that_its_members_know():
 async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
     async with room() as here:
         puppets = await here.job()
-        here.now_s += 10 * meeting.SILENT_S
+        here.now_s += 10 * timing.SILENT_S
         here.leader.tick()
         await here.nothing_is_said_to(*puppets)
-        await here.pass_time(meeting.SILENT_S - 1, *puppets[:2])
+        await here.pass_time(timing.SILENT_S - 1, *puppets[:2])
         await here.nothing_is_said_to(*puppets[:2])
         await here.pass_time(2, *puppets[:2])
         await puppets[0].hears("lost")
@@ -806,7 +807,7 @@ async def test_who_is_ready_does_not_run_out_of_time_while_the_leader_prepares(
 ):
     """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
     if not in_time:
-        monkeypatch.setattr(meeting, "PREPARE_S", 0.5)
+        monkeypatch.setattr(timing, "PREPARE_S", 0.5)
     async with room(member(0, left_s=5.0)) as here:
         go, asked = asyncio.Event(), asyncio.Event()
 
@@ -903,7 +904,7 @@ async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
 
 @asynchronous
 async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attendance, "ROUTE_S", 2.0)
+    monkeypatch.setattr(timing, "ROUTE_S", 2.0)
     async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
         link, hello = await greeted(links)
         strangers = [socket.create_connection(("127.0.0.1", hello["port"])) for _ in range(100)]
@@ -993,7 +994,7 @@ async def test_a_leader_that_takes_nobody_any_more_is_asked_again():
 
 @asynchronous
 async def test_signs_of_life_are_given_while_nobody_takes_events(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attendance, "ALIVE_S", 0.01)
+    monkeypatch.setattr(timing, "ALIVE_S", 0.01)
     async with fake_leader() as (port, links):
         one = Attendance(member(1), {}, lambda: find(port), notice=print)
         events = one.events()
@@ -1016,7 +1017,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(attendance, "ALIVE_S", 0.0)
+        monkeypatch.setattr(timing, "ALIVE_S", 0.0)
 
     def __call__(self) -> float:
         return self.now_s
@@ -1030,7 +1031,7 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
         link.send("commit", n=1, ip="", hosts=[])
         await one.hears("commit")
         for _ in range(5):
-            clock.now_s += 10 * attendance.SILENT_S
+            clock.now_s += 10 * timing.SILENT_S
             for _ in range(100):
                 assert (await link.receive())["is"] == "alive"
         assert one.events.empty()
@@ -1042,7 +1043,7 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in {"NOTICE_S": 0.05, "HELLO_S": 0.05}.items():
-        monkeypatch.setattr(attendance, name, value)
+        monkeypatch.setattr(timing, name, value)
     async with fake_leader() as (port, links):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -1084,12 +1085,12 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(
 # An agent that starts no ranks: it prints its events, one line each
 AGENT = """
 import asyncio, json, os, socket, sys
+from rankup import timing
 from rankup.agent import attendance, meeting
 from rankup.agent.protocol import LONGEST, Member
 
 rank, port, silent_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-for module in (attendance, meeting):
-    module.SILENT_S, module.FROZEN_S, module.ALIVE_S, module.ANSWER_S = silent_s, 4.0, 0.2, 4.0
+timing.SILENT_S, timing.FROZEN_S, timing.ALIVE_S, timing.ANSWER_S = silent_s, 4.0, 0.2, 4.0
 me = Member(os.urandom(4).hex(), rank, 1, 3, f"node{rank}", os.getpid(), "d", left_s=600.0)
 
 def say(**values):
