@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -372,12 +373,12 @@ class Leader:
 
     @property
     def _here(self) -> set[str]:
-        return {seat.member.token for seat in self._seats.values()}
+        return {member.token for member in self.members}
 
     def _let_go(self, seat: _Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
         seat.unfit, seat.leaves = "it was asked to leave", True
-        if not self.others_stay:
+        if all(each.leaves for each in self._seats.values()):
             for each in self._seats.values():
                 each.unfit = ""  # all of them say how the job ends
             self._hear(seat.member, {"is": "stop", "signal": "SIGTERM"})
@@ -386,11 +387,6 @@ class Leader:
             self.stop("SIGTERM", change=True)
         elif seat in self._chosen and not self.running:
             self._void()
-
-    @property
-    def others_stay(self) -> bool:
-        """Whether there are members that were not asked to leave."""
-        return not all(seat.leaves for seat in self._seats.values())
 
     def _renew(self, **more: Any) -> None:
         seats = [*self._chosen, *(seat for seat in self._seats.values() if seat not in self._chosen)]
@@ -453,11 +449,10 @@ class Leader:
             }
             self._next["tie"] = self._tie(self._next["voters"])
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
-        for seat in self._late - {*seats}:
-            seat.link.send("propose", n=self._proposed, next=None, ip=seat.member.ip, **more)
-        for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
-            to = following.member
-            route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
+        following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
+        for seat in self._late:
+            to = following.get(seat, seat).member
+            route = [to.ip, to.port, to.name, to.interface] if to.port and to is not seat.member else None
             seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip, **more)
 
     def _void(self) -> None:
@@ -517,11 +512,9 @@ class Leader:
 
     def _leave_out(self) -> None:
         """Of those whose routes fail, go on without the one that most routes concern, and never without the leader."""
-        blame = dict.fromkeys(self._chosen[1:], 0)
-        for seat, following in zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True):
-            for each in {seat, following} & blame.keys() if seat.problem else ():
-                blame[each] += 1
-        worst = max(reversed(blame), key=lambda seat: blame[seat])
+        pairs = zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True)
+        blame = Counter(each for pair in pairs if pair[0].problem for each in pair)
+        worst = max(reversed(self._chosen[1:]), key=lambda seat: blame[seat])
         worst.unfit = next(seat.problem for seat in self._chosen if seat.problem)
         self._say(f"{worst.member.who} is left out: {worst.unfit}")
         for seat in self._chosen:
