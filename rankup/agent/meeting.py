@@ -498,6 +498,7 @@ class Leader:
         if self._limits is not None:
             why = {seat.member.token: f"is lost: {reason}" for seat, _, reason in self._lost.values()}
             away = [*self._seats.values(), *(seat for seat, _, _ in self._lost.values())]
+            why |= {seat.member.token: "has to import torch anew" for seat in self._seats.values() if not seat.warm}
             why |= {seat.member.token: f"is left out: {seat.unfit}" for seat in away if seat.unfit}
             spares = len(self._seats) - len(self._chosen)
             change = describe_change(self.basis, self._next, names=self._names, why=why, spares=spares)

@@ -226,6 +226,8 @@ class Ranks:
         ours = {}
         if self.knows_us:
             place, address = self.records.place(rank.local_rank), self.links.address
+            if self.node.limits is not None:  # of many nodes it would be too long for a variable
+                commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             agent = {"commit": commit, "record": place, "socket": address, "local_rank": rank.local_rank}
             ours["RANKUP_AGENT"] = json.dumps(agent)
         return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
