@@ -379,7 +379,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is not None and self.attendance.me.token in event["basis"]["used"]:
+        if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
