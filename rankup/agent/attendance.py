@@ -21,7 +21,7 @@ from rankup.env.addresses import is_loopback
 from rankup.env.node_env import NodeEnv
 from rankup.errors import JoinError
 
-CROWD = 16  # a job with more ranks tries less often: one machine takes all connections
+CROWD = 8  # a job with more ranks tries less often: one machine takes all connections
 ASKED = 4  # members that are asked at once who leads
 HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
