@@ -33,9 +33,9 @@ from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
-from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
+from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
 from rankup.agent.processes import PARENT, die_with_parent, within
-from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Link, Member, in_thread
+from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.status import ScriptStatus, new_job
 from rankup.agent.votes import same_job

@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import greeting, read_secret
-from rankup.agent.protocol import KILLED, LEADERS, VERSION, Link, Member, fits, interface_of
+from rankup.agent.network import Link, greeting, interface_of, read_secret
+from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
 from rankup.agent.record import RecordWriter
 from rankup.agent.votes import NONE, Basis, age, same_job
 from rankup.env.addresses import is_loopback

@@ -19,18 +19,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import foreign_address
-from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
-from rankup.agent.stop import StopAgreement
-from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
-from rankup.agent.words import (
+from rankup.agent.network import Link, encode, foreign_address, interface_of
+from rankup.agent.protocol import (
     HINT,
+    KILLED,
+    SIGNALS,
+    VERSION,
+    Member,
     describe_change,
     describe_claims,
     describe_differences,
     describe_late,
     describe_missing,
 )
+from rankup.agent.stop import StopAgreement
+from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
 from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges

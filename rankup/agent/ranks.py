@@ -18,10 +18,10 @@ from rankup.agent.ends import End, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.logs import host_name, open_log
-from rankup.agent.network import SECRET_FILE
+from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
-from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
+from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end

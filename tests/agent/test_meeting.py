@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent import attendance, protocol
+from rankup.agent import attendance
 from rankup.agent.attendance import Attendance
 from rankup.agent.meeting import Leader
-from rankup.agent.protocol import LONGEST, VERSION, Link, Member
-from rankup.agent.words import describe_differences, describe_missing
+from rankup.agent.network import LONGEST, Link, encode
+from rankup.agent.protocol import VERSION, Member, describe_differences, describe_missing
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -557,7 +557,7 @@ async def test_who_can_not_belong_to_it_does_not_end_a_job_that_was_whole(newcom
         b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n", b"\x80\x04\x95\n", b"[" * 100_000 + b"\n", b"{}\n", b'{"is": 3}\n',
         b'{"is": "hello"}\n', b'{"is": "alive"}\n', b"x" * (LONGEST + 10), b"9" * 10_000 + b"\n",
         *[
-            protocol.encode("hello", **{**asdict(member(1)), **HELLO, **wrong})
+            encode("hello", **{**asdict(member(1)), **HELLO, **wrong})
             for wrong in (
                 {"host": 3}, {"host": "\x1b[2J"}, {"host": "h" * 256}, {"first_rank": -1}, {"first_rank": "1"},
                 {"num_ranks": 3}, {"num_ranks": 0}, {"left_s": None}, {"n": None}, {"ip": []},

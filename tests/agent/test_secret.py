@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import network
-from rankup.agent.network import NONCE, SECRET_FILE, greeting, listen, prove, read_secret
-from rankup.agent.protocol import VERSION, Link, Member, encode
+from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
+from rankup.agent.protocol import VERSION, Member
 from rankup.errors import LaunchError
 from tests.agent.test_launch import WAITS, add_node
 from tests.agent.test_membership import Nodes

@@ -24,7 +24,8 @@ from rankup.agent.agent import Agent
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
 from rankup.agent.meeting import Leader
-from rankup.agent.protocol import AGENTS, CHANGING, LONGEST, VERSION, Link, Member, encode
+from rankup.agent.network import LONGEST, Link, encode
+from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
