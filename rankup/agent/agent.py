@@ -24,13 +24,12 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
 from rankup.agent.attendance import Attendance, elect, who_leads
 from rankup.agent.ends import End, Ends, Verdict
-from rankup.agent.fork_server import ForkServer
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
@@ -70,19 +69,14 @@ async def id_of(shared_dir: str) -> str:
 class Lead:
     """What node 0's agent does beside: it leads the meeting, and decides what the ends of ranks mean."""
 
-    def __init__(
-        self, options: Options, me: Member, server: ForkServer, places: Mapping[str, tuple[str, int]], *,
-        yield_to: Callable[[str, int], None],
-        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
-        """Decide from now on. `server`: serves the store. `places`: where nodes were last. `yield_to`: another one
-        leads at that address. `begin`: a task."""
-        self.options, self.node, self.limits, self.server = options, options.node, options.node.limits, server
-        self.places, self.yield_to = places, yield_to
+    def __init__(self, agent: "Agent") -> None:
+        """Decide from now on."""
+        self.agent, self.options, self.node, self.limits = agent, agent.options, agent.node, agent.limits
+        options = self.options
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
-            me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear, limits=self.limits,
-            outdone=yield_to, claim=self._claim,
+            agent.attendance.me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear,
+            limits=self.limits, outdone=agent.yield_to, claim=self._claim,
         )
         self.status = None if options.knows_us else ScriptStatus(options.run_dir, self.node.world_size)
         self.job = self.status.job if self.status is not None else new_job()
@@ -91,7 +85,7 @@ class Lead:
         works = [self.leader.watch(master="" if options.alone or self.node.node_rank else self.node.master_addr)]
         works += [self._report(self.status)] if self.status is not None else []
         works += [self._call()] if self.limits is not None else []
-        self._tasks = [begin(work) for work in works]
+        self._tasks = [agent.begin(work) for work in works]
 
     def give_up(self) -> None:
         """Another one leads."""
@@ -108,7 +102,7 @@ class Lead:
         while True:
             await asyncio.sleep(timing.CALL_S)
             here = {(member.ip, member.serves) for member in self.leader.members}
-            known = {(node.master_addr, node.master_port), *self.places.values()}
+            known = {(node.master_addr, node.master_port), *self.agent.places.values()}
             await asyncio.gather(*(self._call_one(*place) for place in known - here - {(me.ip, me.serves)}))
 
     async def _call_one(self, ip: str, port: int) -> None:
@@ -117,7 +111,7 @@ class Lead:
                  "job": leader.basis["job"]}
         other = await who_leads(ip, port, answer=words)
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
-            self.yield_to(ip, port)
+            self.agent.yield_to(ip, port)
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
@@ -150,9 +144,10 @@ class Lead:
             self._end(verdict)
             await asyncio.Event().wait()
         if self.options.knows_us:
-            await self.server.ready.wait()
+            server = self.agent.ranks.server
+            await server.ready.wait()
             with open_port("127.0.0.1" if self.options.alone else "", 0) as listener:
-                self.server.start_store(listener)
+                server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
             port = free_port()
@@ -220,7 +215,7 @@ class Agent:
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
         self._given = dict(os.environ)
-        self._places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
+        self.places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
         self._leaves = False  # for good, and the others go on
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
@@ -261,7 +256,7 @@ class Agent:
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
-                self._begin_to_lead()
+                self.lead = Lead(self)
             self.begin(self._attend())
             self.begin(self.ranks.watch())
             return await self._over
@@ -306,11 +301,6 @@ class Agent:
                     self._elsewhere = link.remote_ip, int(said["port"])
         link.close()
 
-    def _begin_to_lead(self) -> None:
-        self.lead = Lead(
-            self.options, self.attendance.me, self.ranks.server, self._places, begin=self.begin, yield_to=self.yield_to
-        )
-
     def yield_to(self, ip: str, port: int) -> None:
         """There is a leader that knows a newer membership: be a member there."""
         if self.lead is not None:
@@ -326,7 +316,7 @@ class Agent:
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.attendance, self.node, elsewhere)) is None:
             log.warning("this node leads from now on: no member before it answers")
-            self._begin_to_lead()
+            self.lead = Lead(self)
         return found or ("127.0.0.1", self.port)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -349,7 +339,7 @@ class Agent:
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
                 known = event["basis"]["known"] if self.limits is not None else []
-                self._places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
+                self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
                 self.ranks.start(event, token=self.attendance.me.token)
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})

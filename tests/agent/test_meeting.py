@@ -701,21 +701,6 @@ async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_mem
 
 
 @asynchronous
-async def test_a_rank_that_ended_badly_begins_the_next_membership_at_once():
-    async with room(member(0, of=4)) as here:
-        puppets = [await here.enter(member(rank, of=4, num_ranks=2)) for rank in (0, 2)]
-        await here.agree(puppets)
-        here.leader.lose(puppets[1].me, "exit code 137", ranks=[3], code=137)
-        here.leader.lose(puppets[0].me, "exit code 171")  # a consequence: that membership is over
-        for puppet in puppets:
-            said = await puppet.hears("lost")
-            assert said == {
-                "is": "lost", "n": 1, "ranks": [3], "host": "node2", "why": "exit code 137", "code": 137,
-            }
-        assert (await here.agree(puppets))["n"] == 2
-
-
-@asynchronous
 async def test_ends_are_heard_before_the_leader_prepares():
     async with room() as here:
         puppets = await here.job()
