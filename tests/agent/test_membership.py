@@ -99,6 +99,7 @@ def test_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
         for node in range(3):
             nodes.add(node)
         first = nodes.attempt(2)
+        wait_for("a spare", lambda: nodes.shown(0).count("spare"))
         lost = nodes.of_rank(1, first)
         nodes.kill(lost)
         nodes.attempt(2, after=first)
