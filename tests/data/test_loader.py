@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,48 +197,6 @@ def test_workers_die_when_the_job_fails(forks: Forks, tmp_path: Path) -> None:
         assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
-def test_worker_that_hangs_in_fork_is_started_anew(forks: Forks, tmp_path: Path) -> None:
-    output = forks.ends(*train(tmp_path / "undisturbed"))
-    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_fork")
-    assert "hangs in fork" in output
-    assert result(tmp_path / "run")["digest"] == result(tmp_path / "undisturbed")["digest"]
-
-
-def hang_in_fork() -> None:
-    """In the process of a rank: one worker never returns from os.fork."""
-    hang_in_forks(lambda forked: forked == 2)
-
-
-def test_workers_that_always_hang_in_fork_end_the_job(forks: Forks, tmp_path: Path) -> None:
-    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_every_second_fork", code=171)
-    assert output.count("hangs in fork") == 5
-    assert output.count("DataLoader worker 1 has not begun 1 s after its start") == 5
-    assert "Traceback" not in output
-
-
-def hang_in_every_second_fork() -> None:
-    hang_in_forks(lambda forked: forked % 2 == 0)
-
-
-def hang_in_forks(chosen: Callable[[int], bool]) -> None:
-    """`chosen`: whether a fork hangs, by its number from 1 on."""
-    from train.data import loader
-
-    loader.START_S = 1.0
-    forked = 0
-
-    def count() -> None:
-        nonlocal forked
-        forked += 1
-
-    def hang() -> None:
-        if chosen(forked):
-            os.write(2, b"hangs in fork\n")
-            time.sleep(600)
-
-    os.register_at_fork(before=count, after_in_child=hang)
-
-
 def test_training_and_all_evaluations_share_their_workers(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:say_forks")
     assert output.count("epoch ") == 4
@@ -262,7 +220,7 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
     order = probe("data", 3, rank=1, signal="SIGKILL")
     output = forks.ends(*train(tmp_path / "run"), world_size=2, env=order, code=171)
     # Each worker of rank 1 ends at its own third sample: by the time of the message the second may have followed
-    worker = r"worker [01] \(exit code -9\) at the training batch that begins with sample \d+"
+    worker = r"worker [01] \(exit code -9\)"
     assert re.search(
         f"a DataLoader worker was killed, most likely because memory ran out: {worker}(, {worker})?\\. ", output
     ), output

@@ -11,7 +11,6 @@ from ..config import Config
 from ..data.loader import Loader
 from ..parallel.method import Method
 from ..workloads import Workload
-from .advice import Advice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +29,6 @@ class Training:
     divisors: list[float]  # of the losses of a step's micro-batches, see `Order`
     steps_per_epoch: int
     total_steps: int
-    advice: Advice
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
 
     @property
