@@ -18,16 +18,14 @@ from .data.loader import Loader
 from .data.samples import to_device
 from .group import join_group
 from .parallel import load_method, method_name, start_method
-from .parallel.allocator import keep_freed_memory
 from .parallel.method import Method
-from .parallel.model import autocast, check_same_shapes, compile_model, prepare
+from .parallel.model import autocast, check_same_shapes, compile_model, keep_freed_memory, prepare
 from .parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from .parallel.warm_up import warm_up
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate
-from .run.progress_bar import ProgressBar
-from .run.result import describe, write_result
+from .run.result import ProgressBar, describe, write_result
 from .run.run_directory import check_data, open_run_directory
 from .run.training import Training
 from .workloads import Workload, load

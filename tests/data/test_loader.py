@@ -24,7 +24,6 @@ from tests.rigs.small_filesystems import own_tmpfs
 from train.data import MapSamples
 from train.data.loader import Loader
 from train.data.order import BatchIndex, Order
-from train.data.samples import num_bytes
 
 CPU = torch.device("cpu")
 
@@ -125,11 +124,6 @@ def test_closed_loader_leaves_no_worker() -> None:
     while multiprocessing.active_children():
         assert time.monotonic() < until, multiprocessing.active_children()
         time.sleep(0.05)
-
-
-def test_bytes_of_a_batch_are_those_of_its_tensors() -> None:
-    batch = (torch.zeros(2, 3, dtype=torch.uint8), {"label": torch.zeros(2, dtype=torch.int64), "name": ["a", "b"]})
-    assert num_bytes(batch) == 6 + 16
 
 
 # Jobs ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rankup.loop import commit
-from rankup.loop.commit import Changing
 from rankup.loop.record import Position
+from rankup.loop.saving import Changing
 
 CPU = torch.device("cpu")
 

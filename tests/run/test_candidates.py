@@ -21,8 +21,7 @@ from rankup.state.copies import list_copies
 from rankup.state.options import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.checkpoints import BEGIN_ANEW, check
-from train.run.run_directory import _check_settings
+from train.run.run_directory import BEGIN_ANEW, _check_settings, check
 
 RUN = "0123456789abcdef"
 

@@ -45,7 +45,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
-    # Its choices are the table in train/data/sources/: run/choices.py has them for whatever checks or prints settings.
+    # Its choices are the table in train/data/sources/: run/__init__.py has them for whatever checks or prints settings.
     dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
                            rule="the name of a data set")
     hf_config: str | None = _result(None, "Which configuration of the data set; null: the only or default one.",

@@ -1,7 +1,11 @@
 """What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
 
 import json
+import logging
 import resource
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,3 +122,36 @@ def evaluation_table(result: Result, *, step: int, digest: str) -> str:
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(result.metrics.items())}
     rows |= {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
     return two_columns(rows)
+
+
+class ProgressBar:
+    """Shows which steps are done: as a bar on a terminal, elsewhere as a line every `report_every_s` seconds."""
+
+    def __init__(self, config: Config, *, is_rank0: bool, step: int, total_steps: int, log: logging.Logger) -> None:
+        """`step`: the steps that were done before, when a run resumes."""
+        self._every_s, self._log = config.report_every_s, log
+        self._reported_s = time.monotonic()
+        kind = config.progress if config.progress != "auto" else ("bar" if sys.stderr.isatty() else "lines")
+        self._kind = kind if is_rank0 else "none"
+        self._bar: Any = None
+        if self._kind == "bar":
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
+
+    def show(self, step: int, text: Callable[[], str]) -> None:
+        """`step` steps are done. `text`: how it goes, such as the loss; it may wait for the device."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+        if time.monotonic() - self._reported_s < self._every_s or self._kind == "none":
+            return
+        self._reported_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_postfix_str(text(), refresh=False)
+        else:
+            self._log.info(text())
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
