@@ -174,43 +174,6 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-def test_queue_that_a_gpu_gets_done_with_counts_whole(gpu: torch.device) -> None:
-    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
-    for _ in range(5):
-        torch.cuda._sleep(int(1e7))
-        step(guard, weights)
-    assert guard.stop() == guard.progress
-    assert weights.cpu().tolist() == [5.0] * 3
-    assert len(guard._queue) <= 5
-
-
-@pytest.mark.gpu
-def test_host_that_waits_for_the_gpu_in_the_middle_of_a_change_can_be_rescued(
-    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
-) -> None:
-    """As with fp16, whose scaler waits to know whether a gradient is infinite."""
-    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
-    monkeypatch.setattr(commit, "CHANGE_S", 0.1)
-    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
-    step(guard, weights)
-    torch.cuda.synchronize()
-    hang()
-
-    def train() -> None:
-        with guard:
-            weights.sum().item()
-            weights.add_(1)
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(0.2)
-    stopped = guard.stop()
-    assert stopped is not None
-    assert stopped.step == 1
-    thread.join()
-
-
-@pytest.mark.gpu
 def test_change_that_began_on_the_gpu_and_did_not_end_leaves_nothing_to_save(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
