@@ -8,12 +8,14 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from rankup.agent.processes import has_handler
 from rankup.errors import PeerLost, UserError
 from rankup.group.stop import STOP_SIGNALS, start_worker
 
@@ -21,12 +23,14 @@ SHM_FULL = (
     "/dev/shm must hold the batches of all DataLoader workers, got no space left on it. Enlarge it (docker run "
     "--shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm), or set the number of workers to 0."
 )
+START_S = 10.0
 
 
 class Workers:
     """What `iter(loader)` gives. The workers, where it has any, begin here; main thread only.
 
-    `next` raises UserError for a full /dev/shm, PeerLost where a worker died, and what the data set raised.
+    Raises PeerLost where one does not begin. `next` raises UserError for a full /dev/shm, PeerLost where a worker died,
+    and what the data set raised.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -39,6 +43,7 @@ class Workers:
         with _signals_held():
             self._iterator = iter(loader)
         self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
+        self._wait_for_all()
 
     def __iter__(self) -> "Workers":
         return self
@@ -52,6 +57,22 @@ class Workers:
             if (explained := self._explained(error)) is None:
                 raise
             raise explained from None
+
+    def _wait_for_all(self) -> None:
+        """CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread
+        held at that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300
+        workers hung like that on a busy machine."""
+        until_s = time.monotonic() + START_S
+        # A rank handles this signal, and so does what it forks until `start_worker` has run
+        while hanging := [each for each in self._workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
+            if time.monotonic() > until_s:
+                for worker in self._workers:
+                    worker.kill()
+                raise PeerLost(
+                    f"DataLoader worker {self._workers.index(hanging[0])} has not begun {START_S:g} s after its start. "
+                    "Is this machine overloaded?"
+                )
+            time.sleep(0.005)
 
     def _explained(self, error: Exception) -> Exception | None:
         """What to raise in place of an error that the death of a worker, or a full /dev/shm, led to."""

@@ -191,6 +191,26 @@ def test_workers_die_when_the_job_fails(forks: Forks, tmp_path: Path) -> None:
         assert psutil.wait_procs(workers, timeout=30)[1] == []
 
 
+def test_worker_that_hangs_in_fork_ends_the_job_as_worth_a_retry(forks: Forks, tmp_path: Path) -> None:
+    output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:hang_in_fork", code=171)
+    assert "DataLoader worker 1 has not begun 1 s after its start" in output
+    assert "Traceback" not in output
+
+
+def hang_in_fork() -> None:
+    """In the process of a rank: the second worker never returns from os.fork."""
+    from rankup.loop import workers
+
+    workers.START_S = 1.0
+    forked = 0
+
+    def count() -> None:
+        nonlocal forked
+        forked += 1
+
+    os.register_at_fork(before=count, after_in_child=lambda: time.sleep(600) if forked == 2 else None)
+
+
 def test_training_and_all_evaluations_share_their_workers(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:say_forks")
     assert output.count("epoch ") == 4
