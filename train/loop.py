@@ -25,9 +25,8 @@ from .parallel.warm_up import warm_up
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate
-from .run.result import ProgressBar, describe, write_result
+from .run.result import ProgressBar, Training, describe, write_result
 from .run.run_directory import check_data, open_run_directory
-from .run.training import Training
 from .workloads import Workload, load
 from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
 

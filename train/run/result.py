@@ -1,4 +1,5 @@
-"""What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
+"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded: pictures,
+`result.json`, and the table."""
 
 import json
 import logging
@@ -6,26 +7,52 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from rankup import Group
+from rankup import Group, Job
 
 from ..config import Config
+from ..data.loader import Loader
 from ..data.order import Order
 from ..parallel import method_name
+from ..parallel.method import Method
 from ..parallel.optimizer import peak_rate
 from ..workloads import Workload
 from . import weights
 from .evaluation import Result
-from .training import Training
 
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")
 OF_IMAGES = ("dataset", "model")  # other workloads train on something else
 # They say where a run is kept and how it is watched. Its row has its name
 NEVER = ("name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker")
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """Everything that the loop over the steps works with, on this rank."""
+
+    config: Config
+    job: Job
+    method: Method
+    workload: Workload
+    plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
+    model: nn.Module  # the same, wrapped for training with the other ranks
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loader: Loader
+    divisors: list[float]  # of the losses of a step's micro-batches, see `Order`
+    steps_per_epoch: int
+    total_steps: int
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
+
+    @property
+    def group(self) -> Group:
+        return self.job.group
 
 
 def describe(config: Config, group: Group, workload: Workload, order: Order, *, method: str) -> str:
