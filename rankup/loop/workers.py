@@ -41,7 +41,7 @@ class Workers:
             loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
             loader.collate_fn = _Sharing(loader.collate_fn)
         with _signals_held():
-            self._iterator = iter(loader)
+            self._iterator: Iterator[Any] = iter(loader)
         self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
         self._wait_for_all()
 
@@ -54,9 +54,12 @@ class Workers:
         except StopIteration:
             raise
         except Exception as error:
-            if (explained := self._explained(error)) is None:
+            if not self._workers:
                 raise
-            raise explained from None
+            # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
+            found = (self._explained(error) or error).with_traceback(None)
+            self._iterator, self._workers = iter(()), ()
+            raise found from None
 
     def _wait_for_all(self) -> None:
         """CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread
@@ -81,7 +84,7 @@ class Workers:
         # the worker died while it was handing over a batch
         cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
         full = "unable to allocate shared memory" in text
-        if not self._workers or not (cut_off or full or "exited unexpectedly" in text):
+        if not (cut_off or full or "exited unexpectedly" in text):
             return None
         if cut_off:  # its connection breaks a moment before its exit code, which says why it died, can be read
             dead = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)

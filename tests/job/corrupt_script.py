@@ -1,12 +1,13 @@
 """A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
-gradient before or after the exchange. FLIP is `kind:rank:step:bit`; -1 is any rank of this node. With the kind
-`product` the machine stays broken: in that fraction of its passes one bit of one product is wrong, with 2 all products
-of all passes; RECOMPUTE says how often all ranks compute one batch. It prints the digest of its weights."""
+gradient before or after the exchange. FLIP is `kind:rank:step:bit`. With the kind `product` the machine stays broken:
+in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes; RECOMPUTE says how
+often all ranks compute one batch. It prints the digest of its weights."""
 
 import hashlib
 import os
 import random
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,7 +22,11 @@ kind, *where = os.environ.get("FLIP", "none:0:0:0").split(":")
 step, bit = float(where[1]), int(where[2])
 recompute = int(os.environ.get("RECOMPUTE", "0"))
 job = rankup.init(sys.argv[1], save_every_steps=12, log_every_steps=20, compare_every_steps=6)
-here = int(where[0]) in (job.rank, -1)
+here, broken = int(where[0]) == job.rank, Path(f"{sys.argv[1]}.broken")
+if (node := os.environ.get("NODE")) is not None:  # the machine that has this rank first is the broken one
+    if here and not broken.exists():
+        broken.write_text(node)
+    here = broken.exists() and broken.read_text() == node
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 if nodes := int(os.environ.get("HYBRID", "0")):  # split among the ranks of a node, with the same on each node
     mesh = init_device_mesh("cpu", (nodes, job.world_size // nodes), mesh_dim_names=("nodes", "ranks"))

@@ -76,7 +76,7 @@ def test_rank_that_goes_on_computing_wrongly_before_the_exchange_is_named(
     assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
 
 
-@pytest.mark.parametrize(("flip", "recompute"), [("weight:-1:20:9", "0"), ("product:-1:2:0", "1")])
+@pytest.mark.parametrize(("flip", "recompute"), [("weight:1:20:9", "0"), ("product:1:2:0", "1")])
 def test_node_of_the_rank_that_is_named_is_left_out(
     once: Once, forks: Forks, tmp_path: Path, flip: str, recompute: str
 ) -> None:
@@ -85,14 +85,16 @@ def test_node_of_the_rank_that_is_named_is_left_out(
     nodes, port = Job(), free_port()
     with ended(nodes) as job:
         for node in range(4):
-            env = {"FLIP": flip if node == 1 else "none:0:0:0", "RECOMPUTE": recompute, "LASTING": ""}
+            env = {"FLIP": flip, "RECOMPUTE": recompute, "LASTING": "", "NODE": str(node)}
             start(
                 sys.executable, "-m", "rankup", "launch", "--nnodes=3", "--spares=1", "--max-failures-per-node=1",
                 f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "--wait-for-node=0.5",
                 f"--run-dir={tmp_path}/run", SCRIPT, tmp_path / "run", env=env, cwd=tmp_path, job=job,
             )
-        assert job.wait() == [172 * (node == 1) for node in range(4)], job.output
-    assert "this node is left out: " in job.outputs[1]
+        codes = job.wait()
+        broken = int((tmp_path / "run.broken").read_text())
+        assert codes == [172 * (node == broken) for node in range(4)], job.output
+    assert "this node is left out: " in job.outputs[broken]
     assert said(job.output) == undisturbed
     rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
     assert [row["odd"] for row in rows] == [[1]]
@@ -136,12 +138,12 @@ def test_computation_on_all_ranks_leaves_buffers_and_random_numbers_as_they_were
     ([7, 8], [7, 8], [0, 1]), ([7, 8], [8, 7], None), ([1, 2, 3], [4, 5, 6], None), ([7, 8, 7], [7, 7, 7], [1]),
 ])
 def test_who_differs_from_itself_is_named_unless_most_do(
-    first: list[int], second: list[int], named: list[int] | None
+    first: list[int], second: list[int], named: list[int] | None, tmp_path: Path
 ) -> None:
     """Where most do, the model is not deterministic."""
     log = SimpleNamespace(warning=lambda text: None)
     group = SimpleNamespace(world_size=len(first), is_rank0=True, log=log, hosts=["a"] * len(first),
-                            broadcast_tensors=lambda batch: batch)
+                            broadcast_tensors=lambda batch: batch, run_dir=tmp_path, device="cpu")
     agreement = Agreement(group, {}, run="", every=0, wrong=lambda: None, deciding=threading.Lock())
     rows = iter([[[value] for value in values] for values in (first, second)])
     agreement._computed, agreement._exchange = lambda *given: 0, lambda own: next(rows)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from . import Sums
+from .workload import Sums
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # what the model is given, and labels, int64 [B]
 TOP = 5
