@@ -27,7 +27,7 @@ from ..run.evaluation import batches_of_rank, evaluate
 from ..run.result import evaluation_table
 from ..run.run_directory import check
 from ..workloads import Workload, load
-from .table import Context
+from . import Context
 
 
 @dataclass(frozen=True, slots=True)

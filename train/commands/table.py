@@ -5,45 +5,15 @@ Each imports what it needs inside, so that only those pay for torch that use it.
 
 import contextlib
 import gc
-import logging
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rankup
-from rankup import Program, RankEnv
 
-from ..config import Config, check_world_size, options, refuse_foreign, to_yaml
-from ..config.command_line import Request
+from ..config import check_world_size, options, refuse_foreign, to_yaml
 from ..run import CHOICES
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """`request`: the command line. `program`: this process."""
-
-    config: Config
-    request: Request
-    program: Program
-
-    @property
-    def log(self) -> logging.Logger:
-        return self.program.log
-
-    @property
-    def launch(self) -> RankEnv:
-        """Which rank this is. Raises LaunchError where the environment describes none, which `show` need not know."""
-        return self.program.rank_env
-
-    @property
-    def run_dir(self) -> Path:
-        """The folder of the run: named by the settings, by the scheduler's job, or by what is trained."""
-        config = self.config
-        dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER
-        default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-        return self.program.runs_folder(config.run_dir) / (config.name or self.launch.run_name or default)
+from . import Context
 
 
 def _train(context: Context, given: options.TrainOptions) -> None:
