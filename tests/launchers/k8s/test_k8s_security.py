@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.rigs.kube import IMAGE, K8S, change, kubectl, problems, rendered
+from tests.rigs.kube import IMAGE, K8S, change, kubectl, mistakes, problems, rendered, unrestricted
 from tests.rigs.kubeflow import pods_of
-from tests.rigs.kubelint import mistakes, unrestricted
 
 Object = dict[str, Any]
 
