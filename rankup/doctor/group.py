@@ -8,10 +8,12 @@ next one, as gradients go. No rank takes part in two measurements at a time.
 
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +21,12 @@ import torch.distributed as dist
 
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
-from rankup.doctor.gpus import driver_version
 from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
 from rankup.env.rank_env import RankEnv, ranges
 from rankup.group.group import Group
 
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
-MAX_NAMED = 4  # links in one report: with one bad switch there would be hundreds
 PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
 FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
 LONG_S = 0.1  # while the next larger one is not expected to take longer than this
@@ -84,27 +84,29 @@ def work(device: torch.device) -> int:
 
 def versions(group: Group) -> Iterator[Finding]:
     """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
-    fails, same_torch = "ranks with two versions of it fail or hang.", "Install the same torch on all nodes."
+    on_gpu = torch.cuda.is_available()
+    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
     compared = {
-        "nccl": (".".join(map(str, nccl)), UNFIT, fails, same_torch),
-        "CUDA": (torch.version.cuda or "", UNFIT, fails, same_torch),
-        "Python": (platform.python_version(), WARNING, "workers and checkpoints may differ in what they can read.",
-                   "Install the same Python."),
-        "GPU driver": (driver_version(), WARNING, "what works on one node may fail on another.",
-                       "Install the same driver on all nodes, and restart those that were updated."),
-        "CPU": (cpu_model(), NOTE, "", ""),
-        "GPU": (torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "", NOTE, "", ""),
+        "nccl": (".".join(map(str, nccl)), UNFIT), "CUDA": (torch.version.cuda or "", UNFIT),
+        "Python": (platform.python_version(), WARNING), "GPU driver": (driver_version(), WARNING),
+        "CPU": (cpu_model(), NOTE), "GPU": (torch.cuda.get_device_name(group.device) if on_gpu else "", NOTE),
     }
-    gathered = group.gather({name: own for name, (own, *_) in compared.items()})
-    for name, (_, level, why, remedy) in compared.items() if group.rank == 0 else ():
+    gathered = group.gather({name: own for name, (own, _) in compared.items()})
+    for name, (_, level) in compared.items() if group.rank == 0 else ():
         holders: dict[str, list[int]] = {}
         for rank, versions_there in enumerate(gathered):
             holders.setdefault(versions_there[name], []).append(rank)
         if len(holders) > 1:
             seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
             weights = f"; weights are the same to the bit on one kind of {name} only" if level == NOTE else ""
-            yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, remedy)
+            why = "what works on one node may fail or hang on another."
+            yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, "Install the same on all nodes.")
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The version of NVIDIA's kernel driver, such as 570.124.06, also in a container; "" where there is none."""
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", read(root / "proc/driver/nvidia/version"))
+    return found[0] if found else ""
 
 
 def cpu_model() -> str:
@@ -167,24 +169,30 @@ def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
             elif group.rank == high:
                 _measure_link(low, group.device, first=False)
     found = [LinkSpeed(*link) for part in group.gather(own) for link in part]
-    if group.rank != 0:
-        return
-    facts["links"] = [link._asdict() for link in found]
-    for between, words in ((True, "between nodes"), (False, "inside a node")):
-        if kind := [link for link in found if link.between_nodes is between]:
-            slowest = min(kind, key=lambda link: link.bandwidth)
-            yield Finding(
-                "links", OK,
-                f"{len(kind)} {words}: slowest {_rate(slowest.bandwidth)}, {_place(slowest, group)}; longest "
-                f"latency {max(link.latency_s for link in kind) * 1e6:.0f} us",
-            )
-    for link, median in slow_links(found, least=SLOWEST_LINK)[:MAX_NAMED]:
-        yield Finding(
-            "links", WARNING, f"{_place(link, group)}: {_rate(link.bandwidth)} (median {_rate(median)})",
-            f"every step waits for it: 100 MB of gradients take {200e6 / link.bandwidth:.1f} s in a ring of two.",
-            "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or send fewer bytes: "
-            "compressed gradients, a larger batch.",
-        )
+    if group.rank == 0:
+        facts["links"] = [link._asdict() for link in found]
+        for between, words in ((True, "between nodes"), (False, "inside a node")):
+            if kind := [link for link in found if link.between_nodes is between]:
+                yield judge(kind, words, group.hosts)
+
+
+def judge(kind: Sequence[LinkSpeed], words: str, hosts: Sequence[str]) -> Finding:
+    """The slowest of links of one kind: a warning where it is below SLOWEST_LINK, or far below the others and slow."""
+    slowest, median = min(kind, key=lambda link: link.bandwidth), statistics.median(link.bandwidth for link in kind)
+    low, high = slowest.ranks
+    seen = (
+        f"{len(kind)} {words}: slowest {_rate(slowest.bandwidth)}, ranks {low} on {hosts[low]} and {high} on "
+        f"{hosts[high]}; median {_rate(median)}; longest latency {max(link.latency_s for link in kind) * 1e6:.0f} us"
+    )
+    # Beside a link inside one chip any cable looks slow
+    if slowest.bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):
+        return Finding("links", OK, seen)
+    return Finding(
+        "links", WARNING, seen,
+        f"every step waits for it: 100 MB of gradients take {200e6 / slowest.bandwidth:.1f} s in a ring of two.",
+        "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or send fewer bytes: "
+        "compressed gradients, a larger batch.",
+    )
 
 
 def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
@@ -223,7 +231,8 @@ def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[flo
             began_s = time.perf_counter()
             for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
                 call(message, other)
-            _wait_for_device(device)
+            if device.type != "cpu":  # calls only queue work there, and return at once
+                torch.accelerator.synchronize(device)
             best_s = min(best_s, time.perf_counter() - began_s)
         return best_s
 
@@ -237,29 +246,6 @@ def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[flo
         size *= GROWTH
 
 
-def slow_links(links: Sequence[LinkSpeed], *, least: float) -> list[tuple[LinkSpeed, float]]:
-    """The links below `least` bytes/s, and those APART times slower than the median of their kind and below ten times
-    `least`. Slowest first, with the median of the kind."""
-    found = []
-    for between in (True, False):
-        if kind := [link for link in links if link.between_nodes is between]:
-            median = statistics.median(link.bandwidth for link in kind)
-            limit = max(least, min(median / APART, 10 * least))
-            found += [(link, median) for link in kind if link.bandwidth < limit]
-    return sorted(found, key=lambda pair: pair[0].bandwidth)
-
-
-def _place(link: LinkSpeed, group: Group) -> str:
-    low, high = link.ranks
-    return f"ranks {low} on {group.hosts[low]} and {high} on {group.hosts[high]}"
-
-
 def _rate(bandwidth: float) -> str:
     """`bandwidth` in bytes/s."""
     return f"{bandwidth / 1e6:.0f} MB/s" if bandwidth < 1e9 else f"{bandwidth / 1e9:.1f} GB/s"
-
-
-def _wait_for_device(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given: calls only queue work there, and return at once."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -3,20 +3,22 @@
 The limits take milliseconds to check: every training looks at them first. The doctor runs all checks.
 """
 
+import importlib
 import logging
 import math
 import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
-from rankup.doctor import gpus
 from rankup.doctor.report import CODES, INCOMPLETE, OK, UNFIT, VERDICTS, WARNING, Finding, Report
+from rankup.env.rank_env import ranges
 from rankup.errors import FINISHED
 
 MIB = 2**20
@@ -28,16 +30,17 @@ LEAST_FILES = 1024
 ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 DISK_S = 30.0  # a network disk may never answer,
 GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
+Problem = tuple[str, str, str, str]  # of a GPU: level, what is seen, why it matters, what to do
 
 
 def check_machine(
     report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
-    local_rank: int | None = None, devices: Callable[[], Iterable[Finding]] = tuple,
+    local_rank: int | None = None,
 ) -> None:
     """Add to `report` what this process sees of its machine, each check within its time limit.
 
     `ranks`: on this node, with `threads` threads and `num_workers` DataLoader workers each. `local_rank`: whose GPU to
-    look at, None: all. `devices`: a check of them that needs torch.
+    look at, None: all.
     """
     def bounded(stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
         found = within(timeout_s, lambda: list(check()))
@@ -49,8 +52,7 @@ def check_machine(
     report.add(*limits(ranks=ranks, threads=threads))
     report.add(*shared_memory(num_workers=num_workers))
     if has_gpus:
-        bounded("gpus", GPU_S, lambda: gpus.gpus(local_rank), "the driver of the GPUs gives no answer.")
-    report.add(*devices())
+        bounded("gpus", GPU_S, lambda: gpus(local_rank), "the driver of the GPUs gives no answer.")
     bounded("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer.")
 
 
@@ -87,10 +89,8 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
         )
     # Without a limit the kernel counts for the whole machine: any process, at any time
     if memory is not None and (killed := oom_kills(root)):
-        were = "was" if killed == 1 else "were"
         yield Finding(
-            "limits", WARNING,
-            f"{_processes(killed)} of this container or job {were} killed because the memory was not enough",
+            "limits", WARNING, f"processes of this container or job killed because the memory was not enough: {killed}",
             "the next run of the same size ends the same way: exit code 137, and no traceback.",
             "Raise the memory limit, or use a smaller batch or fewer DataLoader workers.",
         )
@@ -148,6 +148,102 @@ def disk(run_dir: Path) -> Iterator[Finding]:
         )
 
 
+# GPUs ---------------------------------------------------------------------------------------------------------------
+
+
+def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
+    """The health of the GPUs that this process may use: all of them, or that of `local_rank` among several ranks.
+
+    NVML, the driver's library, says what the driver knows already: nothing is measured, and no GPU is used. Without
+    NVIDIA's driver there is nothing to say. `environ` and `nvml` (in place of pynvml) are for tests.
+    """
+    nvml = nvml or importlib.import_module("pynvml")  # slow: only where it is asked
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
+            yield Finding(
+                "gpus", UNFIT, f"the driver does not work: {error}", "no process can use a GPU.",
+                "After an update of the driver restart the machine: the kernel still has the old one loaded.",
+            )
+        return
+    found: dict[Problem, list[int]] = {}
+    names = []
+    try:
+        for number, place in enumerate(_places(nvml, local_rank, environ)):
+            index = int(place) if place.isdigit() else number
+            try:
+                index, name, problems = _look(nvml, place)
+                names.append(name)
+            except nvml.NVMLError as error:
+                if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
+                    break  # no such GPU: CUDA too takes those before it alone
+                remedy = "nvidia-smi -r resets a GPU that no process uses; if it fell off the bus, restart the machine."
+                problems = [(UNFIT, f"does not answer: {error}", "a rank that is given it fails, or hangs.", remedy)]
+            for problem in problems:
+                found.setdefault(problem, []).append(index)
+        # One finding for all GPUs that have it: eight of them get hot together
+        for (level, seen, why, remedy), indexes in found.items():
+            yield Finding("gpus", level, f"GPU {ranges(indexes)}: {seen}", why, remedy)
+        if names and not found:
+            kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
+            yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _places(nvml: Any, local_rank: int | None, environ: Mapping[str, str]) -> list[str]:
+    """The numbers or UUIDs of the GPUs to look at."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
+    places = named.split(",") if named is not None else [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return [places[local_rank]] if local_rank is not None and local_rank < len(places) else places
+
+
+def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
+    """nvidia-smi's number of a GPU, its name, and what is wrong with it. Raises NVMLError where it does not answer."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
+
+    def ask(name: str, *more: Any) -> Any:
+        """NVML's answer, None where this GPU or driver does not know it."""
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *more)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                raise
+            return None
+
+    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask))
+
+
+def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[Problem]:
+    *_, pending, failed = ask("RemappedRows") or (0, 0)
+    if failed:
+        row = "a bad row of its memory could not be replaced by a spare one"
+        yield UNFIT, row, "errors in that row come again.", "Take this node out of the job, and have the GPU replaced."
+    elif pending:
+        until = "until then the driver keeps its pages away from programs; the next error there ends one."
+        reset = "Reset it when no job needs it: nvidia-smi -r."
+        yield WARNING, "a bad row of its memory waits to be replaced by a spare one", until, reset
+    if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
+        seen = f"{errors} uncorrected memory errors (ECC) since the driver was loaded"
+        again = "Reset it (nvidia-smi -r); if they come again, have the GPU replaced."
+        yield WARNING, seen, "each of them ends the program that reads it.", again
+    slow = (
+        nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown
+        | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown
+    )
+    if (ask("CurrentClocksEventReasons") or 0) & slow:
+        look = "Look at its fans, the air around it and the power supplies (nvidia-smi -q -d TEMPERATURE,PERFORMANCE)."
+        slowest = "all ranks wait for the slowest at every step."
+        yield WARNING, "its clock is lowered for heat or by the power supply", slowest, look
+    # A container sees the programs of others without a name, or not at all
+    if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
+        remedy = "End what is left of an earlier job, or name other GPUs in CUDA_VISIBLE_DEVICES."
+        seen = f"is used by {'process' if len(others) == 1 else 'processes'} {', '.join(others)}"
+        yield WARNING, seen, "both are slower, and share its memory.", remedy
+
+
 # Before a training -------------------------------------------------------------------------------------------------
 
 
@@ -162,16 +258,11 @@ def crowded_cpus(ranks: int, threads: int, cpus: float) -> str:
     wanted = ranks * threads
     if wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus:
         return ""
-    if wanted == 1:
-        return (
-            f"1 process of 1 thread, but only {cpus:g} CPUs to use (the container's limit): it will often stand still. "
-            "Allow more CPUs."
-        )
     share = max(1, math.floor(cpus) // ranks)
     way_out = f"Set --num-threads {share}" if share < threads else "Start fewer processes here"
     return (
         f"{_processes(ranks)} x {threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
-        f"the container's limit): they will wait for each other. {way_out}, or allow more CPUs."
+        f"the container's limit): threads will often stand still. {way_out}, or allow more CPUs."
     )
 
 

@@ -87,8 +87,9 @@ class _Doctor:
         check_machine(
             self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=plan.num_threads,
             num_workers=plan.num_workers, has_gpus=not (plan.device or "").startswith("cpu"),
-            local_rank=launch.local_rank if launch.world_size > 1 else None, devices=lambda: together.devices(launch),
+            local_rank=launch.local_rank if launch.world_size > 1 else None,
         )
+        self.report.add(*together.devices(launch))
         try:
             with start(
                 launch, settings=plan.settings, device=plan.device, backend=plan.backend,
@@ -142,25 +143,22 @@ class _Doctor:
 
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
         """A training would end here with `code`: a deadline has passed, or a peer is lost."""
-        gone = suspect is not None and not suspect.alive
-        self.report.add((_death if gone else _hang)(self.stage, why))
+        self.report.add(self._lost(why, died=suspect is not None and not suspect.alive))
         return self.report.end_alone()
+
+    def _lost(self, why: str, *, died: bool) -> Finding:
+        if died:
+            remedy = "Read what that rank printed last."
+            return Finding(self.stage, UNFIT, why, "a rank that dies ends all others.", remedy)
+        return Finding(self.stage, INCOMPLETE, why, "in training it would be a hang.", "Look at the suspected rank.")
 
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
-            return (_hang if error.nobody_died else _death)(self.stage, str(error))
+            return self._lost(str(error), died=not error.nobody_died)
         if isinstance(error, UserError | JoinError):
             # Most say themselves what to do. Who looks for a missing rank asks the launcher
             remedy = how_to_start(self.launch) if isinstance(error, JoinError) and HINT not in str(error) else ""
             return Finding(self.stage, UNFIT, str(error), "a training ends here too.", remedy)
         return Finding(self.stage, INCOMPLETE, reason(error), "the check itself failed.",
                        "Start the training to see the error where it happens.")
-
-
-def _death(stage: str, why: str) -> Finding:
-    return Finding(stage, UNFIT, why, "a rank that dies ends all others.", "Read what that rank printed last.")
-
-
-def _hang(stage: str, why: str) -> Finding:
-    return Finding(stage, INCOMPLETE, why, "in training it would be a hang.", "Look at the suspected rank.")

@@ -36,12 +36,12 @@ def few_files() -> None:
 
 def broken_gpu() -> None:
     """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup.doctor import gpus
+    from rankup.doctor import machine
     from rankup.doctor.report import UNFIT, Finding
 
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
-    gpus.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
+    machine.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
 
 
 def other_torch() -> None:
