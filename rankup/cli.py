@@ -23,6 +23,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
+from rankup.places.cache import runs_folder
 
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
@@ -113,6 +114,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     from rankup.agent.script import Script
     from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
+    from rankup.explain import advice
     from rankup.observe.stacks import where
 
     guard("stdout", "stderr")
@@ -134,7 +136,10 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
     if stop_after is not None and not script.imports_rankup():
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
-    _make_folder(given.work_dir)
+    try:
+        Path(given.work_dir or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
     run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     options = Options(
         node=node, script=script, run_dir=run_dir, advice=advice, where=where,
@@ -182,28 +187,13 @@ def _replay(given: argparse.Namespace) -> int:
     return code
 
 
-def _make_folder(work_dir: str) -> None:
-    try:
-        Path(work_dir or ".").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
-
-
-def advice(tail: str) -> str:
-    """What a script's last lines mean, if they show a known fault, otherwise ""."""
-    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-    from rankup import explain
-
-    return explain.advice(tail)
-
-
 # Watch, explain, use --------------------------------------------------------------------------------------------------
 
 
 def _status(given: argparse.Namespace) -> int:
     from rankup.observe.status import status
 
-    print_whole(status(runs_folder(given.run_dir), given.run, as_json=given.as_json))
+    print_whole(status(given.runs, given.run, as_json=given.as_json))
     return FINISHED
 
 
@@ -211,8 +201,7 @@ def _logs(given: argparse.Namespace) -> int:
     from rankup.observe.logs import logs
 
     logs(
-        runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow,
-        as_json=given.as_json,
+        given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json
     )
     return FINISHED
 
@@ -221,8 +210,7 @@ def _stacks(given: argparse.Namespace) -> int:
     from rankup.observe.logs import find_logs
     from rankup.observe.stacks import report
 
-    run_dir = find_logs(runs_folder(given.run_dir), given.run).parent
-    print_whole(f"{report(run_dir, full=given.full)}\n")
+    print_whole(f"{report(find_logs(given.runs, given.run).parent, full=given.full)}\n")
     return FINISHED
 
 
@@ -230,9 +218,8 @@ def _explain(given: argparse.Namespace) -> int:
     from rankup.explain import FAULTY, explain_logs
     from rankup.observe.logs import find_logs
 
-    runs = runs_folder(given.run_dir)
-    paths = [Path(path) for path in given.paths] or [find_logs(runs, "").parent]
-    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs)
+    paths = [Path(path) for path in given.paths] or [find_logs(given.runs, "").parent]
+    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=given.runs)
     print_whole(f"{text}\n")
     return FAULTY if faulty else FINISHED
 
@@ -243,7 +230,7 @@ def _export(given: argparse.Namespace) -> int:
     from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
-    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
+    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
     log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
     return FINISHED
 
@@ -256,17 +243,10 @@ def _doctor(given: argparse.Namespace) -> int:
     named = given.name or getattr(program.found, "run_name", "") or "doctor"
     program.start(guarded=() if given.as_json else ("stdout",))  # there its output is its result
     return program.doctor(
-        runs_folder(given.run_dir) / named, as_json=given.as_json,
+        given.runs / named, as_json=given.as_json,
         device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
         join_timeout_s=given.join_timeout_s, stage_timeout_s=given.stage_timeout_s,
     )
-
-
-def runs_folder(text: str) -> Path:
-    """The folder of all runs on this machine for what --run-dir says: a path, or an address."""
-    from rankup.places.cache import runs_folder
-
-    return runs_folder(text)
 
 
 def print_whole(text: str) -> bool:
@@ -288,12 +268,12 @@ def _option(*names: str, **details: Any) -> tuple[tuple[str, ...], dict[str, Any
     return names, details
 
 
-def _count(*names: str, default: int | None = None, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return _option(*names, type=int, metavar="N", default=default, help=text)
+def _count(*names: str, text: str, default: int | None = None) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, {"type": int, "metavar": "N", "default": default, "help": text}
 
 
 def _seconds(name: str, default: float, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return _option(name, type=float, metavar="S", default=default, help=f"{text} (%(default)g)")
+    return (name,), {"type": float, "metavar": "S", "default": default, "help": f"{text} (%(default)g)"}
 
 
 RUN = _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (the run that wrote last)")
@@ -427,6 +407,8 @@ def parser(name: str = "launch") -> Parser:
 def main(words: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
+    if first == "help" and rest:
+        first, *rest = rest[0], "--help"
     if first in ("", "help", "-h", "--help"):
         print_whole(overview())
         return FINISHED if first else USER_MISTAKE
@@ -459,6 +441,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)
+    if name != "launch":
+        given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)

@@ -13,8 +13,7 @@ from rankup.loop.settings import Settings
 from rankup.observe.goodput import one_line
 from rankup.observe.metrics import Metrics, entry
 from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import StepClock
-from rankup.observe.stragglers import RankReports
+from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_json
 from rankup.places.lineage import RESULT

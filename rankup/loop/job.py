@@ -20,7 +20,7 @@ from rankup.loop.record import Position
 from rankup.loop.saving import Saving
 from rankup.loop.settings import Settings
 from rankup.loop.tracked import Tracked, copied
-from rankup.observe.step_clock import COMPUTE, DATA, WAITING
+from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
@@ -319,7 +319,6 @@ class Job:
         self.clock.start()
         with self.group.watch.clock.during("data"):
             yield
-        self.clock.lap(DATA)
         self.clock.has_batch()
 
     @contextlib.contextmanager

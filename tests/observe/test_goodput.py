@@ -77,12 +77,6 @@ def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:
     assert (found["wall_s"], found["shares"]["waiting"], found["share"]) == (20, 0, 1)
 
 
-def test_clocks_of_two_machines_that_differ_give_no_negative_time() -> None:
-    found = goodput([report(0, 10, began=100, lasted_s=10, steps=10), report(10, 20, began=105, lasted_s=5, steps=5)])
-    assert found["shares"]["waiting"] == 0
-    assert sum(found["shares"].values()) == pytest.approx(1)
-
-
 def test_reports_of_an_earlier_run_in_the_folder_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"run": "r"})
     kept = [report(10, 20, began=9, lasted_s=1), report(0, 10, began=1, lasted_s=1)]

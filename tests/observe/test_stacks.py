@@ -179,14 +179,10 @@ def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) 
         assert process.code is None
 
 
-def with_a_log(run: Path) -> Path:
-    (run / "logs").mkdir()
-    (run / "logs" / "rank-0.log").touch()
-    return run
-
-
 def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stacks", str(with_a_log(tmp_path))]) == 2
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").touch()
+    assert main(["stacks", str(tmp_path)]) == 2
     assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
 
 
@@ -242,9 +238,3 @@ def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_pat
     said = stacks.report(tmp_path)
     assert re.match(r"rank 1: ended, on \S+; no stacks were written\nranks 0, 2 of 3: no file here\.", said), said
     assert "--full" not in said
-
-
-def test_stacks_of_a_finished_run_are_one_line(tmp_path: Path) -> None:
-    for rank in range(3):
-        announce_stacks(tmp_path, rank, 3, 2**22 + 1)
-    assert re.fullmatch(r"ranks 0-2: ended, on \S+; no stacks were written", stacks.report(tmp_path))

@@ -49,30 +49,10 @@ def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> No
     assert said(compared, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
 
 
-@pytest.mark.parametrize("slow", [(0.0114, 0.05), (0.012, 0.045)])
-def test_data_that_comes_late_is_told_from_slow_computing(slow: tuple[float, float]) -> None:
-    (line,) = said(Stragglers(HOSTS), windows(USUAL, slow, USUAL, USUAL, count=ROW))
-    assert line.startswith("rank 1 (node0) is ")
-    assert "since step 1: data takes " in line
-
-
-def test_two_ranks_are_compared_with_each_other() -> None:
-    (line,) = said(Stragglers(HOSTS[1:3]), windows(USUAL, (0.002, 0.07), count=ROW))
-    assert line.startswith("rank 1 (node1) is 38 % slower than the other, since step 1: compute")
-
-
 def test_ranks_of_a_slow_node_share_a_line() -> None:
     slow = (0.002, 0.08)
     (line,) = said(Stragglers(HOSTS), windows(USUAL, USUAL, slow, slow, count=ROW))
     assert line.startswith("ranks 2-3 (node1) are 58 % slower than the median, since step 1: compute")
-
-
-def test_hiccups_are_not_worth_a_line() -> None:
-    compared = Stragglers(HOSTS)
-    for number in range(40):
-        ranks = [USUAL] * 4
-        ranks[number % 4] = (0.002, 0.08)
-        assert said(compared, windows(*ranks)) == []
 
 
 def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
