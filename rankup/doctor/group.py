@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
-from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding
+from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, problem
 from rankup.env.rank_env import RankEnv, ranges
 from rankup.group.group import Group
 
@@ -51,10 +51,7 @@ def devices(launch: RankEnv) -> Iterator[Finding]:
     count, local = torch.cuda.device_count(), launch.local_world_size or 1
     yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
     if count < local:
-        yield Finding(
-            "devices", UNFIT, f"{local} processes on this node, but {count} CUDA devices are visible",
-            "two processes on one device fail under nccl.", f"Start {count}, or look at CUDA_VISIBLE_DEVICES.",
-        )
+        yield problem("few-devices", local=local, count=count)
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
@@ -63,11 +60,7 @@ def repetition(device: torch.device) -> Iterator[Finding]:
     while times < 2 or time.monotonic() < until_s:
         times += 1
         if work(device) != first:
-            yield Finding(
-                "repetition", UNFIT, f"the same computation gave two results on {device}, at repetition {times}",
-                "weights would be wrong, and no error would say so.",
-                f"Take {host_name()} out of the job, and have its {device.type.upper()} and memory tested.",
-            )
+            yield problem("two-results", device=device, times=times, host=host_name(), kind=device.type.upper())
             return
     yield Finding("repetition", OK, f"the same computation gave the same bits {times} times on {device}")
 
@@ -119,12 +112,7 @@ def cpu_model() -> str:
 def collective(group: Group) -> Iterator[Finding]:
     """Whether each collective that training uses gives the right numbers."""
     if wrong := wrong_collectives(group):
-        yield Finding(
-            "collective", UNFIT, f"wrong result: {', '.join(wrong)}",
-            "gradients would be wrong, and nothing would say so.",
-            f"Look for a bad device or cable on {host_name()}. If it is right with NCCL_P2P_DISABLE=1, the "
-            "connection between the GPUs is bad.",
-        )
+        yield problem("wrong-sum", wrong=", ".join(wrong), host=host_name())
     elif group.rank == 0:
         yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
 
@@ -187,12 +175,7 @@ def judge(kind: Sequence[LinkSpeed], words: str, hosts: Sequence[str]) -> Findin
     # Beside a link inside one chip any cable looks slow
     if slowest.bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):
         return Finding("links", OK, seen)
-    return Finding(
-        "links", WARNING, seen,
-        f"every step waits for it: 100 MB of gradients take {200e6 / slowest.bandwidth:.1f} s in a ring of two.",
-        "Look at its cable, its port on the switch and its interface (ethtool, ip -s link); or send fewer bytes: "
-        "compressed gradients, a larger batch.",
-    )
+    return problem("slow-link", seen=seen, ring_s=200e6 / slowest.bandwidth)
 
 
 def plan(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:

@@ -17,7 +17,7 @@ from typing import Any
 from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
-from rankup.doctor.report import CODES, INCOMPLETE, OK, UNFIT, VERDICTS, WARNING, Finding, Report
+from rankup.doctor.report import CODES, OK, VERDICTS, WARNING, Finding, Report, problem
 from rankup.env.rank_env import ranges
 from rankup.errors import FINISHED
 
@@ -27,10 +27,8 @@ LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take ab
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
 LEAST_FILES = 1024
-ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 DISK_S = 30.0  # a network disk may never answer,
 GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
-Problem = tuple[str, str, str, str]  # of a GPU: level, what is seen, why it matters, what to do
 
 
 def check_machine(
@@ -45,8 +43,7 @@ def check_machine(
     def bounded(stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
         found = within(timeout_s, lambda: list(check()))
         if found is None:
-            remedy = "Correct that first: training would hang."
-            found = [Finding(stage, INCOMPLETE, f"no answer within {timeout_s:g} s", silent, remedy)]
+            found = [problem("silent", of=stage, timeout_s=timeout_s, why=silent)]
         report.add(*found)
 
     report.add(*limits(ranks=ranks, threads=threads))
@@ -76,31 +73,18 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
     `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
     """
     cpus = cpu_quota(root)
-    if crowded := crowded_cpus(ranks, threads, cpus):
-        yield Finding("limits", WARNING, crowded, "threads that wait for a CPU make every step of all ranks slower.")
-    else:
-        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
+    crowded = crowded_cpus(ranks, threads, cpus)
+    seen = f"{cpus:g} CPUs for {ranks} x {threads} threads"
+    yield problem("cpus", words=crowded) if crowded else Finding("limits", OK, seen)
     memory = memory_limit(root)
     if memory is not None and memory < LEAST_MEMORY * ranks:
-        yield Finding(
-            "limits", WARNING, f"{memory / MIB:.0f} MiB of memory for {ranks} ranks",
-            "a process that needs more is killed without a word: exit code 137, and no traceback.",
-            "Allow 1 GiB a rank or more (compose: MEMORY=4g; elsewhere the memory limit of the job).",
-        )
+        yield problem("memory", mib=memory / MIB, ranks=ranks)
     # Without a limit the kernel counts for the whole machine: any process, at any time
     if memory is not None and (killed := oom_kills(root)):
-        yield Finding(
-            "limits", WARNING, f"processes of this container or job killed because the memory was not enough: {killed}",
-            "the next run of the same size ends the same way: exit code 137, and no traceback.",
-            "Raise the memory limit, or use a smaller batch or fewer DataLoader workers.",
-        )
+        yield problem("killed", count=killed)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Finding(
-            "limits", WARNING, f"only {soft} open files are allowed (ulimit -n)",
-            "each connection to a rank and each batch of a DataLoader worker is one: \"Too many open files\".",
-            "ulimit -n 16384 in the shell that starts it, or nofile in its limits.",
-        )
+        yield problem("files", soft=soft)
 
 
 def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
@@ -109,17 +93,9 @@ def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Fin
         return
     system = os.statvfs(folder)
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-    least = LEAST_SHM + num_workers * SHM_PER_WORKER
     seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
-    if free >= least:
-        yield Finding("memory", OK, seen)
-        return
-    full = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left."
-    yield Finding(
-        "memory", WARNING, seen,
-        'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
-        f"{ENLARGE_SHM}, or use no DataLoader workers.{full if total >= least else ''}",
-    )
+    little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
+    yield problem("small-shm", seen=seen, folder=folder) if little else Finding("memory", OK, seen)
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:
@@ -128,24 +104,16 @@ def disk(run_dir: Path) -> Iterator[Finding]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
-        if free < LEAST_DISK:
-            yield Finding(
-                "storage", WARNING, f"{folder.parent}: {free / MIB:.0f} MiB free",
-                "a checkpoint that can't be written ends the training (exit code 2).",
-                "Make room, or set --run-dir elsewhere.",
-            )
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"seen")
             file.flush()
             os.fsync(file.fileno())
-        if free >= LEAST_DISK:
-            yield Finding("storage", OK, f"{folder.parent}: {free / 2**30:.1f} GiB free")
     except OSError as error:
-        yield Finding(
-            "storage", UNFIT, f"{error.filename or folder} can't be written: {error.strerror}",
-            "logs, metrics and checkpoints go there.",
-            "Set --run-dir to a directory this user owns, or change its owner.",
-        )
+        yield problem("no-disk", folder=error.filename or folder, error=error.strerror)
+        return
+    seen = f"{run_dir}: {free / 2**30:.1f} GiB free"
+    little = free < LEAST_DISK
+    yield problem("little-disk", folder=run_dir, mib=free / MIB) if little else Finding("storage", OK, seen)
 
 
 # GPUs ---------------------------------------------------------------------------------------------------------------
@@ -162,12 +130,9 @@ def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvm
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
-            yield Finding(
-                "gpus", UNFIT, f"the driver does not work: {error}", "no process can use a GPU.",
-                "After an update of the driver restart the machine: the kernel still has the old one loaded.",
-            )
+            yield problem("driver", error=error)
         return
-    found: dict[Problem, list[int]] = {}
+    found: dict[tuple[str, str], list[int]] = {}  # GPUs by the name of their problem, and more on it
     names = []
     try:
         for number, place in enumerate(_places(nvml, local_rank, environ)):
@@ -178,13 +143,12 @@ def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvm
             except nvml.NVMLError as error:
                 if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
                     break  # no such GPU: CUDA too takes those before it alone
-                remedy = "nvidia-smi -r resets a GPU that no process uses; if it fell off the bus, restart the machine."
-                problems = [(UNFIT, f"does not answer: {error}", "a rank that is given it fails, or hangs.", remedy)]
-            for problem in problems:
-                found.setdefault(problem, []).append(index)
+                problems = [("lost", str(error))]
+            for each in problems:
+                found.setdefault(each, []).append(index)
         # One finding for all GPUs that have it: eight of them get hot together
-        for (level, seen, why, remedy), indexes in found.items():
-            yield Finding("gpus", level, f"GPU {ranges(indexes)}: {seen}", why, remedy)
+        for (problem_name, more), indexes in found.items():
+            yield problem(problem_name, gpu=ranges(indexes), more=more)
         if names and not found:
             kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
             yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
@@ -194,13 +158,14 @@ def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvm
 
 def _places(nvml: Any, local_rank: int | None, environ: Mapping[str, str]) -> list[str]:
     """The numbers or UUIDs of the GPUs to look at."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
     # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
-    places = named.split(",") if named is not None else [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    places = every if named is None else [place.strip() for place in named.split(",")]
     return [places[local_rank]] if local_rank is not None and local_rank < len(places) else places
 
 
-def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
+def _look(nvml: Any, place: str) -> tuple[int, str, list[tuple[str, str]]]:
     """nvidia-smi's number of a GPU, its name, and what is wrong with it. Raises NVMLError where it does not answer."""
     handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
 
@@ -216,32 +181,21 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[Problem]]:
     return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask))
 
 
-def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[Problem]:
+def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """Names in findings.toml, and more on each."""
     *_, pending, failed = ask("RemappedRows") or (0, 0)
-    if failed:
-        row = "a bad row of its memory could not be replaced by a spare one"
-        yield UNFIT, row, "errors in that row come again.", "Take this node out of the job, and have the GPU replaced."
-    elif pending:
-        until = "until then the driver keeps its pages away from programs; the next error there ends one."
-        reset = "Reset it when no job needs it: nvidia-smi -r."
-        yield WARNING, "a bad row of its memory waits to be replaced by a spare one", until, reset
+    if pending or failed:
+        yield ("row-failed" if failed else "row-pending"), ""
     if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
-        seen = f"{errors} uncorrected memory errors (ECC) since the driver was loaded"
-        again = "Reset it (nvidia-smi -r); if they come again, have the GPU replaced."
-        yield WARNING, seen, "each of them ends the program that reads it.", again
-    slow = (
-        nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown
-        | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown
-    )
-    if (ask("CurrentClocksEventReasons") or 0) & slow:
-        look = "Look at its fans, the air around it and the power supplies (nvidia-smi -q -d TEMPERATURE,PERFORMANCE)."
-        slowest = "all ranks wait for the slowest at every step."
-        yield WARNING, "its clock is lowered for heat or by the power supply", slowest, look
-    # A container sees the programs of others without a name, or not at all
+        yield "ecc", str(errors)
+    reasons = ask("CurrentClocksEventReasons") or 0
+    if reasons & (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown):
+        yield "hot", ""
+    elif reasons & (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown):
+        yield "power", ""
+    # A container may not see the programs of others
     if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
-        remedy = "End what is left of an earlier job, or name other GPUs in CUDA_VISIBLE_DEVICES."
-        seen = f"is used by {'process' if len(others) == 1 else 'processes'} {', '.join(others)}"
-        yield WARNING, seen, "both are slower, and share its memory.", remedy
+        yield "in-use", ", ".join(others)
 
 
 # Before a training -------------------------------------------------------------------------------------------------

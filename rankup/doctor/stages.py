@@ -18,7 +18,7 @@ from rankup.agent.status import StatusFile
 from rankup.agent.words import HINT
 from rankup.doctor import group as together
 from rankup.doctor.machine import check_machine
-from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
+from rankup.doctor.report import NOTE, OK, WARNING, Finding, Report, problem
 from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -61,8 +61,8 @@ def doctor(
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if isinstance(found, UserError):
             report = Report(log, rank=0, world_size=1, json_out=json_out)
-            why, report.facts = "no process group can be formed with it.", {}
-            report.add(*(Finding("environment", UNFIT, text, why) for text in str(found).splitlines()))
+            report.facts = {}
+            report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end_alone()
         report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
         return _Doctor(found, run_dir, plan, report, stop, log).run()
@@ -143,22 +143,16 @@ class _Doctor:
 
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
         """A training would end here with `code`: a deadline has passed, or a peer is lost."""
-        self.report.add(self._lost(why, died=suspect is not None and not suspect.alive))
+        gone = suspect is not None and not suspect.alive
+        self.report.add(problem("died" if gone else "hung", of=self.stage, why=why))
         return self.report.end_alone()
-
-    def _lost(self, why: str, *, died: bool) -> Finding:
-        if died:
-            remedy = "Read what that rank printed last."
-            return Finding(self.stage, UNFIT, why, "a rank that dies ends all others.", remedy)
-        return Finding(self.stage, INCOMPLETE, why, "in training it would be a hang.", "Look at the suspected rank.")
 
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
-            return self._lost(str(error), died=not error.nobody_died)
+            return problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
         if isinstance(error, UserError | JoinError):
             # Most say themselves what to do. Who looks for a missing rank asks the launcher
             remedy = how_to_start(self.launch) if isinstance(error, JoinError) and HINT not in str(error) else ""
-            return Finding(self.stage, UNFIT, str(error), "a training ends here too.", remedy)
-        return Finding(self.stage, INCOMPLETE, reason(error), "the check itself failed.",
-                       "Start the training to see the error where it happens.")
+            return problem("refused", of=self.stage, why=error, remedy=remedy)
+        return problem("check-failed", of=self.stage, why=reason(error))

@@ -25,7 +25,7 @@ from rankup.timing import LAST_REPORT_S, REPORT_S
 KIND_OF_PHASE = {
     "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
 }
-TRAINING = ("step", "data", "evaluation", "save")  # the phases that a run spends its time in once it trains
+TRAINING = ("steps", "data", "evaluation", "saves")  # what a run spends its time on once it trains
 
 
 @dataclass(slots=True)
@@ -40,11 +40,18 @@ class Course:
     per_step: int = 1
 
 
+def spent(group: Group) -> dict[str, float]:
+    """Seconds of this attempt so far, by kind."""
+    seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
+    for phase, taken_s in group.watch.clock.seconds().items():
+        seconds[KIND_OF_PHASE.get(phase, "start")] += taken_s
+    return seconds
+
+
 def speed(group: Group, course: Course, step: int) -> float:
     """Units per second since this attempt began, of training and its waits for data alone, with `step` steps done."""
-    by_phase = group.watch.clock.seconds()
-    seconds = sum(spent for name, spent in by_phase.items() if KIND_OF_PHASE.get(name) in ("steps", "data"))
-    return (step - course.first_step) * course.per_step / max(seconds, 1e-9)
+    seconds = spent(group)
+    return (step - course.first_step) * course.per_step / max(seconds["steps"] + seconds["data"], 1e-9)
 
 
 class Reporter:
@@ -105,34 +112,23 @@ class Reporter:
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, now = self.course, time.time()
+        course, now, seconds = self.course, time.time(), spent(self.group)
         phase, open_s = self.group.watch.clock.present()
-        by_phase = self.group.watch.clock.seconds()
-        seconds = dict.fromkeys(("start", *KIND_OF_PHASE.values()), 0.0)
-        for name, spent in by_phase.items():
-            seconds[KIND_OF_PHASE.get(name, "start")] += spent
+        step, done, total = course.progress.step, course.progress.step - course.first_step, course.total
+        remaining_s = None
+        if self._trains and done and total is not None:
+            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (total - step), 1)
         # The watchdog's clock is younger than the process, which first imported what it needs
-        seconds["start"] += max(0.0, now - self._began - sum(by_phase.values()))
-        first_step, step, total_steps = course.first_step, course.progress.step, course.total
-        per_s, remaining_s = 0.0, None
-        metrics: dict[str, float] = {}
-        if self._trains:
-            done = step - first_step
-            if done:
-                per_s = speed(self.group, course, step)
-                if total_steps is not None:
-                    training_s = sum(by_phase.get(phase, 0.0) for phase in TRAINING)
-                    remaining_s = training_s / done * (total_steps - step)
-            line = course.progress.line or {}
-            metrics = {name: line[name] for name in line if name.startswith("train/") and line[name] is not None}
-            evaluated = (course.progress.metrics or {}).items()
-            metrics |= {f"eval/{name}": value for name, value in evaluated if math.isfinite(value)}
-        ranks = self.group.watch.signs_of_life()
+        seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
+        metrics = {name: value for name, value in (course.progress.line or {}).items() if name.startswith("train/")}
+        metrics |= {f"eval/{name}": value for name, value in (course.progress.metrics or {}).items()}
         return Report(
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
-            first_step=first_step, step=step, total_steps=total_steps, finished=self._finished,
-            seconds={kind: round(spent, 3) for kind, spent in seconds.items()},
-            unit=course.unit if self._trains else "", per_s=round(per_s, 1),
-            remaining_s=None if remaining_s is None else round(remaining_s, 1), metrics=metrics,
-            ranks=ranks, open_s=round(open_s, 3) if phase in ("step", "data") else 0.0, nodes=self.group.watch.nodes,
+            first_step=course.first_step, step=step, total_steps=total, finished=self._finished,
+            seconds={kind: round(each_s, 3) for kind, each_s in seconds.items()},
+            unit=course.unit if self._trains else "", per_s=round(speed(self.group, course, step), 1),
+            remaining_s=remaining_s,
+            metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
+            ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
+            nodes=self.group.watch.nodes,
         )

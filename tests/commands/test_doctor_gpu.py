@@ -39,7 +39,9 @@ def test_healthy_gpus_are_one_line() -> None:
          "GPU 1: 2 uncorrected memory errors (ECC) since the driver was loaded"),
         ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwSlowdown
           | pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING,
-         "GPU 1: its clock is lowered for heat or by the power supply"),
+         "GPU 1: its clock is lowered because it is hot"),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown}, WARNING,
+         "GPU 1: its clock is lowered because the power supply asks for it"),
         ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7), SimpleNamespace(pid=os.getpid())]}, WARNING,
          "GPU 1: is used by process 7"),
         ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),
@@ -57,7 +59,7 @@ def test_one_bad_gpu_among_good_ones_is_named(answers: dict[str, Any], level: st
 def test_a_fault_that_several_gpus_have_is_told_once() -> None:
     hot = H100 | {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwThermalSlowdown}
     (finding,) = found(Driver(hot, H100, hot, hot))
-    assert finding.seen == "GPU 0, 2-3: its clock is lowered for heat or by the power supply"
+    assert finding.seen == "GPU 0, 2-3: its clock is lowered because it is hot"
 
 
 def test_work_under_the_power_limit_is_no_fault() -> None:
