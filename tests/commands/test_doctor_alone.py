@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankup.doctor import group, machine
-from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, merge
+from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 
@@ -110,13 +110,6 @@ def test_doctor_alone_asks_no_other_rank(forks: Forks, tmp_path: Path) -> None:
 def test_doctor_verdict_is_the_worst_finding(levels: list[str], code: int) -> None:
     """What is certainly broken counts for more than what could not be looked at."""
     assert exit_code(Finding("x", level, "") for level in levels) == code
-
-
-def test_doctor_merges_what_several_ranks_of_a_host_found() -> None:
-    told = [Finding("memory", WARNING, "full", "why", "mend", rank, "node1") for rank in (2, 3)]
-    told.insert(0, Finding("limits", OK, "2 CPUs", rank=0, host="node0"))
-    merged = merge(told)
-    assert [(finding.stage, ranks) for finding, ranks in merged] == [("limits", [0]), ("memory", [2, 3])]
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------
