@@ -77,7 +77,7 @@ def test_what_a_gpu_does_not_know_is_no_fault() -> None:
 def test_gpus_that_this_process_may_not_use_are_not_asked() -> None:
     lost = {"lost": pynvml.NVML_ERROR_GPU_IS_LOST}
     driver = Driver(H100, lost, H100, lost)
-    assert found(driver, CUDA_VISIBLE_DEVICES="2,0")[0].seen.startswith("2 healthy")
+    assert found(driver, CUDA_VISIBLE_DEVICES="2, 0")[0].seen.startswith("2 healthy")
     assert found(driver, CUDA_VISIBLE_DEVICES="GPU-2")[0].seen.startswith("1 healthy")
     assert found(driver, CUDA_VISIBLE_DEVICES="0,7,2")[0].seen.startswith("1 healthy")  # as CUDA does
     assert found(driver, CUDA_VISIBLE_DEVICES="") == found(driver, CUDA_VISIBLE_DEVICES="-1") == []

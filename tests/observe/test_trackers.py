@@ -99,16 +99,12 @@ def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(killed: Killed, s
     expected = written(killed.folder)
     assert [step for step, _ in expected["train/loss"]] == list(range(1, 25))
     assert [step for step, _ in expected["eval/accuracy"]] == [8, 16, 24]
+    settings = facts_of(run["data"]["params"])
+    assert (settings["epochs"], settings["schedule"], settings["data_dir"]) == ("3", "constant", "null")
     shown = {each["key"] for each in run["data"]["metrics"]}
     assert shown == expected.keys()
     for name, points in expected.items():
         assert_same(server.curve(run, name), points, name)
-
-
-def test_mlflow_has_settings(killed: Killed, server: Server) -> None:
-    (run,) = server.runs("killed")
-    settings = facts_of(run["data"]["params"])
-    assert (settings["epochs"], settings["schedule"], settings["data_dir"]) == ("3", "constant", "null")
 
 
 def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> None:
@@ -119,13 +115,6 @@ def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> Non
     assert len(files) > 10
     assert [str(path) for path in files if PASSWORD.encode() in path.read_bytes()] == []
     assert PASSWORD not in killed.output
-
-
-def test_one_run_of_two_ranks_has_no_curves_of_ranks(forks: Forks, server: Server, tmp_path: Path) -> None:
-    run = tmp_path / "two"
-    forks.ends(*MADE_UP, "--epochs", "1", "--tracker", "mlflow", *at(run), world_size=2, env=mlflow_at(server))
-    (found,) = server.runs("two")
-    assert not {each["key"] for each in found["data"]["metrics"] if each["key"].startswith("ranks/")}
 
 
 def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, server: Server, tmp_path: Path) -> None:
