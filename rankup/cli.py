@@ -326,7 +326,7 @@ COMMANDS = {command.name: command for command in (
         RUN, RUN_DIR,
         _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
         _option("--since", default="", metavar="TIME", help="nothing older: 10m, 2026-11-22T14:05"),
-        _option("--follow", action="store_true", help="go on with new lines until Ctrl-C"),
+        _option("-f", "--follow", action="store_true", help="go on with new lines until Ctrl-C"),
         JSON,
     ),
     Parser(
