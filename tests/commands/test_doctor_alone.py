@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankup.doctor import group, machine
+from rankup.doctor import machine, stages
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
@@ -149,7 +149,7 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
 
 
 def test_doctor_measures_a_ring_of_nodes_and_one_in_each_node() -> None:
-    plan = group.plan(["a", "a", "b", "b", "c", "d", "e"])
+    plan = stages.rounds(["a", "a", "b", "b", "c", "d", "e"])
     ring = [(0, 2), (0, 6), (2, 4), (4, 5), (5, 6)]
     assert sorted(pair for pairs, between in plan if between for pair in pairs) == ring
     assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3)]
@@ -160,8 +160,8 @@ def test_doctor_measures_a_ring_of_nodes_and_one_in_each_node() -> None:
 
 def test_doctor_finds_the_odd_link_among_its_kind() -> None:
     def level(*bandwidths: float) -> str:
-        links = [group.LinkSpeed((0, number), 1e-4, each, True) for number, each in enumerate(bandwidths)]
-        return group.judge(links, "between nodes", ["node"] * len(links)).level
+        links = [stages.LinkSpeed((0, number), 1e-4, each, True) for number, each in enumerate(bandwidths)]
+        return stages.judge(links, "between nodes", ["node"] * len(links)).level
 
     assert level(90e6, 90e6, 90e6) == OK
     assert level(90e6, 90e6, 90e6, 15e6) == WARNING

@@ -9,8 +9,7 @@ import pynvml
 import pytest
 import torch
 
-from rankup.doctor import group as together
-from rankup.doctor import machine
+from rankup.doctor import machine, stages
 from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, exit_code
 from tests.rigs.fork_server import Forks
 from tests.rigs.nvml import H100, Driver
@@ -99,18 +98,18 @@ def test_the_drivers_version_is_read_without_a_package(tmp_path: Path) -> None:
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build  (dvs-builder@U22)\n"
     (tmp_path / "proc/driver/nvidia/version").write_text(text)
-    assert together.driver_version(tmp_path) == "570.158.01"
-    assert together.driver_version(tmp_path / "elsewhere") == ""
+    assert stages.driver_version(tmp_path) == "570.158.01"
+    assert stages.driver_version(tmp_path / "elsewhere") == ""
 
 
 def test_ranks_with_two_drivers_are_warned_and_with_two_kinds_of_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "driver_version", lambda: "570.124.06")
+    monkeypatch.setattr(stages, "driver_version", lambda: "570.124.06")
 
     def gather(own: dict[str, str]) -> list[dict[str, str]]:
         return [own, own, own | {"GPU driver": "535.104.12", "GPU": "NVIDIA A100-SXM4-80GB"}]
 
     group = SimpleNamespace(gather=gather, rank=0, device=torch.device("cpu"))
-    driver, kind = together.versions(group)  # type: ignore[arg-type]
+    driver, kind = stages.versions(group)  # type: ignore[arg-type]
     assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
     assert kind.level == NOTE
     assert kind.seen.startswith("GPU differs: none on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same to the bit")

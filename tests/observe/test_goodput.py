@@ -95,9 +95,9 @@ def test_words_for_times_and_shares() -> None:
 def report_often_and_die_at_step_13() -> None:
     """Call it first in a process. It dies once its report says step 13, so that the test knows what is lost."""
     import train.loop
-    from rankup.observe import reporter
+    from rankup.observe import goodput as reports
 
-    reporter.REPORT_S = 0.01
+    reports.REPORT_S = 0.01
     step = train.loop.step
 
     def dying(training: Any) -> Any:
