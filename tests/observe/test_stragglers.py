@@ -163,17 +163,6 @@ class Job:
         return values
 
 
-def test_rank_0_has_the_values_of_all_ranks_once_a_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job = Job(monkeypatch, tmp_path)
-    job.other = [0.2, 0.7, 0.1]
-    values = job.report()
-    assert values["ranks/data_s/0"] == 0.01
-    assert [values[f"ranks/{part}_s/1"] for part in ("data", "compute", "waiting")] == [0.02, 0.07, 0.01]
-    assert job.report(later_s=2.0) == {}
-    job.other = [0.4, 0.9, 0.1]
-    assert job.report(later_s=3.0)["ranks/data_s/1"] == 0.03  # of both reports
-
-
 def test_first_window_and_saves_call_no_rank_slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = Job(monkeypatch, tmp_path)
     job.own = [0.1, 0.9, 0.0]  # rank 0 writes a checkpoint beside its steps
