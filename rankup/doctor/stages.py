@@ -211,7 +211,7 @@ def work(device: torch.device) -> int:
 
 def versions(group: Group) -> Iterator[Finding]:
     """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = group.device.type == "cuda"
     nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
     compared = {
         "nccl": (".".join(map(str, nccl)), UNFIT), "CUDA": (torch.version.cuda or "", UNFIT),
