@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +70,13 @@ def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env
     assert code == 20
     assert what in " ".join(said.split())
     assert "doctor: not fit to train" in said
+
+
+def test_table_of_findings_is_used_and_says_why() -> None:
+    table = tomllib.loads((ROOT / "rankup" / "doctor" / "findings.toml").read_text())
+    code = "".join((ROOT / "rankup" / "doctor" / name).read_text() for name in ("machine.py", "stages.py"))
+    assert [name for name, entry in table.items() if f'"{name}"' not in code or not entry["why"]] == []
+    assert {entry["level"] for entry in table.values()} == {WARNING, INCOMPLETE, UNFIT}
 
 
 # Before the ranks of a node start -------------------------------------------------------------------------------------
