@@ -107,7 +107,6 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     from rankup.agent.script import Script
     from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
-    from rankup.explain import advice
     from rankup.observe.stacks import where
 
     guard("stdout", "stderr")
@@ -178,6 +177,13 @@ def _replay(given: argparse.Namespace) -> int:
         if code := _launch(given, stop_after=last):
             break
     return code
+
+
+def advice(tail: str) -> str:
+    """What a script's last lines mean, if they show a known fault, otherwise ""."""
+    from rankup import explain  # only here: a launch does not wait for its patterns
+
+    return explain.advice(tail)
 
 
 # Watch, explain, use --------------------------------------------------------------------------------------------------
