@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
+from rankup.agent.protocol import HINT
 from rankup.agent.status import StatusFile
-from rankup.agent.words import HINT
 from rankup.doctor.machine import check_machine
 from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, Report, problem
 from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges

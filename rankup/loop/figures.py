@@ -7,9 +7,8 @@ import torch
 
 from rankup.errors import disk_error
 from rankup.group.group import Group
-from rankup.loop.record import Position, versions
+from rankup.loop.record import Position, Settings, versions
 from rankup.loop.saving import Saving
-from rankup.loop.settings import Settings
 from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, entry
 from rankup.observe.stragglers import RankReports, StepClock
