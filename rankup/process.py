@@ -145,7 +145,7 @@ class Program:
 
         `trains`: this job is about to own the run in `run_dir`; else it only writes the status of its end there.
         """
-        from rankup.agent.status import StatusFile
+        from rankup.agent.ends import StatusFile
         from rankup.group.joining import join
 
         return join(
@@ -169,12 +169,12 @@ class Program:
 
     def end(self, error: BaseException) -> int:
         """Print an end that is no success, as its kind deserves, tell it to the launcher, and return the exit code."""
-        from rankup.agent.status import tell_end
+        from rankup.agent.ends import tell_end
 
         return tell_end(error, log=self.log, advice=self._advice)
 
     def _advice(self, text: str) -> str:
-        from rankup.agent.status import what_next
+        from rankup.agent.ends import what_next
         from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
 
         more = what_next(self._run_dir) if self._run_dir != Path() else ""

@@ -16,14 +16,13 @@ from typing import Any
 from rankup import timing
 from rankup.agent import secret
 from rankup.agent.attendance import Attendance
-from rankup.agent.ends import End, Ends, Verdict
+from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.meeting import Leader
 from rankup.agent.network import open_port
 from rankup.agent.processes import within
 from rankup.agent.protocol import Link, Member, in_thread
 from rankup.agent.ranks import Options
-from rankup.agent.status import ScriptStatus, new_job
 from rankup.env.addresses import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import STOPPED, JoinError, PeerLost, UserError
@@ -125,7 +124,7 @@ class Lead:
             self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
             self.status.job, self.status.world_size = self.job, self.ends.world_size
-            if not self.status.owned:
+            if self.status.owner is None:
                 self.again = await asyncio.to_thread(
                     self.status.take, self.ends.restarts, agreed=self.limits is not None
                 )

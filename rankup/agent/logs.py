@@ -1,4 +1,5 @@
-"""What a process prints, by hand and by logging, in an agent as in a rank. No torch here.
+"""What a process prints, by hand and by logging, in an agent as in a rank; and what the agent reads from the pipes of a
+script that does not import rankup. No torch here.
 
 Printing ends nothing and blocks nothing for long: a reader that has gone, a full disk or a disk that hangs costs lines,
 not the run. Each line carries its host and rank.
@@ -11,6 +12,7 @@ not the run. Each line carries its host and rank.
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -20,6 +22,7 @@ import stat
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +31,11 @@ from rankup.errors import UserError
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
+TAIL = 400  # lines that are kept to explain the end of a rank
+LONGEST = 2000  # characters of such a line
+READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
+# The last line of a traceback, or what argparse says of a wrong argument
+EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
 
 def host_name() -> str:
@@ -76,35 +84,20 @@ class Output(io.RawIOBase):
         return len(data)
 
     def _write(self, data: bytes) -> None:
-        dropped = self._dropped
         if stat.S_ISREG(os.fstat(self._number).st_mode):
             os.write(self._number, data)
-            self._dropped -= dropped
             return
+        dropped, room = self._dropped, select.poll()
         until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
         notice = f"\n[{dropped} lines were not printed: nobody read them]\n" if dropped else ""
         rest = notice.encode() + data
-        number, most = self._open()
-        try:
-            room = select.poll()
-            room.register(number, select.POLLOUT)
-            while rest:
-                if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
-                    self._dropped += max(1, data.count(b"\n"))
-                    return
-                with contextlib.suppress(BlockingIOError):  # another process has taken the room
-                    rest = rest[os.write(number, rest[:most]) :]
-            self._dropped -= dropped
-        finally:
-            os.close(number)
-
-    def _open(self) -> tuple[int, int]:
-        """The file once more, and how many bytes fit where it has room. Opened anew it does not block: the usual one
-        is shared with other processes, and to change it would change it for them."""
-        try:
-            return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
-        except OSError:  # a socket, another user's terminal, no /proc
-            return os.dup(self._number), select.PIPE_BUF
+        room.register(self._number, select.POLLOUT)
+        while rest:
+            if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
+                self._dropped += max(1, data.count(b"\n"))
+                return
+            rest = rest[os.write(self._number, rest[: select.PIPE_BUF]) :]  # where there is room, so much fits
+        self._dropped -= dropped
 
 
 class _Lines(io.TextIOWrapper):
@@ -233,3 +226,85 @@ def show(text: str, stream: TextIO) -> None:
             stack.enter_context(sys.modules["tqdm"].tqdm.external_write_mode(stream, nolock=True))
         stream.write(text)
         stream.flush()
+
+
+# What a script prints that does not import rankup: it comes through pipes --------------------------------------------
+
+
+class Pump:
+    """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
+    host.
+
+    A rank that prints faster than the terminal and the disk take it waits at its full pipe.
+    """
+
+    def __init__(
+        self, stdout: int, stderr: int, *, rank: int, world_size: int, host: str = "", file: Output | None = None
+    ) -> None:
+        """Begin to read. `stdout`, `stderr`: the reading ends of the pipes, closed here."""
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._alone, self._file = world_size == 1, file
+        self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
+        self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
+        self._thread.start()
+
+    @property
+    def tail(self) -> str:
+        """The last lines that it printed."""
+        return "\n".join(self._tail.copy())
+
+    def drained(self, timeout_s: float) -> bool:
+        """Wait until all that the rank printed is written; False where processes that it left behind hold its output
+        open, or a disk hangs."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _read(self, pipes: dict[int, str]) -> None:
+        rest, poll = dict.fromkeys(pipes, b""), select.poll()
+        for pipe in pipes:
+            poll.register(pipe, select.POLLIN)
+        while rest:
+            for pipe, _ in poll.poll():
+                data = os.read(pipe, READ)
+                *whole, rest[pipe] = (rest[pipe] + data).split(b"\n")
+                if not data or len(rest[pipe]) > READ:
+                    whole, rest[pipe] = [*whole, rest[pipe]], b""
+                # Of a progress bar the newest state alone
+                states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
+                self._take(data, [state for state in states if state.strip()], pipes[pipe])
+                if not data:
+                    del rest[pipe]
+                    poll.unregister(pipe)
+                    os.close(pipe)
+
+    def _take(self, data: bytes, lines: list[str], name: str) -> None:
+        self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
+        if lines and self._file is not None:
+            self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
+        if self._alone:
+            _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
+        elif lines:
+            show(headed(self._terminal_head, lines), getattr(sys, name))
+
+
+def _pass_on(data: bytes, stream: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        stream.flush()
+        stream.buffer.write(data)
+        stream.buffer.flush()
+
+
+def last_exception(tail: str, error_file: Path | None = None) -> str:
+    """The line that says how a rank failed: of what it printed last, or of the file that torch's @record writes.
+
+    "" where neither says it.
+    """
+    tail = re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE)  # torch's own, before each line
+    if found := [line for line in tail.splitlines() if EXCEPTION.match(line)]:
+        return found[-1][:500]
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(error_file.read_text()) if error_file is not None else None
+    message = content.get("message") if isinstance(content, dict) else None
+    text = message.get("message") if isinstance(message, dict) else message
+    return str(text or "").partition("\n")[0][:500]

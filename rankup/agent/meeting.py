@@ -19,7 +19,7 @@ from typing import Any
 
 from rankup.agent.network import foreign_address
 from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
-from rankup.agent.stop import StopAgreement
+from rankup.agent.record import StopAgreement
 from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
 from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
 from rankup.env.addresses import is_loopback

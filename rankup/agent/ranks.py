@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -15,16 +16,14 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent import secret
-from rankup.agent.ends import End, Verdict
+from rankup.agent.ends import STACKS, End, Verdict, announce_stacks, attempt_of, stacks_environment, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.logs import host_name, open_log
-from rankup.agent.output import Pump, last_exception
+from rankup.agent.logs import Pump, host_name, last_exception, open_log
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
-from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
@@ -251,7 +250,7 @@ class Ranks:
 
         async def read(pump: Pump) -> None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
-            await pump.drained(timing.PRINT_S + timing.LAST_WORD_S)
+            await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
             self._ended(local_rank, code)
 
         if (pump := self.ranks[local_rank].pump) is None:

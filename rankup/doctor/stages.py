@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rankup.agent.status import StatusFile
+from rankup.agent.ends import StatusFile
 from rankup.agent.words import HINT
 from rankup.doctor import group as together
 from rankup.doctor.machine import check_machine

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankup.agent.ends import LOST_PEER
+from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
-from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
 from rankup.group.line import Suspect, describe, root_exit_code

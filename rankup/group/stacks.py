@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from rankup.agent.ends import announce_stacks
 from rankup.agent.record import RecordWriter
-from rankup.agent.status import announce_stacks
 from rankup.env.rank_env import ranges
 
 ASK, ASK_C = signal.SIGUSR2, signal.SIGRTMAX

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rankup.agent.ends import End
+from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
 from rankup.agent.record import NO_LIMIT, RecordWriter
-from rankup.agent.status import StatusFile, tell_torchrun, write_end
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group import stacks
 from rankup.group.line import Line, Suspect, describe, root_exit_code

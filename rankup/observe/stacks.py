@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rankup.agent.ends import STACKS
 from rankup.agent.logs import host_name
 from rankup.agent.processes import has_handler, start_of, state_of
-from rankup.agent.status import STACKS
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.group.stacks import Frame, Stack, compare, moment, place

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent import logs, output
-from rankup.agent.logs import Output, open_log
-from rankup.agent.output import Pump, last_exception
+from rankup.agent import logs
+from rankup.agent.logs import Output, Pump, last_exception, open_log
 from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
@@ -307,7 +306,7 @@ class Rank:
     async def end(self) -> None:
         os.close(self.out)
         os.close(self.error)
-        assert await self.pump.drained(60)
+        assert await asyncio.to_thread(self.pump.drained, 60)
 
     @property
     def texts(self) -> list[str]:
@@ -356,7 +355,7 @@ sys.stderr.buffer.write(b"\\xff")
     assert b"\r998/1000\r999/1000\rall 1000\r\nnext\n\xff" in said.err
 
 
-@pytest.mark.parametrize(("piece", "num_lines"), [(b"." * 4096, 8 * 2**20 // output.READ)])
+@pytest.mark.parametrize(("piece", "num_lines"), [(b"." * 4096, 8 * 2**20 // logs.READ)])
 def test_line_without_an_end_needs_no_more_memory(piece: bytes, num_lines: int, tmp_path: Path) -> None:
     async def main() -> None:
         rank = Rank(tmp_path)
@@ -367,9 +366,9 @@ def test_line_without_an_end_needs_no_more_memory(piece: bytes, num_lines: int, 
             await asyncio.sleep(0)
         await rank.end()
         lengths = [len(text) for text in rank.texts]
-        assert max(lengths) <= 2 * output.READ
+        assert max(lengths) <= 2 * logs.READ
         assert len(lengths) <= num_lines
-        assert max(map(len, rank.pump.tail.splitlines())) <= output.LONGEST
+        assert max(map(len, rank.pump.tail.splitlines())) <= logs.LONGEST
         assert sum(lengths) == 8 * 2**20
 
     asyncio.run(main())
@@ -409,8 +408,8 @@ def test_rank_whose_disk_hangs_waits_at_its_pipe_and_the_loop_goes_on(
         assert 2**16 <= taken < 2**18  # a pipe, and what was read before the disk hung
         os.close(rank.out)
         os.close(rank.error)
-        assert not await rank.pump.drained(0.1)
-        reading = asyncio.create_task(rank.pump.drained(600))
+        assert not rank.pump.drained(0.1)
+        reading = asyncio.create_task(asyncio.to_thread(rank.pump.drained, 600))
         found = b""
         while not reading.done():
             if select.select([reader], [], [], 0)[0]:
@@ -430,10 +429,10 @@ def test_process_that_a_rank_left_behind_may_hold_its_output_open(tmp_path: Path
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=rank.out, check=True)
         os.close(rank.out)
         os.close(rank.error)
-        assert not await rank.pump.drained(0.1)
+        assert not rank.pump.drained(0.1)
         await rank.until(lambda: bool(rank.pump.tail))
         os.kill(int(rank.pump.tail), 9)
-        assert await rank.pump.drained(60)
+        assert rank.pump.drained(60)
 
     asyncio.run(main())
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rankup.agent.ends import MOST_BYTES, announce_stacks
 from rankup.agent.record import RecordWriter
-from rankup.agent.status import MOST_BYTES, announce_stacks
 from rankup.group import stacks
 from rankup.group.stacks import Frame, Stack, compare, moment, own_place, place
 from rankup.observe.stacks import written

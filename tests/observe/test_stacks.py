@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankup.agent import status
-from rankup.agent.status import announce_stacks
+from rankup.agent import ends as status
+from rankup.agent.ends import announce_stacks
 from rankup.observe import stacks
 from tests.rigs import jobs
 from tests.rigs.containers import wait_for

@@ -162,7 +162,7 @@ def lose_reader() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from rankup.agent.status import StatusFile
+    from rankup.agent.ends import StatusFile
 
     impatient()
     if os.environ["RANK"] == "1":
