@@ -4,16 +4,21 @@
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import hashlib
+import json
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+# torch exports them under a condition that mypy does not follow
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
@@ -23,11 +28,11 @@ from rankup.agent.words import HINT, describe_differences
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group
-from rankup.group.line import AgentLine, Line, Suspect, describe
-from rankup.group.meeting import MemberLine, connect_store, digest
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Watchdog
+from rankup.group.watchdog import AgentLine, Line, Suspect, Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
+
+SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 
 
 def join(
@@ -102,6 +107,8 @@ def meet(group: Group, *, timeout_s: float) -> None:
         line = AgentLine(agent, group.rank, group.stop)
         group.store = connect_store(commit["ip"], group.launch.master_port, timeout_s=timeout_s)
     else:
+        from rankup.group.meeting import MemberLine  # it brings the whole meeting along
+
         line = member = MemberLine(
             group.launch, group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
             record=group.record, stop=group.stop, until_formed=group.until_formed,
@@ -172,7 +179,51 @@ def check_devices(group: Group) -> None:
         owners[other] = rank
 
 
+# torch's store --------------------------------------------------------------------------------------------------------
+
+
+def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
+    with no_name_lookups():
+        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def no_name_lookups() -> Iterator[None]:
+    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+
+    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
+    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
+    lets a program replace the line of nsswitch.conf.
+    """
+    _ask_for_names("files")
+    try:
+        yield
+    finally:
+        _ask_for_names(_configured_services())
+
+
+def _ask_for_names(services: str) -> None:
+    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", services.encode())
+
+
+def _configured_services() -> str:
+    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE):
+            return found[1].strip()
+    return "files dns"
+
+
 # What this rank brings -----------------------------------------------------------------------------------------------
+
+
+def digest(settings: Mapping[str, str]) -> str:
+    """Of what must be the same on all ranks."""
+    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def code_of(*roots: Path) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rankup.agent.protocol import Links, path_of
-from rankup.group.line import AgentLine
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import AgentLine
 
 Heard = list[tuple[int, Mapping[str, Any]]]
 
@@ -79,7 +79,7 @@ def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankup.group.line.SAY_S", 0.2)
+    monkeypatch.setattr("rankup.timing.SAY_S", 0.2)
     name = f"@rankup-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path_of(name))
