@@ -36,8 +36,7 @@ class Group:
     the end of the block turns that into a PeerLost which names the rank.
 
     `hosts`: by rank. `restarted`: any rank's process. `settings`: what must be the same on all ranks. `backend`: of
-    torch's process group. `store`: torch's, once the ranks have met. `all_done`: all ranks are known to have come to
-    their end.
+    torch's process group. `store`: once the ranks have met.
     """
 
     settings: Mapping[str, str]
@@ -54,7 +53,6 @@ class Group:
         self.restarted = launch.restart_count > 0
         self.store: Any = None
         self.until_formed = contextlib.ExitStack()
-        self.all_done = False
         self.record = watch.record
 
     @property
@@ -118,8 +116,7 @@ class Group:
         Raises what `fail` returns where another rank does not come.
         """
         try:
-            if not self.all_done:
-                self.barrier()
+            self.barrier()
             self.watch.all_done()
             if dist.is_initialized():
                 dist.destroy_process_group()
