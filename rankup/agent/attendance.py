@@ -15,7 +15,7 @@ from rankup.agent.protocol import KILLED, LEADERS, VERSION, Link, Member, fits, 
 from rankup.agent.record import RecordWriter
 from rankup.agent.secret import greeting, read_secret
 from rankup.agent.votes import NONE, Basis, age
-from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 from rankup.timing import (
     ALIVE_S,

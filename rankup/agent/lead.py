@@ -23,7 +23,7 @@ from rankup.agent.network import open_port
 from rankup.agent.processes import within
 from rankup.agent.protocol import Link, Member, in_thread
 from rankup.agent.ranks import Options
-from rankup.env.addresses import free_port
+from rankup.env.launchers import free_port
 from rankup.env.node_env import NodeEnv
 from rankup.errors import STOPPED, JoinError, PeerLost, UserError
 from rankup.places.place import Place

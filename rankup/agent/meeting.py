@@ -22,9 +22,8 @@ from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode
 from rankup.agent.record import StopAgreement
 from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
 from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
-from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
-from rankup.env.rank_env import ranges
+from rankup.env.rank_env import is_loopback, ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
 from rankup.timing import (
     ALIVE_S,

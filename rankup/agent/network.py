@@ -11,7 +11,7 @@ import psutil
 
 from rankup.agent.protocol import LONGEST, addresses_of, interface_of
 from rankup.agent.secret import Attend, guard, read_secret
-from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError, LaunchError
 from rankup.timing import PAUSE_S, PORT_S
 

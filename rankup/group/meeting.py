@@ -28,8 +28,7 @@ from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, choose_interface, chosen_address, listen, open_port
 from rankup.agent.protocol import RANKS, Member, in_thread
 from rankup.agent.record import RecordWriter
-from rankup.env.addresses import is_loopback
-from rankup.env.rank_env import RankEnv
+from rankup.env.rank_env import RankEnv, is_loopback
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
 from rankup.group.joining import connect_store, digest, no_name_lookups
 from rankup.group.stop import StopRequest
