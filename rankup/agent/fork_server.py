@@ -480,38 +480,24 @@ def _show(error: BaseException) -> int:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals in (globals(), vars(runpy)):
         trace = trace.tb_next
-    try:
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-    except BaseException:
-        sys.__excepthook__(type(error), error, trace)
-    return -signal.SIGINT if type(error) is KeyboardInterrupt else FAULT
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 128 + signal.SIGINT if type(error) is KeyboardInterrupt else FAULT
 
 
 def _end(code: int) -> NoReturn:
     """End as Python ends, but without taking everything apart.
 
     To free each object of torch would write to, and so copy, the memory that is shared: 20 times as long as all the
-    rest. `code`: minus a signal's number where it shall look as if that had ended the process.
+    rest.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
     atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    # What the script left open would be closed with its variables. The outer layers first, which write to the inner
-    # ones. Those of the server are frozen, so not among these objects
-    layers = (io.TextIOBase, io.BufferedIOBase)
-    files = [each for each in gc.get_objects() if issubclass(type(each), layers)]
-    files.sort(key=lambda each: isinstance(each, layers[1]) + isinstance(each, (io.BufferedWriter, io.BufferedRandom)))
-    for file in files:
-        # One that is only read loses nothing; and a thread that waits in it, as our own does for news, holds its lock
-        if file not in (sys.stdout, sys.stderr) and not isinstance(file, io.BufferedReader):
+    # What the script left open would be closed with its variables. Those of the server are frozen, so not among these
+    for file in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        if issubclass(type(file), (io.TextIOBase, io.BufferedWriter, io.BufferedRandom)):
             with contextlib.suppress(Exception):
-                file.close()
+                file.flush()
     ctypes.CDLL(None).fflush(None)
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 

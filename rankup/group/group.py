@@ -210,12 +210,8 @@ class Group:
         return json.loads(self.broadcast_bytes(data, source=source))
 
     def broadcast_tensors(self, value: Any, *, source: int = 0) -> Any:
-        """The `value` of rank `source`, tensors and plain values in lists and dicts, on all ranks, on the CPU.
-
-        What the other ranks pass is not looked at.
-        """
-        data = pack(value) if self.rank == source else b""
-        return unpack(self.broadcast_bytes(data, source=source))
+        """The same with tensors and plain values in lists and dicts, which arrive on the CPU."""
+        return unpack(self.broadcast_bytes(pack(value) if self.rank == source else b"", source=source))
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
         """The `data` of rank `source` on all ranks. What the other ranks pass is not looked at."""

@@ -194,11 +194,6 @@ def test_script_prints_and_ends_as_in_a_fresh_interpreter(text: str, rig: Rig, t
     assert rig.ran([file]) == fresh([file], env=rig.env, cwd=ROOT)
 
 
-def test_exception_is_shown_where_the_script_s_own_hook_fails(rig: Rig, tmp_path: Path) -> None:
-    ended = rig.ran([script(tmp_path, "import sys\nsys.excepthook = None\n1 / 0")])
-    assert (ended.code, ended.err.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
-
-
 FACTS = """
 import builtins, gc, json, os, random, signal, sys, threading, warnings
 import numpy, torch, torch._dynamo
@@ -283,13 +278,12 @@ if __name__ == "__main__":
 
 
 def test_files_that_a_script_leaves_open_are_written(rig: Rig, tmp_path: Path) -> None:
-    file = script(tmp_path, "import gzip, io\n"
-                  "text = open('text', 'w')\ntext.write('left open')\n"
-                  "packed = gzip.open('packed', 'wt')\npacked.write('left open too')\n"
+    file = script(tmp_path, "text, data = open('text', 'w'), open('data', 'wb')\n"
+                  "text.write('left open')\ndata.write(b'left open too')\n"
                   "import gc\ngc.collect()\nprint('no newline', end='')")
     assert rig.ran([file], cwd=tmp_path).out == "no newline"
     assert (tmp_path / "text").read_text() == "left open"
-    assert subprocess.check_output(["gzip", "-dc", tmp_path / "packed"]) == b"left open too"
+    assert (tmp_path / "data").read_bytes() == b"left open too"
 
 
 # Signals and ends ---------------------------------------------------------------------------------------------------
