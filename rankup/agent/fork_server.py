@@ -100,7 +100,6 @@ class ForkServer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._channel.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._hear)
 
@@ -129,7 +128,6 @@ class ForkServer:
         """End the server and all that it has started. No callback follows."""
         if self._channel.fileno() >= 0:
             self._loop.remove_reader(self._channel)
-            self._loop.remove_writer(self._channel)
         self._channel.close()
         for patience_s in (LAST_WORD_S, KILL_S):
             await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
@@ -138,25 +136,16 @@ class ForkServer:
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
         data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
         self._unsent.append((data, [os.dup(each) for each in descriptors]))
-        self._send()
+        if self.ready.is_set():  # requests of a large job name all its nodes, and a server that imports torch reads none
+            self._send()
 
     def _send(self) -> None:
-        """Requests of a large job name all its nodes, and a server that imports torch reads none of them."""
-        self._loop.remove_writer(self._channel)
         while self._unsent:
             data, descriptors = self._unsent.popleft()
-            try:
-                sent = socket.send_fds(self._channel, [data], descriptors)
-            except BlockingIOError:
-                sent = 0
-            except OSError:  # it is gone, which the event loop will see
-                sent = len(data)
-            while sent and descriptors:
-                os.close(descriptors.pop())
-            if sent < len(data):
-                self._unsent.appendleft((data[sent:], descriptors))
-                self._loop.add_writer(self._channel, self._send)
-                return
+            with contextlib.suppress(OSError):  # it is gone, which the event loop will see
+                self._channel.sendall(data[socket.send_fds(self._channel, [data], descriptors) :])
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _hear(self) -> None:
         data = b""
@@ -171,6 +160,7 @@ class ForkServer:
             news = json.loads(line)
             if "ready" in news:
                 self.ready.set()
+                self._send()
             elif "warning" in news:
                 self._on_warning(news["warning"])
             elif "started" in news:

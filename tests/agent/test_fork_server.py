@@ -396,13 +396,13 @@ def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_pa
     assert rig.gone == 0
 
 
-def test_requests_that_the_server_does_not_read_yet_wait(light: Rig, tmp_path: Path) -> None:
+def test_requests_that_the_server_does_not_read_yet_wait(tmp_path: Path) -> None:
     """As of a job of 1,000 nodes, all of which each request names, while the server imports torch."""
     file, more = script(tmp_path, "import os\nprint(len(os.environ['MORE']))"), "x" * 60_000
-    os.kill(light.server.pid, signal.SIGSTOP)
-    ranks = [light.start([file], env={"MORE": more}) for _ in range(8)]
-    os.kill(light.server.pid, signal.SIGCONT)
-    assert [light.end(rank).out for rank in ranks] == ["60000\n"] * 8
+    with opened(tmp_path, fork=False) as light:
+        ranks = [light.start([file], env={"MORE": more}) for _ in range(8)]
+        assert not light.server.ready.is_set()
+        assert [light.end(rank).out for rank in ranks] == ["60000\n"] * 8
 
 
 # The server ends ----------------------------------------------------------------------------------------------------
