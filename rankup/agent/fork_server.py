@@ -136,7 +136,8 @@ class ForkServer:
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
         data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
         self._unsent.append((data, [os.dup(each) for each in descriptors]))
-        if self.ready.is_set():  # requests of a large job name all its nodes, and a server that imports torch reads none
+        # Requests of a large job name all its nodes, and a server that imports torch reads none of them
+        if self.ready.is_set():
             self._send()
 
     def _send(self) -> None:
