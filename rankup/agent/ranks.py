@@ -23,7 +23,7 @@ from rankup.agent.logs import Pump, host_name, last_exception, open_log
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
 from rankup.agent.record import Records, RecordWriter
-from rankup.agent.script import Script, own_imports, safe_imports
+from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
@@ -125,10 +125,9 @@ class Ranks:
 
     def _start_server(self) -> None:
         """It imports torch while the agents meet."""
-        file, fork = self.script.file or "", self.knows_us and self.options.start == "fork"
-        preload, folder = own_imports(file)
+        fork, (preload, folder) = self.knows_us and self.options.start == "fork", self.script.own_imports()
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self.server.start(safe_imports(file), env=env, preload=preload, folder=folder, fork=fork)
+        self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
         if self.server.ready.is_set():

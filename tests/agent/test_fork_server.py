@@ -20,7 +20,7 @@ from rankup.agent import fork_server
 from rankup.agent.fork_server import ForkServer, Server, obstacle
 from rankup.agent.network import open_port
 from rankup.agent.processes import state_of
-from rankup.agent.script import own_imports, safe_imports
+from rankup.agent.script import Script
 from tests.rigs.jobs import ROOT, environment, wait_for
 
 
@@ -514,6 +514,10 @@ def test_server_that_has_a_thread_starts_fresh_interpreters(tmp_path: Path) -> N
         assert own.ran([script(tmp_path, store_user(own.store()))]).code == 0
 
 
+def of(file: Path) -> Script:
+    return Script.find([str(file)])
+
+
 def test_server_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest's own process may have threads
     monkeypatch.setattr(fork_server, "_threads", lambda: ["python"])
@@ -540,7 +544,7 @@ def test_first_imports_of_a_script_that_are_known_to_be_safe(
 ) -> None:
     if text == "import numpy, yaml":
         (tmp_path / "yaml.py").touch()  # the user's own has the name of a library
-    assert safe_imports(script(tmp_path, text)) == names
+    assert of(script(tmp_path, text)).safe_imports() == names
 
 
 def test_package_in_the_current_folder_is_imported_by_the_rank_alone(
@@ -554,8 +558,8 @@ def test_package_in_the_current_folder_is_imported_by_the_rank_alone(
     monkeypatch.chdir(tmp_path)
     for folder in ("env/lib/site-packages", "."):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
-    assert safe_imports(file) == ["torch", "yaml", "fire"]
-    assert safe_imports(tmp_path / "missing.py") == []
+    assert of(file).safe_imports() == ["torch", "yaml", "fire"]
+    assert of(tmp_path / "missing.py").safe_imports() == []
 
 
 def test_script_names_what_may_be_imported_before_it(tmp_path: Path) -> None:
@@ -565,6 +569,6 @@ def test_script_names_what_may_be_imported_before_it(tmp_path: Path) -> None:
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     file = script(package, "import os\n__preload__ = ['mine.loop', 'other']\nX = 3\n")
-    assert own_imports(file) == (["mine.loop", "other"], str(tmp_path))
-    assert own_imports(script(tmp_path, "__preload__ = X()")) == ([], str(tmp_path))
-    assert own_imports(tmp_path / "missing.py")[0] == []
+    assert of(file).own_imports() == (["mine.loop", "other"], str(tmp_path))
+    assert of(script(tmp_path, "__preload__ = X()")).own_imports() == ([], str(tmp_path))
+    assert of(tmp_path / "missing.py").own_imports()[0] == []
