@@ -114,7 +114,7 @@ class Program:
         """
         from rankup.agent.logs import guard, open_log, setup_logging
         from rankup.env.rank_env import check_loopback, describe
-        from rankup.group.stacks import open_stacks
+        from rankup.group.stop import open_stacks
 
         guard(*guarded)
         self.stop.print_through(self.log)

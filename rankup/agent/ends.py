@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import secrets
-import signal
 import sys
 import time
 import traceback
@@ -27,8 +26,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.logs import host_name
-from rankup.agent.processes import start_of
 from rankup.agent.protocol import KILLED, Member
 from rankup.agent.record import PhaseClock
 from rankup.env.rank_env import RankEnv
@@ -48,9 +45,6 @@ from rankup.errors import (
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
-
-STACKS = "stacks"  # the folder in that of the run
-MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 
 # What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
 LOST_PEER = re.compile(
@@ -317,43 +311,6 @@ def tell_end(error: BaseException, *, log: logging.Logger, advice: Callable[[str
 def what_next(run_dir: Path) -> str:
     """What to type after a script has failed."""
     return f"`rankup explain {run_dir}` says why, `rankup logs {run_dir}` has all lines"
-
-
-# Stacks ---------------------------------------------------------------------------------------------------------------
-
-
-def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What has a script write its stacks where it gets SIGRTMAX, whatever it does at that moment.
-
-    Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
-    """
-    path = run_dir / STACKS / f"rank-{rank}.txt"
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
-    site = Path(__file__).with_name("script_site")
-    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
-
-
-def announce_stacks(
-    run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
-    signals: Iterable[int] = (signal.SIGRTMAX,),
-) -> Path:
-    """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
-
-    `thread`: the kernel's number of a thread that never hangs, and takes the signals. `main`: the main thread, as
-    faulthandler writes it, "" where nobody knows. `signals`: to try in turn.
-    """
-    writer = {
-        "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
-        "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
-    }
-    path = run_dir / STACKS / f"rank-{rank}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    large = path.exists() and path.stat().st_size > MOST_BYTES
-    with path.open("w" if large else "a", encoding="utf-8") as file:
-        file.write(f"# {json.dumps(writer)}\n")
-    return path
 
 
 # The run of a script --------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What a process prints, by hand and by logging, in an agent as in a rank; and what the agent reads from the pipes of a
-script that does not import rankup. No torch here.
+"""What a process prints, by hand and by logging, in an agent as in a rank; where stacks are written; and what the
+agent reads from the pipes of a script that does not import rankup. No torch here.
 
 Printing ends nothing and blocks nothing for long: a reader that has gone, a full disk or a disk that hangs costs lines,
 not the run. Each line carries its host and rank.
@@ -17,20 +17,24 @@ import logging
 import os
 import re
 import select
+import signal
 import socket
 import stat
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rankup.agent.processes import start_of
 from rankup.errors import UserError
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
+STACKS = "stacks"  # the folder in that of the run
+MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
@@ -226,6 +230,43 @@ def show(text: str, stream: TextIO) -> None:
             stack.enter_context(sys.modules["tqdm"].tqdm.external_write_mode(stream, nolock=True))
         stream.write(text)
         stream.flush()
+
+
+# Stacks ---------------------------------------------------------------------------------------------------------------
+
+
+def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What has a script write its stacks where it gets SIGRTMAX, whatever it does at that moment.
+
+    Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
+    """
+    path = run_dir / STACKS / f"rank-{rank}.txt"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
+    site = Path(__file__).with_name("script_site")
+    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
+
+
+def announce_stacks(
+    run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
+    signals: Iterable[int] = (signal.SIGRTMAX,),
+) -> Path:
+    """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
+
+    `thread`: the kernel's number of a thread that never hangs, and takes the signals. `main`: the main thread, as
+    faulthandler writes it, "" where nobody knows. `signals`: to try in turn.
+    """
+    writer = {
+        "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
+        "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
+    }
+    path = run_dir / STACKS / f"rank-{rank}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    large = path.exists() and path.stat().st_size > MOST_BYTES
+    with path.open("w" if large else "a", encoding="utf-8") as file:
+        file.write(f"# {json.dumps(writer)}\n")
+    return path
 
 
 # What a script prints that does not import rankup: it comes through pipes --------------------------------------------

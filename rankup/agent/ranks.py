@@ -16,10 +16,18 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent import secret
-from rankup.agent.ends import STACKS, End, Verdict, announce_stacks, attempt_of, stacks_environment, write_end
+from rankup.agent.ends import End, Verdict, attempt_of, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.logs import Pump, host_name, last_exception, open_log
+from rankup.agent.logs import (
+    STACKS,
+    Pump,
+    announce_stacks,
+    host_name,
+    last_exception,
+    open_log,
+    stacks_environment,
+)
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
 from rankup.agent.record import Records, RecordWriter

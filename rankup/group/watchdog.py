@@ -26,9 +26,7 @@ from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline
 from rankup.agent.protocol import KILLED, path_of
 from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
-from rankup.group import stacks
-from rankup.group.stacks import compare, moment, own_place
-from rankup.group.stop import StopRequest
+from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
 
 # The line to the others -----------------------------------------------------------------------------------------------
 
@@ -222,7 +220,7 @@ class Watchdog:
         self._stopping = False  # it ends for a stop, and has kept the state for that
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
-        stacks.follow(record)
+        follow(record)
         stop.watch = self
         stop.wake()
 
@@ -419,7 +417,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(timing.STACKS_S, lambda: stacks.dump(why))  # first: an answer of the others takes longer
+        file = within(timing.STACKS_S, lambda: dump(why))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
