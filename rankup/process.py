@@ -76,12 +76,12 @@ class Program:
         environment. `alone`: it shall be no rank, whoever has started it.
         """
         from rankup.agent.logs import setup_logging
-        from rankup.env.rank_env import read_rank_env, with_options, without_launcher
+        from rankup.env.rank_env import read_rank_env, with_options
         from rankup.errors import UserError
 
         try:
             given = with_options(os.environ, init_method=init_method, rank=rank, world_size=world_size)
-            self.found = launch = read_rank_env(without_launcher(given) if alone else given)
+            self.found = launch = read_rank_env({} if alone else given)
         except UserError as error:
             self.found = error
             setup_logging()

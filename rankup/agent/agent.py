@@ -31,7 +31,6 @@ from rankup.agent.ends import Verdict
 from rankup.agent.lead import Lead, elect, id_of
 from rankup.agent.logs import host_name
 from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
-from rankup.agent.processes import PARENT, die_with_parent
 from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Link, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.errors import LEFT_OUT, STOPPED
@@ -59,8 +58,6 @@ class Agent:
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
         self._over = asyncio.get_running_loop().create_future()
-        if (parent := os.environ.get(PARENT, "")).isdecimal():
-            die_with_parent(int(parent))
         self.options.script.check(os.environ, world_size=self.node.world_size)
         settings = self.options.script.must_match()
         if self.limits is not None:

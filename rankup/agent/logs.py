@@ -53,7 +53,7 @@ def host_name() -> str:
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to: printing raises nothing, and waits PRINT_S at most.
 
-    Any thread and any fork of this process may print. On a disk that hangs one thread hangs with it; the others lose
+    Any thread may print. On a disk that hangs one thread hangs with it; the others lose
     their lines.
     """
 
@@ -62,10 +62,6 @@ class Output(io.RawIOBase):
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
         self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._begin_fork)
-
-    def _begin_fork(self) -> None:
-        self._lock = threading.Lock()  # the one who held it may not be here
 
     def fileno(self) -> int:
         return self._number

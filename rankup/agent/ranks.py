@@ -28,7 +28,7 @@ from rankup.agent.logs import (
     open_log,
     stacks_environment,
 )
-from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
+from rankup.agent.processes import has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script
@@ -209,7 +209,7 @@ class Ranks:
         """
         commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
         # A script that imports rankup may know our settings by the environment, as where its cache lies
-        hidden = ("PET_", PARENT, secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has

@@ -78,17 +78,16 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     Beside it only the parent's process id is read. Raises LaunchError with every mistake, one
     on a line.
     """
-    agent, parent = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_PARENT", "")
-    commit, file = agent["commit"] if agent else {}, environ.get("RANKUP_FILE", "")
+    agent, file = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_FILE", "")
+    commit = agent["commit"] if agent else {}
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
     ours: dict[str, Any] = {
         "agent": agent, "agent_store": agent is not None, "restart_count": commit.get("restarts", 0),
         "attempt": f"{commit['job']}-{commit['restarts']}" if agent else "",
         "start": environ.get("RANKUP_START", ""), "run_name": launchers.run_name(environ),
-        "parent_pid": int(parent) if parent.isdecimal() else None,
+        # These leave their processes running where they are killed
+        "parent_pid": os.getppid() if found.launcher in ("torchrun", "open mpi") else None,
     }
-    if found.launcher in ("torchrun", "open mpi") and ours["parent_pid"] is None:
-        ours["parent_pid"] = os.getppid()  # these leave their processes running where they are killed
     if found.launcher == "python":
         return RankEnv(warnings=tuple(found.warnings), **ours)
     if found.launcher == "torchrun":
@@ -260,11 +259,6 @@ def with_options(
             )
     counts = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
     return {**environ, **counts, **given_by_url}
-
-
-def without_launcher(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """What is left of `environ` for a process that shall be no rank, but still ends with its parent."""
-    return {name: environ[name] for name in ("RANKUP_PARENT",) if name in environ}
 
 
 def cache_folder() -> str:

@@ -106,25 +106,6 @@ def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypa
     assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
 
 
-def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
-    pipe: tuple[int, int], waits: threading.Event, tmp_path: Path
-) -> None:
-    reader, writer = pipe
-    fill(writer)
-    out = Output(writer)
-    waiting = threading.Thread(target=out.write, args=[b"waits\n"], daemon=True)
-    waiting.start()
-    assert waits.wait(60)
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), writer)
-        out.write(b"hello\n")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.read(reader, 2**20)
-    waiting.join()
-    assert (tmp_path / "said").read_text() == "hello\n"
-
-
 PRINTS = """
 import os, sys
 from rankup.agent.logs import guard
@@ -353,25 +334,6 @@ sys.stderr.buffer.write(b"\\xff")
     asyncio.run(main())
     said = capfdbinary.readouterr()
     assert b"\r998/1000\r999/1000\rall 1000\r\nnext\n\xff" in said.err
-
-
-@pytest.mark.parametrize(("piece", "num_lines"), [(b"." * 4096, 8 * 2**20 // logs.READ)])
-def test_line_without_an_end_needs_no_more_memory(piece: bytes, num_lines: int, tmp_path: Path) -> None:
-    async def main() -> None:
-        rank = Rank(tmp_path)
-        pieces = [piece] * (8 * 2**20 // len(piece))
-        feed = threading.Thread(target=lambda: [rank.say(each) for each in pieces], daemon=True)
-        feed.start()
-        while feed.is_alive():
-            await asyncio.sleep(0)
-        await rank.end()
-        lengths = [len(text) for text in rank.texts]
-        assert max(lengths) <= 2 * logs.READ
-        assert len(lengths) <= num_lines
-        assert max(map(len, rank.pump.tail.splitlines())) <= logs.LONGEST
-        assert sum(lengths) == 8 * 2**20
-
-    asyncio.run(main())
 
 
 def test_tail_keeps_the_last_lines(tmp_path: Path) -> None:
