@@ -100,25 +100,6 @@ class Output(io.RawIOBase):
         self._dropped -= dropped
 
 
-class _Lines(io.TextIOWrapper):
-    """Text for an `Output`. What a thread prints goes there in whole lines, and no other thread's comes between."""
-
-    def __init__(self, output: Output, encoding: str) -> None:
-        super().__init__(output, encoding=encoding, errors="backslashreplace")
-        self._begun = threading.local()
-
-    def write(self, text: str) -> int:
-        self._begun.text = getattr(self._begun, "text", "") + text
-        if "\n" in text:
-            self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        text, self._begun.text = getattr(self._begun, "text", ""), ""
-        if text:
-            self.buffer.write(text.encode(self.encoding, "backslashreplace"))
-
-
 def guard(*names: str) -> None:
     """From now on nothing that is printed to these of "stdout" and "stderr" ends or stops this process, see `Output`.
 
@@ -130,7 +111,7 @@ def guard(*names: str) -> None:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what was printed before would come last, or never
             number, encoding = (-1, "utf-8") if stream is None else (stream.fileno(), stream.encoding)
-            setattr(sys, name, _Lines(Output(number), encoding))
+            setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
