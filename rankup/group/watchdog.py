@@ -23,7 +23,7 @@ from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
-from rankup.agent.protocol import KILLED, path_of
+from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
@@ -130,7 +130,7 @@ class AgentLine(Line):
     def __init__(self, agent: Mapping[str, Any], rank: int, stop: StopRequest) -> None:
         super().__init__(rank, stop)
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path_of(agent["socket"]))
+        self._socket.connect(agent["socket"])
         self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
         stop.hear(self._socket.fileno(), self.receive)
         self.say("rank", local_rank=agent["local_rank"])
