@@ -123,12 +123,6 @@ def test_summary_names_the_cause_and_not_the_ranks_that_lost_it(tmp_path: Path) 
     assert list(summary["ranks"]) == ["0", "1", "2"]
 
 
-def test_summary_of_a_run_that_has_just_begun_has_no_code(tmp_path: Path) -> None:
-    of_attempt(tmp_path).write_summary([])
-    summary = read_json(tmp_path / "status.json")
-    assert (summary["state"], summary["code"], summary["why"]) == ("running", None, "")
-
-
 def test_json_that_is_half_there_reads_as_none(tmp_path: Path) -> None:
     assert read_json(tmp_path / "missing.json") is None
     (tmp_path / "half.json").write_text('{"a": 1')

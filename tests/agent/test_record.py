@@ -248,19 +248,6 @@ def test_only_the_answer_of_each_member_to_the_last_question_counts() -> None:
     assert not agreement.hear("b", stop=5, step=9)
 
 
-def test_a_rank_that_nobody_asked_begins_its_step_and_one_that_is_asked_waits_for_the_answer() -> None:
-    record = RecordWriter(None)
-    assert record.may_begin(7)
-    assert record.ask_to_stop(9) == 7
-    assert record.may_begin(8)
-    assert record.may_begin(9) is None
-    assert record.ask_to_stop(11) == 9
-    assert record.may_begin(9)
-    record.confirm_stop(11)
-    assert record.may_begin(10)
-    assert record.may_begin(11) is False
-
-
 # The clock ------------------------------------------------------------------------------------------------------------
 
 
