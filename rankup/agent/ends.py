@@ -271,6 +271,8 @@ class StatusFile:
 
 def tell_torchrun(error: BaseException) -> None:
     """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
+    if "RANKUP_AGENT" in os.environ:  # nobody reads it there, and torch's handler takes 50 ms to import
+        return
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # Only the first error: a failing rank waits for the others, and a later error is a consequence
     if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
