@@ -247,6 +247,8 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
+        if timeout_s and phase != self.clock.present()[0]:  # no read of the whole record: this is called in every step
+            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
@@ -337,7 +339,7 @@ class Watchdog:
             leave(self._leaving)
         if line.heard.is_set():
             self._lost_s = self._lost_s or now_s
-        if now_s - self._armed_s > timing.REARM_S:  # here alone: a hang that holds the interpreter's lock stops it
+        if now_s - self._armed_s > timing.REARM_S:
             self._armed_s = now_s
             if now.until_s < NO_LIMIT:
                 set_hard_deadline(max(0.0, now.until_s - now_s) + timing.LOCKED_GRACE_S)
