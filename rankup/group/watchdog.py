@@ -247,7 +247,9 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
-        if timeout_s and phase != self.clock.present()[0]:  # no read of the whole record: this is called in every step
+        if timeout_s == 0:
+            clear_hard_deadline()
+        elif phase != self.clock.present()[0]:  # no read of the whole record: this is called in every step
             set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
@@ -294,7 +296,12 @@ class Watchdog:
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         self._leaving = code
-        self.record.extend(timing.LEAVING_S)  # of the same phase: the others still see what this rank was doing
+        self._extend(timing.LEAVING_S)
+
+    def _extend(self, timeout_s: float) -> None:
+        """A new deadline for the same phase: the others still see what this rank was doing."""
+        set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
+        self.record.extend(timeout_s)
 
     def end(self) -> None:
         """No more deadlines."""
@@ -339,14 +346,11 @@ class Watchdog:
             leave(self._leaving)
         if line.heard.is_set():
             self._lost_s = self._lost_s or now_s
-        if now_s - self._armed_s > timing.REARM_S:
-            self._armed_s = now_s
-            if now.until_s < NO_LIMIT:
-                set_hard_deadline(max(0.0, now.until_s - now_s) + timing.LOCKED_GRACE_S)
-            else:
-                clear_hard_deadline()
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
+        if now.until_s < NO_LIMIT and now_s - self._armed_s > timing.REARM_S:
+            set_hard_deadline(max(0.0, now.until_s - now_s) + timing.LOCKED_GRACE_S)
+            self._armed_s = now_s
         if overdue:
             self._aside(lambda: self._leave(""))
         elif line.must_leave:
@@ -366,7 +370,7 @@ class Watchdog:
             keeper = self._keeper
             if keeper is None or self.record.read().settled:
                 return
-            self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
+            self._extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
             if why == "":  # it takes all ranks, so they go on until they come to that step
                 return
@@ -390,6 +394,7 @@ class Watchdog:
 
         `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
         """
+        set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
         if overdue := now.until_s < time.monotonic() and self._leaving is None:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
@@ -448,6 +453,6 @@ class Watchdog:
             keeper, self._keeper = self._keeper, None
             if keeper is None:
                 return
-            self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
+            self._extend(self._keep_timeout_s + timing.LEAVING_S)
             within(self._keep_timeout_s, keeper.keep)
-            self.record.extend(timing.LEAVING_S)
+            self._extend(timing.LEAVING_S)
