@@ -310,22 +310,17 @@ class Server:
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> bool:
         """Whether this is the rank that was started."""
-        which, name, pid = request["start"], request["name"], -1
+        which = request["start"]
         if which == STORE:
             self._signal(STORE, signal.SIGKILL)
             self._running = {pid: each for pid, each in self._running.items() if each != STORE}  # nobody waits for it
-        try:
-            pid = self._fork(name)
-        except OSError as error:  # no more processes, no more memory
-            self.tell(warning=f"{name} can't be started: {error.strerror or error}")
-            self.tell(ended=which, code=FAULT)
-        if pid == 0 and which == STORE:
-            self._serve_store(socket.socket(fileno=descriptors[0]))
-        if pid == 0:
+        if (pid := self._fork(request["name"])) == 0:
+            if which == STORE:
+                self._serve_store(socket.socket(fileno=descriptors[0]))
             self._become(request, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if pid > 0:
+        if pid:
             self._running[pid] = which
             if which != STORE:
                 self.tell(started=which, pid=pid)
@@ -335,13 +330,10 @@ class Server:
         """As os.fork. The child has a session of its own, ends with the server, and has the signals blocked: one that
         comes before the child can notice it waits until it can."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
-        pid = -1
-        try:
-            pid = os.fork()
-        finally:
-            if pid:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if pid == 0:
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        else:
             os.setsid()
             die_with_parent(self.pid)
             signal.set_wakeup_fd(-1)

@@ -349,30 +349,6 @@ os._exit(5)
         each.until(lambda ended=ended: gone(int(ended.out)))
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server in pytest's own process, which forks nothing. `agent`: the other end of its channel."""
-    agent, channel = socket.socketpair()
-    for name in ("signal", "set_wakeup_fd"):
-        monkeypatch.setattr(signal, name, lambda *_, **__: None)
-    server: Any = Server(channel, fork=True)
-    server.agent = agent
-    with agent, channel, server._woken, server._waker:
-        yield server
-
-
-def test_rank_that_can_not_be_started_is_told(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_more() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", no_more)
-    assert server._start({"start": 2, "name": "rank 2", "argv": [], "env": {}, "cwd": "/"}, []) is False
-    assert [json.loads(line) for line in server.agent.recv(4096).splitlines()] == [
-        {"warning": "rank 2 can't be started: Resource temporarily unavailable"}, {"ended": 2, "code": 1},
-    ]
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
-
-
 def test_ranks_have_names_and_go_first_where_memory_runs_out(rig: Rig, tmp_path: Path) -> None:
     def score(pid: int) -> int:
         return int(Path(f"/proc/{pid}/oom_score_adj").read_text())

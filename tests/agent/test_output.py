@@ -336,19 +336,6 @@ sys.stderr.buffer.write(b"\\xff")
     assert b"\r998/1000\r999/1000\rall 1000\r\nnext\n\xff" in said.err
 
 
-def test_tail_keeps_the_last_lines(tmp_path: Path) -> None:
-    async def main() -> None:
-        rank = Rank(tmp_path)
-        rank.say("".join(f"{number}\n" for number in range(700)))
-        await rank.until(lambda: rank.pump.tail.endswith("699"))
-        rank.say("".join(f"{number}\n" for number in range(700, 1000)))
-        await rank.end()
-        assert rank.pump.tail.splitlines() == [str(number) for number in range(600, 1000)]
-        assert len(rank.texts) == 1000
-
-    asyncio.run(main())
-
-
 TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: connection closed by peer\n"
 
 
