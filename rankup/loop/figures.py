@@ -7,9 +7,8 @@ import torch
 
 from rankup.errors import disk_error
 from rankup.group.group import Group
-from rankup.loop.record import Position, versions
+from rankup.loop.record import Position, Settings, versions
 from rankup.loop.saving import Saving
-from rankup.loop.settings import Settings
 from rankup.observe.goodput import one_line
 from rankup.observe.metrics import Metrics, entry
 from rankup.observe.reporter import Course, Reporter, speed

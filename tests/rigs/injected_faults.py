@@ -44,11 +44,6 @@ def broken_gpu() -> None:
     gpus.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
 
 
-def other_torch() -> None:
-    _enter()
-    torch.__version__ = "2.13.0"  # type: ignore[assignment]
-
-
 def hangs_in_the_collective() -> None:
     from rankup.doctor import group
 
