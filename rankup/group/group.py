@@ -1,22 +1,31 @@
-"""The group of ranks: this rank's place in it, and the few collectives over host memory that keep the ranks in step.
+"""The group of ranks: this rank's place in it, the few collectives over host memory that keep the ranks in step, and
+the store by which torch sets a group up.
 
 Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's own collectives of objects unpickle
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
 import contextlib
+import ctypes
 import dis
+import hashlib
 import io
 import json
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
@@ -27,6 +36,7 @@ from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
+SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 
 
 class Group:
@@ -305,3 +315,47 @@ def _raised_by_python(error: BaseException) -> bool:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+
+
+def digest(settings: Mapping[str, str]) -> str:
+    """Of what must be the same on all ranks."""
+    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
+
+
+# torch's store --------------------------------------------------------------------------------------------------------
+
+
+def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
+    with no_name_lookups():
+        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def no_name_lookups() -> Iterator[None]:
+    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+
+    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
+    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
+    lets a program replace the line of nsswitch.conf.
+    """
+    _ask_for_names("files")
+    try:
+        yield
+    finally:
+        _ask_for_names(_configured_services())
+
+
+def _ask_for_names(services: str) -> None:
+    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", services.encode())
+
+
+def _configured_services() -> str:
+    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE):
+            return found[1].strip()
+    return "files dns"

@@ -4,21 +4,16 @@
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import hashlib
-import json
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-# torch exports them under a condition that mypy does not follow
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
@@ -26,12 +21,10 @@ from rankup.agent.protocol import HINT, Member, describe_differences
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
-from rankup.group.group import Group
+from rankup.group.group import Group, connect_store, digest
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import AgentLine, Line, Suspect, Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
-
-SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 
 
 def join(
@@ -178,51 +171,7 @@ def check_devices(group: Group) -> None:
         owners[other] = rank
 
 
-# torch's store --------------------------------------------------------------------------------------------------------
-
-
-def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
-    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
-    with no_name_lookups():
-        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-@contextlib.contextmanager
-def no_name_lookups() -> Iterator[None]:
-    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
-
-    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
-    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
-    lets a program replace the line of nsswitch.conf.
-    """
-    _ask_for_names("files")
-    try:
-        yield
-    finally:
-        _ask_for_names(_configured_services())
-
-
-def _ask_for_names(services: str) -> None:
-    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
-    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
-    if configure is not None:
-        configure(b"hosts", services.encode())
-
-
-def _configured_services() -> str:
-    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE):
-            return found[1].strip()
-    return "files dns"
-
-
 # What this rank brings -----------------------------------------------------------------------------------------------
-
-
-def digest(settings: Mapping[str, str]) -> str:
-    """Of what must be the same on all ranks."""
-    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def code_of(*roots: Path) -> str:

@@ -18,7 +18,7 @@ import pytest
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError
-from rankup.group import joining
+from rankup.group import group
 from rankup.group.meeting import MemberLine
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Line, Suspect, describe
@@ -202,7 +202,7 @@ def test_an_answer_is_waited_for_only_so_long() -> None:
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Else a name that only a resolver knows leads nowhere."""
     connected: list[str] = []
-    monkeypatch.setattr(joining, "TCPStore", lambda ip, *_, **__: connected.append(ip))
+    monkeypatch.setattr(group, "TCPStore", lambda ip, *_, **__: connected.append(ip))
     with socket.create_server(("127.0.0.1", 0)) as store:
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
