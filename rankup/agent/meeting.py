@@ -249,6 +249,7 @@ class Leader:
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
                 seat.problem = str(message["problem"])
+                seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
                 self._late.remove(seat)
                 if mistake := str(message.get("mistake", "")):
                     self.refuse(mistake, code=USER_MISTAKE)

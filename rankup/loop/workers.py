@@ -1,6 +1,7 @@
 """Worker processes of DataLoaders. They ignore the signals that a job gets, which are for the loop: a batch system
 signals the whole process group. They die with their parent alone, and the death of one ends the job in one line."""
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ SHM_FULL = (
     "--shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm), or set the number of workers to 0."
 )
 START_S = 10.0
+_all: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Workers:
@@ -36,13 +39,15 @@ class Workers:
     def __init__(self, loader: Any) -> None:
         if getattr(loader, "num_workers", 0) and not isinstance(loader.collate_fn, _Sharing):
             # Python 3.14 starts processes from a server by default, which is their parent then
-            method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+            chosen = (loader.multiprocessing_context or multiprocessing).get_start_method(allow_none=True)
+            method = chosen or multiprocessing.get_all_start_methods()[0]  # the default
             parent = 0 if method == "forkserver" else os.getpid()
             loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
             loader.collate_fn = _Sharing(loader.collate_fn)
         with _signals_held():
             self._iterator: Iterator[Any] = iter(loader)
         self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
+        _all.update(self._workers)
         self._wait_for_all()
 
     def __iter__(self) -> "Workers":
@@ -101,6 +106,15 @@ class Workers:
                 "workers, or a smaller batch"
             )
         return PeerLost(f"a DataLoader worker died: {who}")
+
+
+@atexit.register
+def _end_all() -> None:
+    """When Python ends, multiprocessing sends SIGTERM to workers that are left, and would wait for ever."""
+    with contextlib.suppress(AssertionError):  # a fork of the process that has them
+        for worker in _all:
+            if worker.is_alive():
+                worker.kill()
 
 
 class _Sharing:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankup.errors import PeerLost, UserError
 from rankup.loop.batches import evaluation_batches, source_of
+from tests.rigs.jobs import ended, start
 
 
 class Faulty(Dataset[torch.Tensor]):
@@ -81,3 +83,17 @@ def test_error_of_a_data_set_stays_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError, match="Caught ZeroDivisionError in DataLoader worker process 0"):
         read(Faulty(lambda: 1 / 0), "training")
     assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
+LEFT = """
+from torch.utils.data import DataLoader
+from rankup.loop.workers import Workers
+loader = DataLoader(range(9), num_workers=1, persistent_workers=True)
+print(next(Workers(loader)).item())
+"""
+
+
+def test_script_ends_though_it_leaves_workers() -> None:
+    with ended(start(sys.executable, "-c", LEFT)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.splitlines() == ["0"]

@@ -151,6 +151,7 @@ def test_compose_has_none_of_the_known_traps() -> None:
     assert not re.search(r"^version:", text, re.MULTILINE)  # obsolete, and warned about
     assert "service_healthy" not in text  # hangs when what it waits for has ended
     assert not any(":latest" in path.read_text() for path in LAUNCH_FILES)
+    assert re.search(r"(?m)^ARG BASE_IMAGE=\S+@sha256:[0-9a-f]{64}$", (DOCKER / "Dockerfile").read_text())
     assert '"ports"' not in json.dumps(yaml.safe_load(text))
     board = yaml.safe_load((DOCKER / "compose.board.yaml").read_text().replace("!reset", ""))["services"]["board"]
     assert all(port.startswith("127.0.0.1:") for port in board["ports"])

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.rigs.kube import CLAIMS, IMAGE, K8S, change, kubectl, one, problems, rendered
+from tests.rigs.kube import CLAIMS, IMAGE, K8S, change, kubectl, mistakes, one, problems, rendered, unrestricted
 from tests.rigs.kubeflow import pods_of
-from tests.rigs.kubelint import mistakes, unrestricted
 
 Object = dict[str, Any]
 
