@@ -102,10 +102,10 @@ def nodes(text: str) -> tuple[int, int]:
 def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
     from rankup.agent.agent import Agent
+    from rankup.agent.ends import what_next
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.ranks import Options
     from rankup.agent.script import Script
-    from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
     from rankup.observe.stacks import where
 

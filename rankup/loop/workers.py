@@ -39,7 +39,8 @@ class Workers:
     def __init__(self, loader: Any) -> None:
         if getattr(loader, "num_workers", 0) and not isinstance(loader.collate_fn, _Sharing):
             # Python 3.14 starts processes from a server by default, which is their parent then
-            method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+            chosen = (loader.multiprocessing_context or multiprocessing).get_start_method(allow_none=True)
+            method = chosen or multiprocessing.get_all_start_methods()[0]  # the default
             parent = 0 if method == "forkserver" else os.getpid()
             loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
             loader.collate_fn = _Sharing(loader.collate_fn)

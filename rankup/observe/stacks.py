@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankup.agent.logs import host_name
+from rankup.agent.logs import STACKS, host_name
 from rankup.agent.processes import has_handler, start_of, state_of
-from rankup.agent.status import STACKS
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.group.stacks import Frame, Stack, compare, moment, place
+from rankup.group.stop import Frame, Stack, compare, moment, place
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
 # By the letters that /proc has

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankup.agent import status
-from rankup.agent.status import announce_stacks
+from rankup.agent import logs
+from rankup.agent.logs import announce_stacks
 from rankup.observe import stacks
 from tests.rigs import jobs
 from tests.rigs.containers import wait_for
@@ -214,7 +214,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path, mon
 
 def test_another_process_with_that_number_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sleeper("import signal; signal.signal(signal.SIGTERM, lambda *_: exit(3))") as stranger:
-        monkeypatch.setattr(status, "start_of", lambda pid: "12345")
+        monkeypatch.setattr(logs, "start_of", lambda pid: "12345")
         announce_stacks(tmp_path, 0, 1, stranger.pid, signals=[signal.SIGTERM])
         (answer,) = stacks.ask(tmp_path)
         assert not answer.fresh

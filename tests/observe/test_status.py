@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.ends import End
-from rankup.agent.status import StatusFile
+from rankup.agent.ends import End, StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.observe.goodput import read_reports
 from rankup.observe.status import as_text, look, look_at_all
