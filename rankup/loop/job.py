@@ -17,7 +17,7 @@ from rankup.loop.passes import Batches, Live
 from rankup.loop.record import Position, Settings
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, copied, fix_bucket_order
-from rankup.observe.step_clock import COMPUTE, DATA, WAITING
+from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
@@ -316,7 +316,6 @@ class Job:
         self.clock.start()
         with self.group.watch.clock.during("data"):
             yield
-        self.clock.lap(DATA)
         self.clock.has_batch()
 
     @contextlib.contextmanager

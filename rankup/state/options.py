@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rankup.agent.status import job_of
+from rankup.agent.ends import job_of
 from rankup.group.group import Group
 from rankup.places.lineage import Lineage
 from rankup.state.reading import Check, Copy, no_check

@@ -310,7 +310,7 @@ def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
         (4, 2, 4.0, "Set --num-threads 2"),
         (8, None, 1.0, "Set --num-threads 1"),
         (1, 1, 0.75, ""),
-        (1, 1, 0.5, "1 process of 1 thread, but only 0.5 CPUs to use"),
+        (1, 1, 0.5, "1 process x 1 threads on this node, but only 0.5 CPUs to use"),
         (1, 2, 1.2, "2 processes x 1 threads on this node, but only 1.2 CPUs"),
     ],
 )

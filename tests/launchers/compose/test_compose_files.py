@@ -74,17 +74,6 @@ def test_compose_accepts_the_files(more: list[str]) -> None:
 
 
 @engine
-def test_further_nodes_differ_from_the_second_by_name_and_rank_alone() -> None:
-    services = config("compose.nodes.yaml", NNODES="8", ARGS="--epochs 5", MEMORY="4g")["services"]
-    for number in range(2, 8):
-        node = services[f"node{number}"]
-        assert (node.pop("hostname"), node["environment"].pop("RANK")) == (f"node{number}", str(number))
-        assert node.pop("profiles") == [str(count) for count in range(number + 1, 9)]
-    del services["node1"]["hostname"], services["node1"]["environment"]["RANK"]
-    assert all(services[f"node{number}"] == services["node1"] for number in range(2, 8))
-
-
-@engine
 def test_nodes_get_gpus_of_their_own_from_the_gpu_file_alone() -> None:
     assert "nvidia" not in json.dumps(config())
     services = config("compose.gpu.yaml")["services"]
