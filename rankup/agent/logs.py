@@ -53,8 +53,7 @@ def host_name() -> str:
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to: printing raises nothing, and waits PRINT_S at most.
 
-    Any thread may print. On a disk that hangs one thread hangs with it; the others lose
-    their lines.
+    Any thread may print. On a disk that hangs one thread hangs with it; the others lose their lines.
     """
 
     def __init__(self, number: int) -> None:
@@ -91,13 +90,26 @@ class Output(io.RawIOBase):
         until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
         notice = f"\n[{dropped} lines were not printed: nobody read them]\n" if dropped else ""
         rest = notice.encode() + data
-        room.register(self._number, select.POLLOUT)
-        while rest:
-            if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
-                self._dropped += max(1, data.count(b"\n"))
-                return
-            rest = rest[os.write(self._number, rest[: select.PIPE_BUF]) :]  # where there is room, so much fits
+        number, most = self._open()
+        try:
+            room.register(number, select.POLLOUT)
+            while rest:
+                if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
+                    self._dropped += max(1, data.count(b"\n"))
+                    return
+                with contextlib.suppress(BlockingIOError):  # another process has taken the room
+                    rest = rest[os.write(number, rest[:most]) :]
+        finally:
+            os.close(number)
         self._dropped -= dropped
+
+    def _open(self) -> tuple[int, int]:
+        """The file once more, and how many bytes fit where it has room. Opened anew it does not block: the usual one
+        is shared with other processes, and to change it would change it for them."""
+        try:
+            return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
+        except OSError:  # a socket, another user's terminal
+            return os.dup(self._number), select.PIPE_BUF
 
 
 def guard(*names: str) -> None:
