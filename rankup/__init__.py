@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rankup.job import open_job as open_job
     from rankup.loop.job import Job as Job
     from rankup.loop.settings import Settings as Settings
-    from rankup.places.cache import cache_roots as cache_roots
+    from rankup.places.files import cache_roots as cache_roots
     from rankup.process import Program as Program
     from rankup.state.reading import Copy as Copy
     from rankup.state.stored_run import fetched as fetched
@@ -37,7 +37,7 @@ _HOMES = {
     # A program of your own, with settings and a command line
     "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",
     "Settings": "loop.settings", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
-    "fetched": "state.stored_run", "cache_roots": "places.cache", "start_worker": "group.stop",
+    "fetched": "state.stored_run", "cache_roots": "places.files", "start_worker": "group.stop",
     # Modules
     "cli": "cli", "seeds": "seeds", "urls": "urls",
 }

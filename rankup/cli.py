@@ -239,7 +239,7 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     from rankup.job import open_checkpoint
-    from rankup.state.export import export
+    from rankup.state.reading import export
     from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
@@ -264,7 +264,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def runs_folder(text: str) -> Path:
     """The folder of all runs on this machine for what --run-dir says: a path, or an address."""
-    from rankup.places.cache import runs_folder
+    from rankup.places.files import runs_folder
 
     return runs_folder(text)
 

@@ -17,7 +17,7 @@ from rankup.observe.step_clock import StepClock
 from rankup.observe.stragglers import RankReports
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_json
-from rankup.places.lineage import RESULT
+from rankup.places.lease import RESULT
 from rankup.state.run import Run
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankup.loop.record import BEGIN_ANEW
-from rankup.state.options import Options
+from rankup.state.saver import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

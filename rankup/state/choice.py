@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.status import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
-from rankup.places.lineage import Lineage, before
+from rankup.places.lease import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
-from rankup.state.options import Options, may_take, of_this_job
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, read, share
+from rankup.state.saver import Options
 from rankup.state.second import SecondPlace
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
@@ -81,7 +82,7 @@ def find_origin(
     candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
     unseen = [rank for rank, (sees, _) in enumerate(answers) if rank and not sees and options.compare_every_steps != 0]
     origin, chosen, damaged = Origin(known or new, min(unseen, default=None)), None, dict[str, str]()
-    for line, one in in_order(candidates, known, lambda other: may_take(other, options, group), group, folder):
+    for line, one in in_order(candidates, known, may_take(options, group), group, folder):
         if memory is not None and one.kind == PARTS:
             origin.copy, problem = memory.load(one.where)
         else:
@@ -252,3 +253,23 @@ def _put_aside_others(folder: Path, run: str) -> None:
         with contextlib.suppress(OSError):  # another rank was faster, and this folder is still empty
             moved.rmdir()
             moved.parent.rmdir()
+
+
+def may_take(options: Options, group: Group) -> Callable[[Lineage], bool]:
+    """Which runs this attempt may go on with: where it begins anew, only if it is a restart that finds what its own
+    launch began anew.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
+    """
+    return lambda other: not options.fresh or of_this_job(other, group)
+
+
+def of_this_job(other: Lineage, group: Group) -> bool:
+    """Whether an attempt of this launch began the run `other`."""
+    if group.launch.start:
+        return other.start == group.launch.start
+    if not group.restarted or group.launch.agent is None:
+        return group.restarted
+    return job_of(other.begun_by) == job_of(group.attempt)

@@ -36,9 +36,9 @@ from rankup.places.files import read_json
 from rankup.state import copies, rescue
 from rankup.state.copies import STATE, Fingerprint, fingerprint, step_of, to_json, verify
 from rankup.state.reading import Check, Copy
+from rankup.state.saver import Writing
 from rankup.state.shards import INDEX, file_of, index, local_part
 from rankup.state.tree import TensorFile, encode
-from rankup.state.writing import Writing
 from rankup.timing import HURRY_S, SHARE
 
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
@@ -283,7 +283,7 @@ class PartsInMemory:
     """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
 
     def __init__(self, group: Group, check: Check, fits: Check) -> None:
-        """`check` and `fits`: see `rankup.state.options.Options`. What they refuse is not there."""
+        """`check` and `fits`: see `rankup.state.saver.Options`. What they refuse is not there."""
         self.group, own = group, []
         for path in _found():
             record: Any = read_json(path / STATE)

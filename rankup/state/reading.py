@@ -1,4 +1,5 @@
-"""Copies as read and verified: of one folder, the newest of several, and one that another rank has read.
+"""Copies as read and verified: of one folder, the newest of several, and one that another rank has read; and one as a
+file that plain torch reads.
 
 One rank reads a copy, and the others get its files over the network: nodes need no shared disk, and all ranks go on
 from the same copy. Of a sharded copy each rank reads its own part.
@@ -10,12 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.places.lineage import RUN_ID
+from rankup.places.files import staged
+from rankup.places.lease import RUN_ID
 from rankup.state import tree
 from rankup.state.copies import STATE, known_damaged, list_copies, passed_over, verify
 from rankup.state.shards import INDEX, Shards
+from rankup.state.stored_run import fetched
+from rankup.urls import is_url
+
+OWN = "rankup_"  # items whose names begin so are no objects of the user
 
 # check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
 # where it is of another kind than the caller's, and ValueError where it is damaged
@@ -120,3 +128,44 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything
         return None, f"its files don't fit together ({' '.join(str(error).split())[:200]})"
+
+
+def find_copy(
+    place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check = no_check, timeout_s: float = 1800.0
+) -> Copy:
+    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty. The
+    parts of a sharded one are put together.
+
+    Raises UserError, and PeerLost where a store does not answer within `timeout_s`.
+    """
+    if is_url(place):
+        with fetched(place, warn=warn, timeout_s=timeout_s) as path:
+            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+    if place:
+        return load(Path(place), check).as_plain()
+    found = load_newest(run_dir / "checkpoints", warn, check)
+    if found is None:
+        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+    return found.as_plain()
+
+
+def export(copy: Copy, file: Path, *, item: str = "") -> str:
+    """Write the tracked items of a plain copy to `file`, for `torch.load(file, weights_only=True)`: a dict from the
+    name of each item to its state. With `item`, the state of that item alone. Returns what was written, in words.
+
+    Raises UserError where the copy has no such item, or the file can't be written.
+    """
+    items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
+    if item and item not in items:
+        raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
+    state = items[item] if item else items
+    try:
+        with staged(file) as staging, staging.open("wb") as opened:
+            torch.save(state, opened)
+            opened.flush()
+            size = opened.tell()
+    except OSError as error:
+        raise UserError(f"export: the file must be one that can be written, got {file}: {error.strerror}.") from None
+    what = "the weights" if item == "model" else item or ", ".join(items)
+    count = f"{len(state)} tensors, " if item == "model" else ""
+    return f"{file}: {what} of step {copy.step}, {count}{size / 1e6:.1f} MB"

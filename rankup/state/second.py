@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.lease import Lease, StoreLease, highest_number
-from rankup.places.lineage import FILE, OF_RUN, Lineage, put_aside
+from rankup.places.lease import FILE, OF_RUN, Lease, Lineage, StoreLease, highest_number, put_aside
 from rankup.places.place import Place
-from rankup.state.copies import list_copies, looks_whole, uploading
-from rankup.state.options import Options
+from rankup.state.copies import STATE, list_copies, looks_whole, uploading
+from rankup.state.saver import Options, Writing
 from rankup.state.stored_run import StoredRun
-from rankup.state.writing import Writing
 from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 
 SUPERSEDED = "superseded"
@@ -30,7 +28,7 @@ SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does
 
 
 class SecondPlace(StoredRun):
-    """The second place of the run in `folder`. Rank 0 only, for the length of a `with` block."""
+    """The second place of the run in `folder`. Rank 0 only."""
 
     def __init__(
         self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
@@ -46,18 +44,11 @@ class SecondPlace(StoredRun):
         self._opening_s = min(options.setup_timeout_s, options.save_timeout_s)
         self._lease: StoreLease | None = None
         self._free = 0  # of a mirror: the number that was free at the opening
-        self._held = contextlib.ExitStack()
         self._mirroring = Writing("mirror", math.inf)
         self._newest: Path | None = None  # the copy that a mirror is to have
         self._has: Path | None = None  # the last one that it got
         self._begun = self._over = False
         self._failing = ""  # what was said of a mirror that fails
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
 
     def patient(self, timeout_s: float) -> Self:
         """This, with so much patience from now on."""
@@ -66,8 +57,9 @@ class SecondPlace(StoredRun):
 
     # At opening -----------------------------------------------------------------------------------------------
 
-    def adopt(self, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
-        """Own the place if it is required, and take the run that is there where the folder is behind it, or empty.
+    def adopt(self, stack: contextlib.ExitStack, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
+        """Own the place until `stack` ends if it is required, and take the run that is there where the folder is behind
+        it, or empty.
 
         `nothing_here`: the folder has neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
         Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
@@ -77,7 +69,7 @@ class SecondPlace(StoredRun):
                 ours = self._folder_lease
                 tokens = (ours.token, ours.predecessor)
                 lease = StoreLease(self.place, ours.attempt, tokens, agreed=ours.agreed)
-                self._lease = self._held.enter_context(lease)
+                self._lease = stack.enter_context(lease)
                 self.number = self._lease.number
             else:
                 # Before the look at what is there: an attempt that copies after it takes this number, and this one
@@ -103,7 +95,10 @@ class SecondPlace(StoredRun):
         if run := Lineage.read(self.folder):
             with self._asking(alone=not self._whole()):
                 for one in self.copies(run.run):
-                    yield [one.folder, one.step, self.attempt_of(one), one.run]
+                    # Who wrote it, as far as nobody looked at its bytes; "" where that can't be read
+                    record = self.place.read_json(f"{one.folder}/{STATE}")
+                    attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
+                    yield [one.folder, one.step, attempt, one.run]
 
     def fetch(self, folder: str, directory: Path | None = None) -> tuple[Path, str]:
         """Copy that copy into the folder of this run, or into `directory`. Raises as `adopt`."""
@@ -136,12 +131,11 @@ class SecondPlace(StoredRun):
 
     def _put_aside(self) -> None:
         """What an earlier attempt on this machine left, and others have gone on without."""
-        if not any((self.folder / name).exists() for name in ("checkpoints", FILE)):
-            return
-        aside = self.folder / SUPERSEDED
-        shutil.rmtree(aside, ignore_errors=True)
-        put_aside(self.folder, OF_RUN, aside)
-        self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
+        if any((self.folder / name).exists() for name in ("checkpoints", FILE)):
+            aside = self.folder / SUPERSEDED
+            shutil.rmtree(aside, ignore_errors=True)
+            put_aside(self.folder, OF_RUN, aside)
+            self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
 
     # While training -------------------------------------------------------------------------------------------
 
@@ -158,6 +152,23 @@ class SecondPlace(StoredRun):
             if path is not None and not self.holds(path, run=self.run):
                 self.upload_copy(path, run=self.run, keep=self.keep, check=lease.check)
                 self.log.debug(f"{self.called} has {path.name}")
+
+    def _claim(self) -> StoreLease:
+        """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
+        PeerLost where the run has gone on there without this attempt."""
+        lease = self._lease = self._lease or StoreLease(self.place, self._folder_lease.attempt)
+        if self.number:
+            return lease
+        lease.place = self.place
+        if not self._free:  # the mirror did not answer then
+            number = highest_number(self.place.names()) + 1
+            there, here = self.lineage(), Lineage.read(self.folder)
+            if there and here and there.run == here.run and not here.goes_on_from(there):
+                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
+            self._free = number
+        lease.claim(self._free)
+        self.number = lease.number
+        return lease
 
     def is_ours(self) -> bool:
         """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
@@ -186,23 +197,6 @@ class SecondPlace(StoredRun):
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
             self.log.warning(f"the newest checkpoint, {self._newest.name}, is not on {self.called}{why}")
 
-    def _claim(self) -> StoreLease:
-        """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
-        PeerLost where the run has gone on there without this attempt."""
-        lease = self._lease = self._lease or StoreLease(self.place, self._folder_lease.attempt)
-        if self.number:
-            return lease
-        lease.place = self.place
-        if not self._free:  # the mirror did not answer then
-            number = highest_number(self.place.names()) + 1
-            there, here = self.lineage(), Lineage.read(self.folder)
-            if there and here and there.run == here.run and not here.goes_on_from(there):
-                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
-            self._free = number
-        lease.claim(self._free)
-        self.number = lease.number
-        return lease
-
     # A mirror -------------------------------------------------------------------------------------------------
 
     def copy(self, path: Path | None) -> None:
@@ -228,7 +222,6 @@ class SecondPlace(StoredRun):
 
     def _fail(self, text: str) -> None:
         """One line, until it is back."""
-        with contextlib.suppress(OSError):
-            if not self._failing:
-                self.log.warning(f"the mirror fails, the training goes on: {text}")
+        if not self._failing:
+            self.log.warning(f"the mirror fails, the training goes on: {text}")
         self._failing = text

@@ -1,4 +1,4 @@
-"""A run at an address: its copies, and what `metrics.jsonl` and the other files say of it.
+"""A run at an address, or in another folder: its copies, and what `metrics.jsonl` and the other files say of it.
 
     lease/00000007.json
     00000007/run.json config.yaml result.json metrics.jsonl logs/ tensorboard/
@@ -24,17 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankup.errors import UserError, disk_error
-from rankup.places.cache import cache_root
-from rankup.places.lease import folder_of, highest_number, number_of
-from rankup.places.lineage import FILE as RUN_FILE
-from rankup.places.lineage import RESULT, RUN_ID, Lineage
+from rankup.places.files import cache_roots
+from rankup.places.lease import FILE, RESULT, RUN_ID, Lineage, folder_of, highest_number, number_of
 from rankup.places.place import Place
-from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, passed_over
+from rankup.state.copies import MANIFEST, STAGING, find_problem, passed_over
 from rankup.urls import is_url
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder
-FILES = (RUN_FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
+FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
 
 
@@ -82,8 +80,7 @@ class StoredRun:
         """
         new, own = self._stored(path, run), self._own
         there = own.names(new.inside)
-        files = {f"{new.inside}/{file.relative_to(path).as_posix()}": file for file in sorted(path.rglob("*"))
-                 if file.is_file() and file != path / MANIFEST}
+        files = {f"{new.inside}/{file.name}": file for file in sorted(path.iterdir()) if file.name != MANIFEST}
         sizes = {name: file.stat().st_size for name, file in files.items()}
         own.upload({name: file for name, file in files.items() if there.get(name) != sizes[name]})
         manifest = (path / MANIFEST).read_bytes()
@@ -105,14 +102,13 @@ class StoredRun:
 
     def upload_files(self, directory: Path) -> None:
         """Copy what has changed of a run directory besides its copies. Raises as `Place` does."""
-        found = {}
-        for name in _small_files(directory):
-            stat = (directory / name).stat()
-            if self._uploaded.get(name) != (stat.st_size, stat.st_mtime_ns):
-                found[name] = (stat.st_size, stat.st_mtime_ns)
-        # RUN_FILE is last: with it the files of this owner are complete, and count instead of an earlier owner's
+        paths = [*(directory / name for name in FILES), *(directory / TENSORBOARD).rglob("*")]
+        stats = {path.relative_to(directory).as_posix(): path.stat() for path in paths if path.is_file()}
+        now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        found = {name: stat for name, stat in now.items() if self._uploaded.get(name) != stat}
+        # run.json is last: with it the files of this owner are complete, and count instead of an earlier owner's
         for last in (False, True):
-            self._own.upload({name: directory / name for name in found if (name == RUN_FILE) == last})
+            self._own.upload({name: directory / name for name in found if (name == FILE) == last})
         self._uploaded |= found
 
     def _stored(self, path: Path, run: str) -> Stored:
@@ -154,11 +150,6 @@ class StoredRun:
     def copies(self, run: str) -> list[Stored]:
         """The copies of that run, the newest first."""
         return sorted((one for one in _copies(self.place.names()) if one.run == run), reverse=True)
-
-    def attempt_of(self, one: Stored) -> str:
-        """The mark of the attempt that wrote it, as far as nobody looked at its bytes; "" where that can't be read."""
-        record = self.place.read_json(f"{one.folder}/{STATE}")
-        return str(record.get("attempt", "")) if record.get("run") == one.run else ""
 
     def fetch(self, folder: str, directory: Path) -> tuple[Path, str]:
         """Copy the folder of a copy. Returns its path in `directory`, and what is wrong with it, or "": then the path
@@ -209,11 +200,13 @@ class StoredRun:
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""
         names = self.place.names()
-        newest = self._newest_run_file(names)
+        newest, _ = self._newest_run_file(names) or (0, None)
         try:
             for name in names:
                 inside = name.partition("/")[2]
-                if newest and number_of(name) == newest[0] and _is_file(inside):
+                # No name may lead elsewhere
+                wanted = inside in FILES or (inside.startswith(f"{TENSORBOARD}/") and ".." not in inside)
+                if wanted and 0 < number_of(name) == newest:
                     self.place.download(name, directory / inside)
         except OSError as error:
             raise disk_error("copy of the run", directory, error) from None
@@ -221,7 +214,7 @@ class StoredRun:
     def _newest_run_file(self, names: Iterable[str]) -> tuple[int, Lineage] | None:
         """The last owner that has written a whole run.json, and what that says."""
         for number in range(highest_number(names), 0, -1):
-            name = f"{folder_of(number)}/{RUN_FILE}"
+            name = f"{folder_of(number)}/{FILE}"
             if name in names and (found := Lineage.of(self.place.read_json(name))):
                 return number, found
         return None
@@ -238,7 +231,7 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
     if not is_url(place):
         yield Path(place)
         return
-    folder = cache_root() / "fetched"
+    folder = cache_roots()[0] / "fetched"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -251,16 +244,14 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
 def _fetch_any(url: str, directory: Path, warn: Callable[[str], None], timeout_s: float) -> Path:
     stored = StoredRun(Place.open(url, warn=warn, timeout_s=timeout_s))
     above, _, name = url.rpartition("/")
-    root = stored.place.root.rpartition("/")[0]
-    beside = StoredRun(replace(stored.place, url=above, root=root))
+    beside = StoredRun(replace(stored.place, url=above, root=stored.place.root.rpartition("/")[0]))
     if MANIFEST in stored.place.names():
         path, problem = beside.fetch(name, directory)
         if problem:
             raise UserError(f"checkpoint: {url} must be a whole checkpoint, got a damaged one: {problem}.")
         return path
     if run := stored.lineage():
-        newest = stored.fetch_newest(directory, run=run.run)
-        if newest is not None:
+        if newest := stored.fetch_newest(directory, run=run.run):
             return newest
     elif beside.place.download(name, directory / name):
         return directory / name
@@ -279,15 +270,3 @@ def _copies(names: Iterable[str]) -> Iterator[Stored]:
 
 def _digest(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest()[:12]
-
-
-def _is_file(name: str) -> bool:
-    """Whether it is one of those beside the copies, and leads nowhere else."""
-    return name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name)
-
-
-def _small_files(directory: Path) -> Iterator[str]:
-    """The names of what is copied besides copies."""
-    yield from (name for name in FILES if (directory / name).is_file())
-    events = (path for path in (directory / TENSORBOARD).rglob("*") if path.is_file())
-    yield from (path.relative_to(directory).as_posix() for path in events)

@@ -1,5 +1,6 @@
 """--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
 
+import contextlib
 import json
 import shutil
 import threading
@@ -10,11 +11,10 @@ from typing import Any
 import pytest
 
 from rankup.errors import UserError
-from rankup.places.lease import Lease
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lease, Lineage
 from rankup.places.place import Place
 from rankup.state import second
-from rankup.state.options import Options
+from rankup.state.saver import Options
 from rankup.state.second import SecondPlace
 from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
@@ -222,10 +222,10 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
     monkeypatch.setattr(Place, "upload", upload)
     Lineage("run", "", "", []).write(run_dir)
     log: Any = SimpleNamespace(info=print, debug=print, warning=print)
-    with Lease(run_dir, "attempt") as lease, SecondPlace(
-        str(tmp_path / "there"), run_dir, lease, log, Options(keep=2), required=False
-    ) as place:
-        place.adopt(nothing_here=False, wanted=lambda found: True)
+    with contextlib.ExitStack() as stack:
+        lease = stack.enter_context(Lease(run_dir, "attempt"))
+        place = SecondPlace(str(tmp_path / "there"), run_dir, lease, log, Options(keep=2), required=False)
+        place.adopt(stack, nothing_here=False, wanted=lambda found: True)
         place.run = "run"
         place.copy(save(run_dir / "checkpoints", 8, keep=1))
         assert hangs.wait(120)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lineage
 from rankup.places.place import Place
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import newest, save, steps

@@ -34,8 +34,7 @@ from rankup.group.meeting import read_place
 from rankup.loop.agreement import Agreement
 from rankup.observe.metrics import cut_after
 from rankup.observe.status import status
-from rankup.places.lease import Lease
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lease, Lineage
 from rankup.state import reading, shards, tree
 from rankup.state.copies import MANIFEST, STATE, fingerprint
 from tests.rigs.strangers import Evil

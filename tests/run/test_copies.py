@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from rankup.agent.logs import host_name
-from rankup.places.lineage import FILE, Lineage
+from rankup.places.lease import FILE, Lineage
 from rankup.state import copies as state_copies
 from rankup.state.choice import SECOND
 from rankup.state.copies import to_json
-from rankup.state.options import Options
-from rankup.state.saver import SecondCopies
+from rankup.state.saver import Options, SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
