@@ -395,7 +395,7 @@ class Job:
 
     def check_shared_folder(self) -> None:
         """Raises UserError on all ranks where one does not see what rank 0 writes into the folder of the run."""
-        check_shared(self.run_dir / "checkpoints", self.group)
+        check_shared(self.run_dir, self.run.token, self.group)
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.

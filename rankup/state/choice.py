@@ -26,6 +26,7 @@ from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Check, Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.second import SecondPlace
+from rankup.state.shards import sees
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
@@ -76,7 +77,8 @@ def find_origin(
     hold the newest.
     """
     own = [*found, *_peers(folder, group), *_rescues(options, group)]
-    answers = group.gather([_sees(folder, token), own])
+    # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
+    answers = group.gather([sees(folder, token), own])
     candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
     candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
@@ -197,14 +199,6 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 
 
-def _sees(folder: Path, token: str) -> bool:
-    """Whether this rank finds in `folder` what rank 0 has just written there.
-
-    Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs.
-    """
-    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
-
-
 def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any] | None]:
     """See Origin."""
     if origin.copy is not None and origin.kind < PEER:
@@ -240,19 +234,14 @@ def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
 
 
 def _put_aside_others(folder: Path, run: str) -> None:
-    """Move the second copies of other runs than this one to `before-<time>/`, as --fresh does on rank 0's disk.
+    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk.
 
     Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run. The ranks
     of a node do this at the same time: one of them moves a folder, the others find it gone.
     """
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
-        moved = before(folder) / SECOND
         with contextlib.suppress(OSError):
-            moved.mkdir(parents=True, exist_ok=True)
-            other.rename(moved / other.name)
-        with contextlib.suppress(OSError):  # another rank was faster, and this folder is still empty
-            moved.rmdir()
-            moved.parent.rmdir()
+            other.rename(f"{before(folder)}-{SECOND}-{other.name}")
 
 
 def may_take(options: Options, group: Group) -> Callable[[Lineage], bool]:

@@ -27,8 +27,8 @@ from rankup.state.second import SecondPlace
 class Run:
     """A run for the length of an attempt. All ranks have one; `lease`, `store` and `mirror` are rank 0's.
 
-    `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder at the beginning, None
-    where there was none. `saved_step`: of the newest copy there now, -1 for none.
+    `token`: of the lease. `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder
+    at the beginning, None where there was none. `saved_step`: of the newest copy there now, -1 for none.
     """
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
@@ -45,9 +45,9 @@ class Run:
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options, found = self.group, self.options, list[list[Any]]()
-        known, new, token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
+        known, new, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
         self.origin = find_origin(
-            group, self.folder, Lineage(**known) if known else None, Lineage(**new), token, found,
+            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found,
             {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
         )
         self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
@@ -65,8 +65,8 @@ class Run:
                 more=lambda: {FILE: to_json(self.lineage.values())},
             )
         self.saver = Saver(
-            group, self.folder / "checkpoints", options, token=token, check_owner=self.check_owner, second=self.second,
-            upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
+            group, self.folder / "checkpoints", options, token=self.token, check_owner=self.check_owner,
+            second=self.second, upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
         )
         for place in (self.store, self.mirror):
             if place is not None:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from rankup.errors import UserError, disk_error
 from rankup.group.group import Group
+from rankup.places.files import read_json
 from rankup.state.copies import Fingerprint, write_durably
 from rankup.state.tree import DTYPES, TensorFile, decode, encode
 from rankup.timing import VISIBLE_S
@@ -31,25 +33,20 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def check_shared(directory: Path, group: Group) -> None:
-    """Raises UserError on all ranks where one does not see what rank 0 writes into `directory`. All ranks call this.
+def check_shared(folder: Path, token: str, group: Group) -> None:
+    """Raises UserError on all ranks where one does not see in `folder` the lease with rank 0's `token`. All ranks call
+    this.
 
     Before the training: without shared storage the first save would fail, hours later.
     """
-    mark, problem = directory / f".shared-{group.attempt}", ""
-    if group.is_rank0:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        except OSError as error:
-            problem = str(disk_error("checkpoint", directory, error))
-    if problem := group.broadcast(problem):
-        raise UserError(problem, printed_elsewhere=not group.is_rank0)
-    unseen = [rank for rank, seen in enumerate(group.gather(_wait_until_visible(mark))) if not seen]
-    if group.is_rank0:
-        mark.unlink(missing_ok=True)
-    if unseen:
-        raise _not_shared(unseen, directory, group)
+    seen = _wait_until(lambda: sees(folder, token))
+    if unseen := [rank for rank, each in enumerate(group.gather(seen)) if not each]:
+        raise _not_shared(unseen, folder, group)
+
+
+def sees(folder: Path, token: str) -> bool:
+    """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
+    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
 
 
 # Writing --------------------------------------------------------------------------------------------------------
@@ -66,7 +63,7 @@ def own_parts(tensors: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tenso
 def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor]) -> Fingerprint:
     """Write a rank's part into `staging`, which rank 0 has made. Raises UserError."""
     try:
-        if not _wait_until_visible(staging, size=None):
+        if not _wait_until(staging.exists):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return write_durably(staging / file_of(rank), TensorFile(parts))
     except OSError as error:
@@ -76,8 +73,9 @@ def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor]) -> Fing
 def check_visible(staging: Path, parts: list[Part], group: Group) -> None:
     """Raises UserError where rank 0 does not see what another rank wrote, and OSError where `staging` is gone."""
     staging.stat()
-    for rank, (_, file) in enumerate(parts):
-        if not _wait_until_visible(staging / file_of(rank), size=file["bytes"]):
+    for rank, (_, entry) in enumerate(parts):
+        path, size = staging / file_of(rank), entry["bytes"]
+        if not _wait_until(lambda path=path, size=size: path.exists() and path.stat().st_size == size):  # type: ignore[misc]
             raise _not_shared([rank], staging.parent, group)
 
 
@@ -218,10 +216,10 @@ def local_part(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
     return tensor.to_local(), [*offset]
 
 
-def _wait_until_visible(path: Path, *, size: int | None = 0) -> bool:
-    """`size`: in bytes, of a file."""
+def _wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether that comes to be: a network file system may show another machine's files seconds later."""
     until_s = time.monotonic() + VISIBLE_S
-    while not path.exists() or (size is not None and path.stat().st_size != size):
+    while not condition():
         if time.monotonic() > until_s:
             return False
         time.sleep(0.1)

@@ -127,7 +127,7 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
 def test_copy_of_a_run_that_is_not_wanted_is_put_aside(node: Node) -> None:
     node.copy(4, "a", A)
     assert node.go_on(None, fresh=True).copy is None
-    assert len(list(node.run_dir.glob(f"before-*/{SECOND}/{RUN}/step-*"))) == 1
+    assert len(list(node.run_dir.glob(f"before-*-{SECOND}-{RUN}/step-*"))) == 1
 
 
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:

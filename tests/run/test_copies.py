@@ -198,7 +198,7 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     assert len(nodes.copies()) == 1
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before the first checkpoint of it
     assert "resumed" not in output
-    (aside,) = nodes.runs(1).glob(f"before-*/{SECOND}/*/step-*")
+    (aside,) = nodes.runs(1).glob(f"before-*-{SECOND}-*/step-*")
     assert load_checkpoint(aside).record["config"]["lr"] == 0.08
     nodes.lose()
     assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")
