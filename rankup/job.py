@@ -25,7 +25,8 @@ from rankup.loop.settings import Settings
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.reading import Check, Copy, find_copy, no_check, share
+from rankup.state.export import find_copy
+from rankup.state.reading import Check, Copy, no_check, share
 from rankup.state.run import open_run
 
 log = logging.getLogger("rankup")

@@ -23,8 +23,8 @@ from rankup.loop.tracked import Tracked, copied
 from rankup.observe.step_clock import COMPUTE, DATA, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
+from rankup.state.reading import check_shared
 from rankup.state.run import Run
-from rankup.state.shards import check_shared
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
 

@@ -16,10 +16,9 @@ from rankup.observe.metrics import Metrics
 from rankup.state import parts, tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Copy
+from rankup.state.reading import Copy, Shards
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
-from rankup.state.shards import Shards
 from rankup.timing import DECIDE_S
 
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items

@@ -23,10 +23,9 @@ from rankup.places.lease import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
 from rankup.state.parts import PartsInMemory
-from rankup.state.reading import Check, Copy, read, share
+from rankup.state.reading import Check, Copy, read, sees, share
 from rankup.state.saver import Options
-from rankup.state.second import SecondPlace
-from rankup.state.shards import sees
+from rankup.state.stored_run import SecondPlace
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step

@@ -1,7 +1,7 @@
 """A copy of the state is a folder of named files, which appears whole or not at all.
 
 `step-00001200/` holds `state.json` (what a person may want to read, `step` among it), `tree.json` and
-`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.shards`), and `manifest.json`:
+`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.reading`), and `manifest.json`:
 the step, and size in bytes and SHA-256 of each other file. The manifest is written last.
 
 A copy is put together in a hidden folder, synced and renamed. The order matters: every file is on the disk, and its

@@ -1,6 +1,6 @@
 """Parts in memory: where no rank holds the whole state (FSDP2), each keeps its own part of a recent step on its node.
 
-A part is a sharded copy (see `rankup.state.shards`) with the file of one rank. It lies beside the rescues, in
+A part is a sharded copy (see `rankup.state.reading`) with the file of one rank. It lies beside the rescues, in
 `/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`, and outlives its process. With several nodes a rank of
 the next node holds a second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from
 Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
@@ -35,9 +35,8 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.state import copies, rescue
 from rankup.state.copies import STATE, Fingerprint, fingerprint, step_of, to_json, verify
-from rankup.state.reading import Check, Copy
+from rankup.state.reading import INDEX, Check, Copy, file_of, index, local_part
 from rankup.state.saver import Writing
-from rankup.state.shards import INDEX, file_of, index, local_part
 from rankup.state.tree import TensorFile, encode
 from rankup.timing import HURRY_S, SHARE
 

@@ -21,7 +21,7 @@ from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
-from rankup.state.second import SecondPlace
+from rankup.state.stored_run import SecondPlace
 
 
 class Run:

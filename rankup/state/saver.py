@@ -24,8 +24,7 @@ from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Check, Copy, no_check
-from rankup.state.shards import Part, check_visible, file_of, index, own_parts, write_part
+from rankup.state.reading import Check, Copy, Part, check_visible, file_of, index, no_check, own_parts, write_part
 from rankup.state.tree import Tensors, encode, files_of, is_dense
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lease, Lineage
 from rankup.places.place import Place
-from rankup.state import second
+from rankup.state import stored_run
 from rankup.state.saver import Options
-from rankup.state.second import SecondPlace
+from rankup.state.stored_run import SecondPlace
 from tests.rigs.checkpoints import SETTINGS, flip, save
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
@@ -152,7 +152,7 @@ def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know
 
 def impatient() -> None:
     """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
-    second.SEARCH_S = second.FIND_S = second.UPLOAD_END_S = 0.1
+    stored_run.SEARCH_S = stored_run.FIND_S = stored_run.UPLOAD_END_S = 0.1
 
 
 def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(

@@ -19,7 +19,7 @@ from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
 from rankup.state.saver import Options
-from rankup.state.second import SecondPlace
+from rankup.state.stored_run import SecondPlace
 from tests.rigs.checkpoints import load_checkpoint, save, steps
 from tests.rigs.object_store import BUCKET, S3
 

@@ -10,6 +10,7 @@ import pytest
 from rankup.errors import PeerLost, UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
+from rankup.state.export import fetch_newest
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import newest, save, steps
 
@@ -37,7 +38,7 @@ def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: P
     store = open_store(url)
     for step in (10, 20):
         store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
-    fetched = open_store(url).fetch_newest(tmp_path / "there", run=RUN)
+    fetched = fetch_newest(open_store(url), tmp_path / "there", run=RUN)
     assert fetched == tmp_path / "there" / "step-00000020"
     assert newest(tmp_path / "there") == (20, [])
     assert steps(tmp_path / "there") == [20]
@@ -62,7 +63,7 @@ def test_an_upload_without_its_manifest_is_no_checkpoint(url: str, tmp_path: Pat
 
     with pytest.raises(PeerLost):
         store.upload_copy(save(tmp_path / "here", 20), run=RUN, keep=9, check=killed)
-    assert store.fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
+    assert fetch_newest(store, tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
     assert warnings == []
 
 
@@ -85,7 +86,7 @@ def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> N
     (model,) = [name for name in store.place.names() if name.endswith("model.safetensors")]
     store.place.remove([model])
     with pytest.raises(UserError, match=r"damaged ones: checkpoint step-00000010-\w+: model\.safetensors is missing"):
-        store.fetch_newest(tmp_path / "there", run=RUN)
+        fetch_newest(store, tmp_path / "there", run=RUN)
 
 
 def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
                 whole -= {int(name.split("/")[3][5:13])}
         there = tmp_path / str(case)
         try:
-            fetched = open_store("memory://damaged").fetch_newest(there, run=RUN)
+            fetched = fetch_newest(open_store("memory://damaged"), there, run=RUN)
         except UserError:
             fetched = None
         step = newest(there)[0] if fetched else None

@@ -16,8 +16,7 @@ import torch
 from rankup.state import rescue
 from rankup.state.copies import to_json
 from rankup.state.parts import Parts, PartsInMemory, peer_of
-from rankup.state.reading import Copy, no_check
-from rankup.state.shards import Shards
+from rankup.state.reading import Copy, Shards, no_check
 from tests.rigs.checkpoints import training_state
 
 TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup import cli
-from rankup.state import copies, shards
+from rankup.state import copies, reading
 from rankup.state.copies import find_problem, fingerprint, list_copies
-from rankup.state.shards import Shards
+from rankup.state.reading import Shards
 from tests.rigs.checkpoints import load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -195,7 +195,7 @@ def test_run_goes_on_in_another_way(
 ])
 def test_state_of_another_shape_is_refused_by_name(trained: Path, model: dict[str, Any], message: str) -> None:
     path = newest(trained)
-    with Shards(path, (path / shards.INDEX).read_bytes()) as found, pytest.raises(ValueError, match=message):
+    with Shards(path, (path / reading.INDEX).read_bytes()) as found, pytest.raises(ValueError, match=message):
         found.read_into({"model": model})
 
 
@@ -203,7 +203,7 @@ def test_state_of_another_shape_is_refused_by_name(trained: Path, model: dict[st
 
 
 def test_parts_are_plain_safetensors(trained: Path) -> None:
-    parts = [load_file(newest(trained) / shards.file_of(rank)) for rank in range(2)]
+    parts = [load_file(newest(trained) / reading.file_of(rank)) for rank in range(2)]
     whole = {name: torch.cat([part[f"model/{name}"] for part in parts]) for name in plain_model().state_dict()}
     assert weights.digest(whole) == digest(trained)
 
@@ -260,11 +260,11 @@ def flip(path: Path) -> None:
 
 def rewrite(path: Path, **entry: Any) -> None:
     """Change what the index says of a tensor, as somebody would who wants it to be read: every digest is right."""
-    index = json.loads((path / shards.INDEX).read_text())
+    index = json.loads((path / reading.INDEX).read_text())
     index["shards"]["model/0.weight"] |= entry
-    (path / shards.INDEX).write_text(json.dumps(index))
+    (path / reading.INDEX).write_text(json.dumps(index))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][shards.INDEX] = fingerprint((path / shards.INDEX).read_bytes())
+    manifest["files"][reading.INDEX] = fingerprint((path / reading.INDEX).read_bytes())
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -328,7 +328,7 @@ def die_in_save() -> None:
         return
     calls: list[int] = []
     owner, name = {
-        "begin": (copies, "create_staging"), "write": (shards, "write_durably"), "publish": (copies, "publish")
+        "begin": (copies, "create_staging"), "write": (reading, "write_durably"), "publish": (copies, "publish")
     }[where]
     real = getattr(owner, name)
 
