@@ -156,15 +156,20 @@ class StoredRun:
 
     def lineage(self) -> Lineage | None:
         """The run that is there now, None where there is none. Raises UserError where that can't be told."""
-        names = self.place.names()
-        if newest := self._newest_run_file(names):
-            return newest[1]
+        return self._newest(self.place.names())[1]
+
+    def _newest(self, names: Iterable[str]) -> tuple[int, Lineage | None]:
+        """The last owner that has written a whole run.json, and what that says."""
+        for number in range(highest_number(names), 0, -1):
+            name = f"{folder_of(number)}/{FILE}"
+            if name in names and (found := Lineage.of(self.place.read_json(name))):
+                return number, found
         if runs := sorted({one.run for one in _copies(names)}):
             raise UserError(
                 f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of "
                 f"{', '.join(runs)}. Put run.json back from a copy, or set another --name."
             )
-        return None
+        return 0, None
 
     def copies(self, run: str) -> list[Stored]:
         """The copies of that run, the newest first."""
@@ -202,7 +207,7 @@ class StoredRun:
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""
         names = self.place.names()
-        newest, _ = self._newest_run_file(names) or (0, None)
+        newest, _ = self._newest(names)
         try:
             for name in names:
                 inside = name.partition("/")[2]
@@ -212,14 +217,6 @@ class StoredRun:
                     self.place.download(name, directory / inside)
         except OSError as error:
             raise disk_error("copy of the run", directory, error) from None
-
-    def _newest_run_file(self, names: Iterable[str]) -> tuple[int, Lineage] | None:
-        """The last owner that has written a whole run.json, and what that says."""
-        for number in range(highest_number(names), 0, -1):
-            name = f"{folder_of(number)}/{FILE}"
-            if name in names and (found := Lineage.of(self.place.read_json(name))):
-                return number, found
-        return None
 
 
 class SecondPlace(StoredRun):
@@ -280,7 +277,10 @@ class SecondPlace(StoredRun):
             if there is None:
                 return
             if self.required and not (here and here.goes_on_from(there)):
-                self._put_aside()
+                # What an earlier attempt on this machine left, and others have gone on without
+                shutil.rmtree(aside := self.folder / SUPERSEDED, ignore_errors=True)
+                if put_aside(self.folder, OF_RUN, aside):
+                    self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             elif not nothing_here or not wanted(there):
                 if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
                     there.write(self.folder)
@@ -329,14 +329,6 @@ class SecondPlace(StoredRun):
             if self.required or alone:
                 raise
             self._fail(str(error))
-
-    def _put_aside(self) -> None:
-        """What an earlier attempt on this machine left, and others have gone on without."""
-        if any((self.folder / name).exists() for name in ("checkpoints", FILE)):
-            aside = self.folder / SUPERSEDED
-            shutil.rmtree(aside, ignore_errors=True)
-            put_aside(self.folder, OF_RUN, aside)
-            self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
 
     # While training -------------------------------------------------------------------------------------------
 

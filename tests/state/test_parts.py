@@ -198,15 +198,6 @@ def test_two_are_kept_and_the_older_one_makes_room(memory: Path) -> None:
     assert is_right(found)
 
 
-def test_step_that_a_rank_lacks_is_no_state(memory: Path) -> None:
-    keep(Ranks(), 1, 2)
-    shutil.rmtree(next(memory.glob("*/*.rank-00001/step-00000002")))
-    found = go_on(Ranks())
-    assert found is not None
-    assert found[0] == 1
-    assert is_right(found)
-
-
 def test_second_part_is_on_the_next_node_if_no_other_node_holds_the_same() -> None:
     split = [(f"node{rank // 2}", f"part {rank}", 1) for rank in range(6)]
     assert [peer_of(rank, split) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
