@@ -156,9 +156,9 @@ class StoredRun:
 
     def lineage(self) -> Lineage | None:
         """The run that is there now, None where there is none. Raises UserError where that can't be told."""
-        return self._newest(self.place.names())[1]
+        return self._newest_run(self.place.names())[1]
 
-    def _newest(self, names: Iterable[str]) -> tuple[int, Lineage | None]:
+    def _newest_run(self, names: Iterable[str]) -> tuple[int, Lineage | None]:
         """The last owner that has written a whole run.json, and what that says."""
         for number in range(highest_number(names), 0, -1):
             name = f"{folder_of(number)}/{FILE}"
@@ -207,7 +207,7 @@ class StoredRun:
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""
         names = self.place.names()
-        newest, _ = self._newest(names)
+        newest, _ = self._newest_run(names)
         try:
             for name in names:
                 inside = name.partition("/")[2]
