@@ -157,7 +157,7 @@ class Parts:
                     continue
                 rescue.remove_old(place)
                 for rank, size in sizes.items():
-                    folder = rescue.make_folder(place, _name(self.run, rank))
+                    folder = rescue.make_folder(place, f"{self.run}.rank-{rank:05d}")
                     copies.remove_unfinished(folder)
                     self._held[rank] = [_Mapped(folder, file_of(rank), size, group.device) for _ in range(2)]
                 return ""
@@ -246,12 +246,8 @@ def peer_of(rank: int, known: list[Any]) -> int | None:
 
 def remove(run: str, *, but: int = -1) -> None:
     """Remove the run's parts on this node, but those of one step. Several ranks may do it at once."""
-    for name in {path.parent.name for path in _found() if path.parent.name.startswith(f"{run}.")}:
+    for name in {path.parent.name for path in rescue.found(parts=True) if path.parent.name.startswith(f"{run}.")}:
         rescue.remove(name, keep=range(but, but + 1))
-
-
-def _name(run: str, rank: int) -> str:
-    return f"{run}.rank-{rank:05d}"
 
 
 def _new(folder: str, name: str, size: int) -> _Mapped | None:
@@ -260,10 +256,6 @@ def _new(folder: str, name: str, size: int) -> _Mapped | None:
         with contextlib.suppress(OSError, UserError):
             return _Mapped(rescue.make_folder(place, folder), name, size, torch.device("cpu"))
     return None
-
-
-def _found() -> Iterator[Path]:
-    return (path for path in rescue.found_in_memory() if "." in path.parent.name)
 
 
 # Going on -------------------------------------------------------------------------------------------------------
@@ -284,16 +276,14 @@ class PartsInMemory:
     def __init__(self, group: Group, check: Check, fits: Check) -> None:
         """`check` and `fits`: see `rankup.state.saver.Options`. What they refuse is not there."""
         self.group, own = group, []
-        for path in _found():
+        for path in rescue.found(parts=True):
             record: Any = read_json(path / STATE)
-            try:
+            with contextlib.suppress(TypeError, LookupError, ValueError):
                 check(path, record)
                 fits(path, record)
                 ranks = [int(rank) for rank in record["ranks"]]
                 if record["world_size"] == group.world_size:
                     own.append([str(path), ranks, step_of(path), str(record["attempt"]), str(record["run"])])
-            except (TypeError, LookupError, ValueError):
-                continue
         self._parts: dict[str, set[_Part]] = defaultdict(set)
         self._of: dict[str, tuple[int, str, str]] = {}
         answers = group.gather([node_id(), own])
