@@ -222,10 +222,8 @@ class StoredRun:
 class SecondPlace(StoredRun):
     """The second place of the run in `folder`. Rank 0 only.
 
-    Where it is required, whatever machine comes next, with an empty disk or an old one, goes on from what is there, and
-    a save that is not copied is an error. To a mirror a thread copies, always the newest, and what it had no time for
-    is left out. No step and no save waits for it; one that fails is one line until it is back, and the end says what is
-    not there.
+    Where it is required, a save that is not copied is an error. To a mirror a thread copies, always the newest, and
+    what it had no time for is left out; one that fails is one line until it is back, and the end says what is missing.
     """
 
     def __init__(
@@ -245,7 +243,7 @@ class SecondPlace(StoredRun):
         self._mirroring = Writing("mirror", math.inf)
         self._newest: Path | None = None  # the copy that a mirror is to have
         self._has: Path | None = None  # the last one that it got
-        self._begun = self._over = False
+        self._begun = False
         self._failing = ""  # what was said of a mirror that fails
 
     def patient(self, timeout_s: float) -> Self:
@@ -383,8 +381,7 @@ class SecondPlace(StoredRun):
         if not self._begun:
             return
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self._save_s / 2)
-        self._over = True
-        self.copy(None)  # the files as they are in the end
+        self._mirroring.start(lambda: self._mirror(UPLOAD_STOP_S))  # the files as they are in the end
         self._mirroring.join(patience_s)
         if self._newest is not None and self._newest is not self._has:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
@@ -397,13 +394,14 @@ class SecondPlace(StoredRun):
         self._begun, self._newest = True, path or self._newest
         self._mirroring.start(self._mirror)
 
-    def _mirror(self) -> None:
-        """What the mirror lacks of the newest. Where that fails the next save tries again."""
+    def _mirror(self, timeout_s: float = 0.0) -> None:
+        """What the mirror lacks of the newest. Where that fails the next save tries again. `timeout_s`: 0 for as long
+        as its bytes may take."""
         # `is`: the same step may have been saved again meanwhile
         path = self._newest if self._newest is not self._has else None
         try:
             size = sum(file.stat().st_size for file in path.iterdir()) if path is not None else 0
-            self.upload(path, timeout_s=UPLOAD_STOP_S if self._over else MIRROR_S + size / MIRROR_BYTES_PER_S)
+            self.upload(path, timeout_s=timeout_s or MIRROR_S + size / MIRROR_BYTES_PER_S)
         except Exception as error:  # a mirror must not end the training
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
                 self._fail(str(error) or type(error).__name__)

@@ -192,12 +192,6 @@ def test_mirror_that_fails_for_a_while_gets_the_newest_checkpoint_all_the_same(
         assert "is finished: 32 steps" in disks.run(mirror=url)
 
 
-def test_address_with_a_key_in_it_is_refused_and_not_repeated(disks: Disks) -> None:
-    assert "mirror must be an address without user" in (output := disks.run(mirror="s3://me:secret@bucket", code=2))
-    assert "secret@" not in output
-    assert not (disks.run_dir / "config.yaml").exists()
-
-
 def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="mirror must be another place than run_dir"):
         load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
