@@ -59,12 +59,20 @@ def _kernel() -> str:
     return _host()
 
 
-class _Lease:
-    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's. `agreed`: most
-    nodes of the job have begun this attempt, so that an owner of an earlier one of that job has nothing to say."""
+class Lease:
+    """Ownership of the folder `run_dir`, by `lease.json` in it, for the length of a `with` block.
 
-    def __init__(self, where: Path | str, attempt: str, *, agreed: bool, life_s: float, beat_s: float) -> None:
-        self.where, self.attempt, self.agreed, self.life_s, self.beat_s = where, attempt, agreed, life_s, beat_s
+    `attempt`: the id that others see as the owner's. `agreed`: most nodes of the job have begun this attempt, so that
+    an owner of an earlier one of that job has nothing to say. `life_s`: how long a machine may give no sign of life.
+    `predecessor`: the token of the owner before, "" where there was none.
+    """
+
+    def __init__(
+        self, run_dir: Path, attempt: str, *, agreed: bool = False, life_s: float = 10.0, beat_s: float = 2.0
+    ) -> None:
+        # `life_s`, several beats: a network file system may show another machine's writes seconds later
+        self.path, self.where, self.predecessor = run_dir / "lease.json", str(run_dir), ""
+        self.attempt, self.agreed, self.life_s, self.beat_s = attempt, agreed, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
         self._held = contextlib.ExitStack()
         self._released = threading.Event()
@@ -91,79 +99,6 @@ class _Lease:
                 self._write(0, released=True)
         self._held.close()
 
-    def _follows(self, owner: Mapping[str, Any]) -> bool:
-        """Whether this attempt is a later one of the same job, and `agreed`."""
-        (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
-        return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
-
-    def _begin(self) -> Mapping[str, Any]:
-        """The owner that is there, {} where there is none, or one that is surely dead."""
-        raise NotImplementedError
-
-    def _take(self) -> None:
-        raise NotImplementedError
-
-    def _owner(self) -> Mapping[str, Any]:
-        """What the owner wrote last, {} where nothing can be read."""
-        raise NotImplementedError
-
-    def _write(self, beat: int, *, released: bool = False) -> None:
-        raise NotImplementedError
-
-    def is_ours(self) -> bool:
-        raise NotImplementedError
-
-    def _look(self) -> bool:
-        """`is_ours`, by a look at the place."""
-        return self.is_ours()
-
-    def _alive(self, owner: Mapping[str, Any]) -> bool:
-        """Watch for up to `life_s` whether the owner gives a new sign of life."""
-        until_s = time.monotonic() + self.life_s
-        while time.monotonic() < until_s:
-            now = self._owner()
-            if now.get("released"):  # it ends normally at this moment
-                return False
-            if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
-                return True
-            time.sleep(min(0.2, self.beat_s / 2))
-        return False
-
-    def _beat(self) -> None:
-        beat = 1
-        while not self._released.wait(self.beat_s):
-            beat += 1
-            # A full disk, or a store that does not answer: the next save reports it, and may find it mended
-            with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
-                if self._released.is_set() or not self._look():
-                    return
-                self._write(beat)
-
-    def _values(self, beat: int, *, released: bool) -> dict[str, Any]:
-        return {"token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(), "kernel": _kernel(),
-                "beat": beat, "released": released}
-
-    def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
-        way_out = "Wait for it, end it, or set another --name."
-        return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
-
-    def _lost_to(self, owner: Mapping[str, Any]) -> PeerLost:
-        return PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
-
-
-class Lease(_Lease):
-    """Ownership of the folder `run_dir`, by `lease.json` in it. `life_s`: how long a machine may give no sign of life.
-
-    `predecessor`: the token of the owner before, "" where there was none.
-    """
-
-    def __init__(
-        self, run_dir: Path, attempt: str, *, agreed: bool = False, life_s: float = 10.0, beat_s: float = 2.0
-    ) -> None:
-        # `life_s`, several beats: a network file system may show another machine's writes seconds later
-        super().__init__(run_dir, attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
-        self.path, self.predecessor = run_dir / "lease.json", ""
-
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
         if not self.is_ours():
@@ -175,7 +110,10 @@ class Lease(_Lease):
         return not owner or owner.get("token") == self.token
 
     def _begin(self) -> Mapping[str, Any]:
-        """Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written."""
+        """The owner that is there, {} where there is none, or one that is surely dead.
+
+        Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written.
+        """
         lock = self._held.enter_context((self.path.parent / ".lock").open("a+", encoding="ascii"))
         until_s, locked = time.monotonic() + LOCK_S, False
         while not locked:
@@ -200,18 +138,61 @@ class Lease(_Lease):
             if str((owner := self._owner()).get("token", "")) != self.predecessor:
                 raise self._owned_by(owner)  # this process was frozen since it looked
 
-        write_json(self.path, self._values(1, released=False), check=check)
+        write_json(self.path, self._values(1), check=check)
         remove_staged(self.path.parent)
 
     def _owner(self) -> Mapping[str, Any]:
+        """What the owner wrote last, {} where nothing can be read."""
         owner = read_json(self.path)
         return owner if isinstance(owner, dict) else {}
 
     def _write(self, beat: int, *, released: bool = False) -> None:
         write_json(self.path, self._values(beat, released=released), check=self.check)
 
+    def _follows(self, owner: Mapping[str, Any]) -> bool:
+        """Whether this attempt is a later one of the same job, and `agreed`."""
+        (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
+        return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
 
-class StoreLease(_Lease):
+    def _alive(self, owner: Mapping[str, Any]) -> bool:
+        """Watch for up to `life_s` whether the owner gives a new sign of life."""
+        until_s = time.monotonic() + self.life_s
+        while time.monotonic() < until_s:
+            now = self._owner()
+            if now.get("released"):  # it ends normally at this moment
+                return False
+            if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
+                return True
+            time.sleep(min(0.2, self.beat_s / 2))
+        return False
+
+    def _beat(self) -> None:
+        beat = 1
+        while not self._released.wait(self.beat_s):
+            beat += 1
+            # A full disk, or a store that does not answer: the next save reports it, and may find it mended
+            with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
+                if self._released.is_set() or not self._look():
+                    return
+                self._write(beat)
+
+    def _look(self) -> bool:
+        """`is_ours`, by a look at the place."""
+        return self.is_ours()
+
+    def _values(self, beat: int, *, released: bool = False) -> dict[str, Any]:
+        return {"token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(), "kernel": _kernel(),
+                "beat": beat, "released": released}
+
+    def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
+        way_out = "Wait for it, end it, or set another --name."
+        return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
+
+    def _lost_to(self, owner: Mapping[str, Any]) -> PeerLost:
+        return PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
+
+
+class StoreLease(Lease):
     """Ownership of the run at `place`, by `lease/00000007.json`: whoever creates the next number owns it.
 
     Each owner writes its signs of life into its own file, and sees that there is a next number. None is ever removed.
@@ -223,9 +204,9 @@ class StoreLease(_Lease):
         self, place: Place, attempt: str, tokens: tuple[str, str] = ("", ""), *, agreed: bool = False,
         life_s: float = 30.0, beat_s: float = 5.0,  # each is one small write: 0.4 US cents an hour on S3
     ) -> None:
-        super().__init__(place.url, attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
-        self.place, self.number, self._before, self._lost = place, 0, tokens[1], False
-        self.token = tokens[0] or self.token
+        super().__init__(Path(), attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
+        self.place, self.where, self.number, self._lost = place, place.url, 0, False
+        self.token, self.predecessor = tokens[0] or self.token, tokens[1]
 
     def claim(self, number: int) -> None:
         """Be the owner of that number, without signs of life. Raises UserError where another is, and as `Place` does.
@@ -233,7 +214,7 @@ class StoreLease(_Lease):
         Who owns the run up to now, dead or alive, notices that at its next `check`.
         """
         self.number = number
-        if not self.place.create(_name(number), _encoded(self._values(0, released=False))):
+        if not self.place.create(_name(number), _encoded(self._values(0))):
             self._lost = True
             raise self._owned_by(self._owner())
 
@@ -252,11 +233,11 @@ class StoreLease(_Lease):
     def _begin(self) -> Mapping[str, Any]:
         self.number = highest_number(self.place.names())  # the owner to watch
         owner = self._owner()
-        return {} if self._before and owner.get("token") == self._before else owner
+        return {} if self.predecessor and owner.get("token") == self.predecessor else owner
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        if self.place.create(_name(self.number), _encoded(self._values(1, released=False))):
+        if self.place.create(_name(self.number), _encoded(self._values(1))):
             self.place.warn(
                 f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"
             )
