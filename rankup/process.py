@@ -53,14 +53,10 @@ class Program:
     def begin(self) -> "Program":
         """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save they end the process with code 143 and
         one line. Set what torch reads while it is imported, and let modules in the current folder be found."""
-        from rankup.env.rank_env import code_folder
-
         if not self.stop.installed:
             self.stop.install()
         # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if (kept := code_folder()) and kept not in sys.path:
-            sys.path.append(kept)
         if not {os.getcwd(), ""} & set(sys.path):
             # `python -m` puts the current directory on the path, `rankup` and a file do not
             sys.path.append(os.getcwd())

@@ -17,19 +17,15 @@ fail() { printf 'slurm-local: %s\n' "$@" >&2; exit 2; }
 say() { echo "slurm-local: $*"; }
 
 packages() {
-  local missing=()
-  command -v slurmctld > /dev/null && command -v slurmd > /dev/null && command -v sbatch > /dev/null \
-    || missing+=(slurm-wlm)
-  command -v munged > /dev/null || missing+=(munge)
-  command -v ip > /dev/null || missing+=(iproute2)
-  command -v unshare > /dev/null || missing+=(util-linux)
-  ((${#missing[@]})) || return 0
-  command -v apt-get > /dev/null || fail "no ${missing[*]}, and this is neither Debian nor Ubuntu: install it by hand"
-  say "installing ${missing[*]}"
+  local tool missing=""
+  for tool in slurmctld slurmd sbatch munged ip unshare; do command -v "$tool" > /dev/null || missing=$tool; done
+  [[ -n $missing ]] || return 0
+  command -v apt-get > /dev/null || fail "no $missing, and this is neither Debian nor Ubuntu: install Slurm and munge"
+  say "installing Slurm and munge"
   apt-get update -q > /dev/null
   # Debian starts no daemon of them: there is no configuration in /etc/slurm
-  DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}" > "$DIR/apt.log" 2>&1 \
-    || { tail -5 "$DIR/apt.log" >&2; fail "apt-get could not install ${missing[*]}"; }
+  DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends slurm-wlm munge iproute2 util-linux \
+    > "$DIR/apt.log" 2>&1 || { tail -5 "$DIR/apt.log" >&2; fail "apt-get could not install them"; }
 }
 
 configure() {
@@ -37,8 +33,7 @@ configure() {
   head -c 1024 /dev/urandom > "$DIR/munge/key"
   chmod 400 "$DIR/munge/key"
   {
-    echo "127.0.0.1 localhost"
-    echo "$NET.1 $(hostname -s)"
+    printf '127.0.0.1 localhost\n%s %s\n' "$NET.1" "$(hostname -s)"
     for ((i = 0; i < NODES; i++)); do echo "$NET.$((10 + i)) node$i"; done
   } > "$DIR/hosts"
   # Names come from that file alone: a lookup that goes out of a node would wait for an answer
@@ -61,23 +56,16 @@ SlurmctldLogFile=$DIR/log/slurmctld.log
 SlurmdLogFile=$DIR/log/%n.log
 # Finds a task's processes in /proc: cgroups would be the machine's own
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=20
-SlurmctldTimeout=30
 # 10 s each by default: here the nodes share one machine with all that they run
 MessageTimeout=30
 BatchStartTimeout=60
-KillWait=30
 MinJobAge=3600
-JobRequeue=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 # As many CPUs as are given here, not as the machine has
 SlurmdParameters=config_overrides
-JobCompType=jobcomp/filetxt
-JobCompLoc=$DIR/log/jobcomp.log
 END
   for ((i = 0; i < NODES; i++)); do
     echo "NodeName=node$i NodeAddr=$NET.$((10 + i)) CPUs=$CPUS RealMemory=16000 State=UNKNOWN" >> "$CONF"
@@ -142,11 +130,9 @@ up() {
   env -i PATH="$PATH" SLURM_CONF="$CONF" slurmctld -c -f "$CONF"
   for ((i = 0; i < NODES; i++)); do node_up "node$i"; done
   export SLURM_CONF=$CONF
-  for ((tries = 0; tries < 1200; tries++)); do
-    [[ $(sinfo -h -t idle -o %D 2> /dev/null) != "$NODES" ]] || break
-    sleep 0.1
-  done
-  [[ $(sinfo -h -t idle -o %D) == "$NODES" ]] || fail "the nodes did not come up: see $DIR/log"
+  # shellcheck disable=SC2016  # expanded by that shell
+  timeout 120 bash -c 'until [[ $(sinfo -h -t idle -o %D 2> /dev/null) == "$0" ]]; do sleep 0.1; done' "$NODES" ||
+    fail "the nodes did not come up: see $DIR/log"
   say "$NODES nodes are up. Go on with: export SLURM_CONF=$CONF; sbatch slurm/ddp.sbatch --dataset digits"
 }
 

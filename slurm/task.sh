@@ -10,9 +10,7 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 in_image=()
 if [[ ${IMAGE:-} == *.sif ]]; then
-  gpus=()
-  [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || gpus=(--nv)
-  in_image=(apptainer exec "${gpus[@]}" --bind "$RANKUP,$PWD,/tmp" --pwd "$PWD" "$IMAGE")
+  in_image=(apptainer exec ${SLURM_GPUS_ON_NODE:+--nv} --bind "$RANKUP,$PWD,/tmp" --pwd "$PWD" "$IMAGE")
 fi
 # A container's hook for the node may have set them, or an earlier launcher: Slurm's own variables count
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE

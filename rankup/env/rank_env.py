@@ -231,11 +231,6 @@ def cache_folder() -> str:
     return os.environ.get("RANKUP_CACHE", "")
 
 
-def code_folder() -> str:
-    """A Slurm job's own copy of the code that lay in the current folder, or an empty string."""
-    return os.environ.get("RANKUP_CODE", "")
-
-
 # In words ------------------------------------------------------------------------------------------------------------
 
 

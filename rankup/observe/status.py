@@ -140,7 +140,7 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     top.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            top.add_row(name, value, style=_style(run) if name == "state" else None)
+            top.add_row(name, str(value), style=_style(run) if name == "state" else None)
     parts: list[RenderableType] = [top]
     if run["ranks"]:
         header = ("rank", "host", "step", "phase", "last sign of life")
@@ -176,7 +176,7 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], styles: list[st
     for number in shown:
         table.add_column(header[number], overflow="fold")
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        table.add_row(*(row[number] for number in shown), style=style)
+        table.add_row(*(str(row[number]) for number in shown), style=style)
     return table
 
 

@@ -165,9 +165,14 @@ class Cluster:
         first = psutil.Process(pid)
         return [first, *first.children(recursive=True)]
 
-    def scale(self, num_workers: int) -> None:
-        """The pods of so many Workers, for `start`, as by kubectl scale."""
-        self.owner["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_workers
+    def scale(self, num_pods: int) -> None:
+        """So many pods, for `start`, by the commands in k8s/ends.md."""
+        spec = self.owner["spec"]
+        if self.owner["kind"] == "PyTorchJob":
+            spec["pytorchReplicaSpecs"]["Worker"]["replicas"] = num_pods
+        else:
+            job = spec if self.owner["kind"] == "Job" else spec["replicatedJobs"][0]["template"]["spec"]
+            job.update(completions=num_pods, parallelism=num_pods)
         self.pods = pods_of([self.owner])
 
     def stop(self, *indices: int) -> None:

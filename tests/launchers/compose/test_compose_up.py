@@ -1,6 +1,7 @@
 """`make up`: its exit code and its messages, with nodes that only sleep and exit, and in fresh clones."""
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -39,9 +40,10 @@ def stub(tmp_path_factory: pytest.TempPathFactory, image: str) -> Iterator[str]:
     shutil.copy(ROOT / "docker" / "prepare.sh", context)
     (context / "rankup").mkdir()
     shutil.copy(ROOT / "rankup" / "errors.py", context / "rankup")  # up.sh asks it which code counts
-    base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].splitlines() or ["python:3.11-slim-bookworm"]
+    (base,) = re.findall(r"(?m)^ARG BASE_IMAGE=(.+)", (ROOT / "docker/Dockerfile").read_text())
+    base = (ROOT / ".env").read_text().partition("BASE_IMAGE=")[2].partition("\n")[0] or base
     (context / "Dockerfile").write_text(
-        f"FROM {base[0]}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\nCOPY rankup ./rankup\n"
+        f"FROM {base}\nWORKDIR /app\nCOPY node.sh prepare.sh ./\nCOPY rankup ./rankup\n"
     )
     name = f"rankup-test-stub:{secrets.token_hex(4)}"
     docker("build", "-q", "-t", name, context, DOCKER_BUILDKIT="1")

@@ -60,8 +60,9 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
     assert cluster.read("result.json")["digest"] == undisturbed["digest"]
 
 
-def test_k8s_elastic_job_goes_on_without_worker_0_and_takes_pods_that_come_and_go(pods: Pods) -> None:
-    cluster = pods("pytorchjob+elastic+secret", [*LONG[:-4], "--max-steps", "1000000", "--epochs", "100000"])
+@pytest.mark.parametrize("kind", ["pytorchjob", "job", "jobset"])
+def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(kind: str, pods: Pods) -> None:
+    cluster = pods(f"{kind}+elastic+secret", [*LONG[:-4], "--max-steps", "1000000", "--epochs", "100000"])
 
     def ranks_are(*counts: int) -> None:
         wait_for(f"{counts} ranks", lambda: cluster.changes()[-len(counts):] == [*counts], log=cluster.logs)
@@ -69,15 +70,16 @@ def test_k8s_elastic_job_goes_on_without_worker_0_and_takes_pods_that_come_and_g
     cluster.start()
     cluster.hit(0, signal.SIGKILL, ranks=3)
     ranks_are(3, 2)
-    assert verdict(cluster.owner, *cluster.codes(0)) == "new"
+    assert verdict(cluster.owner, *cluster.codes(0)) == ("new" if kind == "pytorchjob" else "counted")
     address = cluster.address(0)
     cluster.scale(4)
-    cluster.start(3)  # as by kubectl scale. It gets the address of the lost pod, whose successor has another one
+    cluster.start(3)  # it gets the address of the lost pod, whose successor has another one
     cluster.replace(0)
     wait_for("4 ranks", lambda: cluster.changes()[-1] == 4, log=cluster.logs)  # they come at once, or one by one
     assert cluster.address(0) != address
     cluster.stop(2)  # as by a drain, or kubectl scale
     assert cluster.codes(2) == [143]
+    assert verdict(cluster.owner, 143) == "new"
     ranks_are(4, 3)
     cluster.stop(0, 1, 3)
     assert cluster.codes(0, 1, 3) == [143] * 3, cluster.logs()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.slurm.test_slurm_kept_code import git_folder
 from tests.rigs.containers import digest_by_forks, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
@@ -27,7 +26,6 @@ def build(config):
     def loss(model, batch):
         time.sleep(0.05)
         return made.loss(model, batch)
-    print("workload of yesterday")
     return replace(made, loss=loss)
 """
 
@@ -72,13 +70,12 @@ def test_slurm_job_whose_rank_and_agent_are_killed_and_that_is_stopped_twice_end
     assert job.output.count("saved at step") == len(ways)
 
 
-def test_slurm_time_that_runs_out_requeues_the_code_of_the_first_start_and_scancel_ends_for_good(
+def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    git_folder(tmp_path, {"mine.py": SLOW})
+    (tmp_path / "mine.py").write_text(SLOW)
     job = cluster.submit(tmp_path, f"{ENDLESS} --workload mine:build", "--time=30", "--signal=B:USR1@45")
     job.wait_for_step(50)
-    (tmp_path / "mine.py").write_text("an edit that is no Python\n")
     # From now on a minute or two, however long the start took. Slurm looks every half minute, so it signals 45 to 75 s
     # before the end, and there is something to save
     hours, minutes, _ = job.show()["RunTime"].split(":")
@@ -94,8 +91,6 @@ def test_slurm_time_that_runs_out_requeues_the_code_of_the_first_start_and_scanc
     cluster.idle()
     assert job.show()["Restarts"] == "1"
     assert job.output.count("saved at step") == 2, job.output
-    assert "the new/here/mine.py differ" in job.output, job.log()
-    assert "workload of yesterday" in job.output.partition("resumed from step")[0].rpartition("requeued at step")[2]
 
 
 def test_slurm_job_whose_agents_keep_dying_is_requeued_and_fails_without_a_new_step(
@@ -151,17 +146,3 @@ def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster:
         assert job.show()["JobState"] == "FAILED"
     finally:
         cluster.local("start-slurmd", "node0")
-
-
-def test_slurm_job_leaves_a_node_that_was_suspected_twice(
-    cluster: Cluster, undisturbed: str, tmp_path: Path
-) -> None:
-    job = cluster.submit(tmp_path, RUN, "--nodes=1", "--ntasks-per-node=2", MAX_RESTARTS="0")
-    for step in (100, 300):  # a start without a new checkpoint would be the last
-        job.wait_for_step(step)
-        node = job.show()["NodeList"]
-        job.kill_rank(node)
-        job.go_on()
-    finished(job, undisturbed, restarts=2)
-    assert f"the next start excludes {node}, suspected twice" in job.output, job.log()
-    assert job.show()["NodeList"] != node

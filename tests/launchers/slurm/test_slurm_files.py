@@ -44,7 +44,7 @@ def render(folder: Path, script: Path, *words: str, **env: str) -> list[list[str
         stub(folder, name)
     stub(folder, "scontrol", SCONTROL)
     clean = {
-        "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "DDP": str(DDP), "KEEP_CODE": "",
+        "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "DDP": str(DDP),
     }
     done = subprocess.run(
         ["bash", script, *words], env={**clean, **env}, cwd=folder, capture_output=True, text=True, timeout=240,

@@ -1,7 +1,6 @@
 """slurm/job.sh without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rankup.places.files import write_json
 from tests.rigs.jobs import ROOT
 
-COPY = re.compile("bash -c (.+) - /shared/photos /tmp/rankup-7")
 # Writes down each call, and answers as the files in $STUB say. A step of agents ends with the next line of `codes`
 SRUN = r"""#!/bin/bash
 echo "$*" >> "$STUB/steps"
@@ -28,7 +25,6 @@ case "$*" in
     fi
     exit "$code" ;;
   *"for path;"*) [[ ! -e $STUB/probe ]] || . "$STUB/probe" ;;
-  *"cp -r"*) exit "$(cat "$STUB/copy")" ;;
 esac
 """
 SCONTROL = r"""#!/bin/bash
@@ -40,27 +36,25 @@ case "$*" in
   requeue*) exit "$(cat "$STUB/requeue")" ;;
 esac
 """
-SINFO = '#!/bin/bash\ncat "$STUB/nodes"\n'
 SETTINGS = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "RANKUP": str(ROOT),
-    "PYTHON": sys.executable, "IMAGE": "", "SCRIPT": "", "DOCTOR": "", "DATA": "", "MAX_RESTARTS": "3", "NNODES": "",
-    "KEEP_CODE": "", "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
+    "PYTHON": sys.executable, "IMAGE": "", "SCRIPT": "", "DOCTOR": "", "MAX_RESTARTS": "3", "NNODES": "",
+    "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
 }
 TASK = f"{ROOT}/slurm/task.sh --nproc 1"
 TRAIN = f"{TASK} {ROOT}/train/main.py train"
 
 
 class Started:
-    """job.sh in a folder of its own, with stubs of srun, scontrol and sinfo on its PATH. Its run is at step 40."""
+    """job.sh in a folder of its own, with stubs of srun and scontrol on its PATH. Its run is at step 40."""
 
     def __init__(self, folder: Path, codes: str, **env: str) -> None:
         self.folder, self.run_dir = folder, folder / "runs" / "slurm-7"
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         defaults = {
-            "codes": "\n".join(codes.split()), "copy": "0", "requeue": "0",
-            "state": "Restarts=0 JobState=RUNNING Partition=main ExcNodeList=(null)", "nodes": "big7\nbig8\nbig9",
+            "codes": "\n".join(codes.split()), "requeue": "0", "state": "Restarts=0 JobState=RUNNING",
         }
         for name, text in defaults.items():
             if not (folder / name).exists():
@@ -70,12 +64,6 @@ class Started:
     def at(self, step: int) -> None:
         """The run has a checkpoint of this step."""
         (self.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-
-    def suspect(self, rank: int | None, attempt: str = "a-0") -> None:
-        """Rank 0 has written down that it lost this rank."""
-        folder = self.run_dir / "status" / attempt
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "rank-0.json", {"rank": 0, "code": 171, "suspect": rank})
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         job = Path(self.env["RANKUP"], "slurm", "job.sh")
@@ -157,10 +145,9 @@ def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path)
     assert job.trained()[0].endswith(f"{TASK} --max-restarts 1 --name x job.py --lr 1 a b")
 
 
-@pytest.mark.parametrize("name", ["DATA", "DOCTOR"])
-def test_slurm_script_of_ones_own_gets_no_help_that_is_for_train(name: str, tmp_path: Path) -> None:
-    code, said = Started(tmp_path, "0", SCRIPT="job.py", **{name: "1"}).run()
-    assert (code, "DATA and DOCTOR are of train/main.py train" in said) == (2, True)
+def test_slurm_script_of_ones_own_gets_no_doctor(tmp_path: Path) -> None:
+    code, said = Started(tmp_path, "0", SCRIPT="job.py", DOCTOR="1").run()
+    assert (code, "DOCTOR is of train/main.py train" in said) == (2, True)
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -286,40 +273,6 @@ def test_slurm_doctor_alone_runs_once_and_nothing_is_trained(tmp_path: Path) -> 
     assert [line for line in job.lines("steps") if line.endswith(f"{TASK} {ROOT}/train/main.py doctor --lr 1")]
 
 
-@pytest.mark.parametrize(("copied", "end"), [("0", 143), ("1", 2)])
-def test_slurm_data_are_on_each_node_until_the_end(copied: str, end: int, tmp_path: Path) -> None:
-    (tmp_path / "copy").write_text(copied)
-    job = Started(tmp_path, "143", DATA="/shared/photos")
-    code, said = job.run("--lr", "1")
-    assert code == end
-    steps = [re.sub(r"^.*--wait=30 ", "", line) for line in job.lines("steps")]
-    assert any(COPY.fullmatch(step) for step in steps), steps
-    assert steps[-1] == "rm -rf /tmp/rankup-7"
-    if end == 2:
-        assert "DATA=/shared/photos can't be copied to /tmp/rankup-7 of every node" in said
-        assert job.trained() == []
-    else:
-        assert job.trained()[0].endswith("train --lr 1 --data-dir /tmp/rankup-7")
-        assert job.requeued() == ["requeue 7"]
-
-
-def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: Path) -> None:
-    """As those of local.sh do, which have one /tmp: whatever one of them makes, the other must not stumble over."""
-    (tmp_path / "copy").write_text("0")
-    job = Started(tmp_path, "0", DATA="/shared/photos")
-    assert job.run()[0] == 0
-    (script,) = [found[1] for line in job.lines("steps") if (found := COPY.search(line))]
-    for number in range(300):
-        file = tmp_path / "photos" / f"class{number % 60}" / f"{number}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{number}")
-    copy = tmp_path / "own disk" / "rankup-7"
-    copy.parent.mkdir()
-    nodes = [subprocess.Popen(["bash", "-c", script, "-", tmp_path / "photos", copy]) for _ in range(8)]
-    assert [node.wait() for node in nodes] == [0] * 8
-    assert sorted(path.read_text() for path in copy.rglob("*.txt")) == sorted(map(str, range(300)))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -330,56 +283,3 @@ def test_slurm_nodes_that_share_their_own_disk_copy_the_data_in_turns(tmp_path: 
 def test_slurm_setting_that_can_not_be_is_refused(name: str, value: str, says: str, tmp_path: Path) -> None:
     code, said = Started(tmp_path, "0", **{name: value}).run()
     assert (code, said) == (2, f"slurm: {says}\n")
-
-
-# Hosts that are suspected ---------------------------------------------------------------------------------------------
-
-
-def excluded(job: Started) -> list[str]:
-    """What Slurm was told about the job's nodes, each after a requeue: before it, Slurm would not take it."""
-    calls = [line for line in job.lines("control") if line.startswith(("requeue", "update"))]
-    assert all(calls[at - 1].startswith("requeue") for at, call in enumerate(calls) if call.startswith("update"))
-    return [call.partition("JobId=7 ExcNodeList=")[2] for call in calls if call.startswith("update")]
-
-
-def told(folder: Path, *, start: int, excluded: str = "(null)") -> None:
-    """What Slurm says of the job at its next start."""
-    (folder / "state").write_text(f"Restarts={start} JobState=RUNNING Partition=main ExcNodeList={excluded}\n")
-
-
-def test_slurm_host_that_is_suspected_in_two_starts_is_left_out_and_what_the_user_excludes_stays(
-    tmp_path: Path
-) -> None:
-    job = Started(tmp_path, "171")
-    job.suspect(1)  # rank 1 of big7 and big9
-    said = job.run()[1]
-    assert "rank 1 was lost on big9, suspected 1 times by now" in said
-    assert excluded(job) == []
-    told(tmp_path, start=1, excluded="big5,big6")
-    (tmp_path / "nodes").write_text("big6\nbig7\nbig8\nbig9\n")
-    (tmp_path / "codes").write_text("171\n171\n")
-    job = Started(tmp_path, "", SLURM_RESTART_COUNT="1")
-    job.at(80)
-    said = job.run()[1]
-    assert excluded(job) == ["big5,big6,big9"], said
-    assert "the next start excludes big9, suspected twice: scontrol update JobId=7 ExcNodeList=big5,big6" in said
-
-
-def test_slurm_exclusion_is_given_up_when_nodes_run_short(tmp_path: Path) -> None:
-    job = Started(tmp_path, "143", SLURM_RESTART_COUNT="2")
-    job.run_dir.mkdir(parents=True)
-    (job.run_dir / ".slurm-suspects").write_text("big9\nbig9\n")
-    (job.run_dir / ".slurm-excluded").write_text("big9\n")
-    (tmp_path / "nodes").write_text("big7\nbig9\n")
-    told(tmp_path, start=2, excluded="big9")
-    said = job.run()[1]
-    assert excluded(job) == [""], said
-    assert "big9: suspected twice, but not excluded: fewer than 2 other nodes are there" in said
-
-
-@pytest.mark.parametrize("rank", [None, 7], ids=["nobody", "no rank of ours"])
-def test_slurm_no_host_is_left_out_where_none_is_suspected(rank: int | None, tmp_path: Path) -> None:
-    job = Started(tmp_path, "171")
-    job.suspect(rank)
-    assert job.run()[0] == 171
-    assert not (job.run_dir / ".slurm-suspects").exists()

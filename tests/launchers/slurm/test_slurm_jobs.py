@@ -49,7 +49,7 @@ def test_slurm_names_the_node_that_does_not_see_the_shared_disk(cluster: Cluster
     checkout = Path(__file__).parents[3]
     cluster.local("on", "node1", "mount", "-t", "tmpfs", "none", str(checkout / "train"))
     try:
-        job = cluster.submit(tmp_path, JOB, KEEP_CODE="")  # its own copy of the code would be there
+        job = cluster.submit(tmp_path, JOB)
         assert job.wait() == "FAILED"
         assert job.code() == 2, job.log()
         assert "is not there on node1: put the checkout" in job.output
@@ -57,13 +57,13 @@ def test_slurm_names_the_node_that_does_not_see_the_shared_disk(cluster: Cluster
         cluster.local("on", "node1", "umount", str(checkout / "train"))
 
 
-def test_slurm_workload_of_ones_own_has_data_on_each_nodes_disk_and_says_how_to_go_on_where_it_is_not_requeued(
+def test_slurm_workload_of_ones_own_says_how_to_go_on_where_it_is_not_requeued(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     examples = Path(__file__).parents[3] / "tests" / "rigs" / "user_code"
     (tmp_path / "throws.py").write_text((examples / "throws.py").read_text())
     line = "--workload throws:build --epochs 100000 --log-every-steps 5 --run-dir runs --name job"
-    job = cluster.submit(tmp_path, line, "--no-requeue", DATA=str(examples))
+    job = cluster.submit(tmp_path, line, "--no-requeue")
     job.wait_for_step(50)
     job.cancel("--batch", "--signal=USR2")
     assert job.wait() == "FAILED", job.log()
@@ -71,9 +71,6 @@ def test_slurm_workload_of_ones_own_has_data_on_each_nodes_disk_and_says_how_to_
     assert "saved at step" in job.output
     assert "resubmit it with --name job" in job.output
     assert "global = 2 ranks" in job.output
-    config = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
-    assert config["data_dir"] == f"/tmp/rankup-{job.number}"
-    assert not Path(config["data_dir"]).exists()
 
 
 @pytest.mark.parametrize(
