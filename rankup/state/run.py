@@ -38,7 +38,7 @@ class Run:
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
-        self._rescued = True  # this node may have rescues of the run
+        self._rescued = False  # this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
 
@@ -177,6 +177,7 @@ class Run:
         self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, keep=range(self.saved_step + 1, step + 1))
+        self._rescued = step > max(0, self.saved_step)
         parts.remove(self.lineage.run, but=step)
 
     # Saves ----------------------------------------------------------------------------------------------------
