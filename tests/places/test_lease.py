@@ -364,7 +364,8 @@ def test_frozen_job_that_was_taken_over_writes_nothing_more(
         first.processes[0].signal("SIGSTOP")
         output = forks.ends(*train_arguments(run, *more), preload=preload.format("on_machine_two"))
         assert ("resumed from step-00000008" in output) == (where != "set-up")
-        left = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+        files = [*tmp_path.iterdir(), *run.iterdir(), *(run / "checkpoints").rglob("*")]
+        left = {path: path.read_bytes() for path in files if path.is_file() and path.name != ".lock"}
         assert {run / "run.json", run / "metrics.jsonl", run / "result.json"} <= left.keys()
         (tmp_path / "go on").touch()
         first.processes[0].signal("SIGCONT")
