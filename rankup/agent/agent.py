@@ -18,25 +18,192 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import signal
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.attendance import Attendance
-from rankup.agent.ends import Verdict
-from rankup.agent.lead import Lead, elect, id_of
+from rankup.agent.attendance import Attendance, elect, who_leads
+from rankup.agent.ends import End, Ends, Verdict
 from rankup.agent.logs import host_name
-from rankup.agent.network import choose_interface, chosen_address, foreign_address, listen, open_port
-from rankup.agent.processes import PARENT, die_with_parent
-from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Link, Member
+from rankup.agent.meeting import Leader
+from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
+from rankup.agent.processes import PARENT, die_with_parent, within
+from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
 from rankup.agent.ranks import Options, Ranks
-from rankup.errors import LEFT_OUT, STOPPED
+from rankup.agent.status import ScriptStatus, new_job
+from rankup.agent.votes import same_job
+from rankup.env.addresses import free_port
+from rankup.errors import LEFT_OUT, STOPPED, JoinError, PeerLost, UserError
+from rankup.places.place import Place
 
 log = logging.getLogger("rankup")
+
+
+async def id_of(shared_dir: str) -> str:
+    """The same on all nodes that share that place; "" where nobody can know whether he is the first to write there.
+    Raises UserError, PeerLost and JoinError."""
+
+    def read() -> str:
+        place = Place.open(shared_dir, warn=log.debug)
+        for _ in range(2):
+            first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
+        while not first and not (found := str(place.read_json("shared.json").get("id", ""))):
+            time.sleep(timing.PAUSE_S)  # it is being written
+        return "" if first else found
+
+    try:
+        found = await in_thread(read, timeout_s=timing.CLAIM_S)
+    except TimeoutError:
+        raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
+    if not found:
+        log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
+    return found
+
+
+class Lead:
+    """What node 0's agent does beside: it leads the meeting, and decides what the ends of ranks mean."""
+
+    def __init__(self, agent: "Agent") -> None:
+        """Decide from now on."""
+        self.agent, self.options, self.node, self.limits = agent, agent.options, agent.node, agent.limits
+        options = self.options
+        self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
+        self.leader = Leader(
+            agent.attendance.me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear,
+            limits=self.limits, outdone=agent.yield_to, claim=self._claim,
+        )
+        self.status = None if options.knows_us else ScriptStatus(options.run_dir, self.node.world_size)
+        self.job = self.status.job if self.status is not None else new_job()
+        self.failures = Counter[str]()  # of the ranks of each node, by its token
+        self.again = False  # this job goes on with an earlier one's run
+        works = [self.leader.watch(master="" if options.alone or self.node.node_rank else self.node.master_addr)]
+        works += [self._report(self.status)] if self.status is not None else []
+        works += [self._call()] if self.limits is not None else []
+        self._tasks = [agent.begin(work) for work in works]
+
+    def give_up(self) -> None:
+        """Another one leads."""
+        for task in self._tasks:
+            task.cancel()
+        self.leader.dismiss()
+        if self.status is not None:
+            self.status.release()
+
+    async def _call(self) -> None:
+        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
+        that is started anew where it was before, and does not find node 0, hears of this leader too."""
+        node, me = self.node, self.leader.me
+        while True:
+            await asyncio.sleep(timing.CALL_S)
+            here = {(member.ip, member.serves) for member in self.leader.members}
+            known = {(node.master_addr, node.master_port), *self.agent.places.values()}
+            await asyncio.gather(*(self._call_one(*place) for place in known - here - {(me.ip, me.serves)}))
+
+    async def _call_one(self, ip: str, port: int) -> None:
+        leader = self.leader
+        words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves,
+                 "job": leader.basis["job"]}
+        other = await who_leads(ip, port, answer=words)
+        if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
+            self.agent.yield_to(ip, port)
+
+    async def close(self) -> None:
+        """Leave once the others have heard how the job ends."""
+        until_s = time.monotonic() + timing.FAREWELL_S
+        while len(self.leader.members) > 1 and time.monotonic() < until_s:
+            await asyncio.sleep(timing.POLL_S)
+        if self.status is not None:
+            within(timing.LAST_WORD_S, self.status.release)
+
+    async def _report(self, status: ScriptStatus) -> None:
+        while True:
+            await asyncio.sleep(timing.REPORT_S)
+            if self.leader.running or self.limits is not None:
+                report = functools.partial(status.report, nodes=self.leader.nodes())
+                await in_thread(report, timeout_s=math.inf)  # the disk may hang
+
+    async def _claim(self, job: str, number: int) -> bool:
+        """Own what follows that membership: be the first to write in the shared folder that this member does."""
+        place = Place.open(self.options.shared_dir, warn=log.debug)
+        token = json.dumps({"token": self.leader.me.token}).encode()
+        with contextlib.suppress(OSError, UserError, PeerLost):
+            create = functools.partial(place.create, f"{job}-after-{number}.json", token)
+            return await in_thread(create, timeout_s=timing.CLAIM_S)
+        return False
+
+    async def _prepare(self, n: int) -> Mapping[str, Any]:
+        """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
+        verdict = await self._blame(self.ends.judge(changing=self.leader.changing))
+        if verdict.code is not None:
+            self._end(verdict)
+            await asyncio.Event().wait()
+        if self.options.knows_us:
+            server = self.agent.ranks.server
+            await server.ready.wait()
+            with open_port("127.0.0.1" if self.options.alone else "", 0) as listener:
+                server.start_store(listener)
+                port = listener.getsockname()[1]
+        else:
+            port = free_port()
+        self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
+        if self.limits is not None:  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
+        if self.status is not None:
+            self.status.job, self.status.world_size = self.job, self.ends.world_size
+            if not self.status.owned:
+                self.again = await asyncio.to_thread(
+                    self.status.take, self.ends.restarts, agreed=self.limits is not None
+                )
+            self.status.begin(self.ends.restarts, self.leader.chosen)
+        return {
+            "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
+            "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
+        }
+
+    async def _blame(self, verdict: Verdict) -> Verdict:
+        """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
+        if self.options.max_failures is None or verdict.cause is None or verdict.rank is None:
+            return verdict
+        token = self.leader.basis["ran"][verdict.rank // self.node.nproc]
+        self.failures[token] += 1
+        if self.failures[token] < self.options.max_failures:
+            return verdict
+        why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
+        self.ends.without_progress = 0
+        if self.leader.leave_out(token, why):
+            await asyncio.Event().wait()  # until this is cancelled
+        return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
+
+    def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
+        if message["is"] == "ending":
+            self.leader.lose_by(member, message)
+        elif message["is"] == "end":
+            end = End.read(message, member.host)
+            if self.ends.add(end) and self.leader.running:
+                if self.ends.all_finished:
+                    self._end(self.ends.judge())
+                else:
+                    self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
+        elif message["is"] == "lost":
+            self.ends.lose(member.ranks, member.host, message["why"])
+        elif message["is"] == "stacks":
+            self.leader.tell("stacks")
+        elif message["is"] == "stop":
+            self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
+            self.leader.stop(str(message["signal"]))
+            if not self.leader.running:
+                self._end(Verdict(STOPPED, self.ends.stopped_by))
+
+    def _end(self, verdict: Verdict) -> None:
+        if (status := self.status) is not None:  # the disk may hang, and nobody else would hear of the end
+            within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
+        self.leader.tell("over", code=verdict.code, text=verdict.text)
 
 
 class Agent:
@@ -48,7 +215,7 @@ class Agent:
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
         self._given = dict(os.environ)
-        self._places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
+        self.places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
         self._leaves = False  # for good, and the others go on
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
@@ -89,7 +256,7 @@ class Agent:
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
-                self._begin_to_lead()
+                self.lead = Lead(self)
             self.begin(self._attend())
             self.begin(self.ranks.watch())
             return await self._over
@@ -122,22 +289,17 @@ class Agent:
         if self.lead is not None:
             await self.lead.leader.attend(reader, writer)
             return
-        link, strange = Link(reader, writer), (OSError, LookupError, TypeError, ValueError, asyncio.CancelledError)
-        with contextlib.suppress(*strange):
+        basis, link = self.attendance.basis, Link(reader, writer)
+        with contextlib.suppress(OSError, LookupError, TypeError, ValueError, asyncio.CancelledError):
             link.send(
                 "leader", version=VERSION, over="this node does not lead", token=self.attendance.me.token,
-                n=self.attendance.basis["n"], at=self.attendance.at,
+                n=basis["n"], at=self.attendance.at, job=basis["job"],
             )
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
-                if said["is"] == "leads" and int(said["n"]) >= self.attendance.basis["n"]:
+                if said["is"] == "leads" and int(said["n"]) >= basis["n"] and same_job(said, basis):
                     self._elsewhere = link.remote_ip, int(said["port"])
         link.close()
-
-    def _begin_to_lead(self) -> None:
-        self.lead = Lead(
-            self.options, self.attendance.me, self.ranks.server, self._places, begin=self.begin, yield_to=self.yield_to
-        )
 
     def yield_to(self, ip: str, port: int) -> None:
         """There is a leader that knows a newer membership: be a member there."""
@@ -154,7 +316,7 @@ class Agent:
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.attendance, self.node, elsewhere)) is None:
             log.warning("this node leads from now on: no member before it answers")
-            self._begin_to_lead()
+            self.lead = Lead(self)
         return found or ("127.0.0.1", self.port)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -177,12 +339,12 @@ class Agent:
                 self.begin(self._get_ready(event))
             elif event["is"] == "commit":
                 known = event["basis"]["known"] if self.limits is not None else []
-                self._places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
+                self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
                 self.ranks.start(event, token=self.attendance.me.token)
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
                 if event["is"] in ("lost", "gone"):
-                    self.ranks.leave_soon()
+                    self.ranks.leave_soon(node_lost=event["is"] == "gone" or bool(event.get("node")))
             elif event["is"] == "stop":
                 self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
             elif event["is"] == "spare":
@@ -207,8 +369,8 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is not None:  # they can go on without a node that still imports torch
-            await self.ranks.server.ready.wait()
+        if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
+            await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 

@@ -3,36 +3,26 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rankup.agent.protocol import KILLED, LEADERS, VERSION, Link, Member, fits, interface_of
+from rankup import timing
+from rankup.agent.network import Link, greeting, interface_of, read_secret
+from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
 from rankup.agent.record import RecordWriter
-from rankup.agent.secret import greeting, read_secret
-from rankup.agent.votes import NONE, Basis, age
+from rankup.agent.votes import NONE, Basis, age, same_job
 from rankup.env.addresses import is_loopback
+from rankup.env.node_env import NodeEnv
 from rankup.errors import JoinError
-from rankup.timing import (
-    ALIVE_S,
-    BUSY_S,
-    EARLY_PAUSE_S,
-    EARLY_S,
-    FROZEN_S,
-    HELLO_S,
-    LAST_WORD_S,
-    NOTICE_S,
-    PAUSE_S,
-    REACH_S,
-    ROUTE_S,
-    SILENT_S,
-)
 
-CROWD = 64  # a job with more ranks tries less often: one machine takes all connections
+CROWD = 8  # a job with more ranks tries less often: one machine takes all connections
+ASKED = 4  # members that are asked at once who leads
 HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
@@ -46,7 +36,7 @@ class Attendance:
     def __init__(
         self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = SILENT_S,
+        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = timing.SILENT_S,
         commit: Mapping[str, Any] | None = None, warm: Callable[[], bool] = lambda: True,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
@@ -121,7 +111,7 @@ class Attendance:
                     self._link, self.at = None, []
                     link.close()
                 if self._clock() > self._until_s:
-                    if (silent_s := self._clock() - self._heard_s) > BUSY_S:
+                    if (silent_s := self._clock() - self._heard_s) > timing.BUSY_S:
                         self.problem = (
                             f"rank 0 at {self._leader} has said nothing for {silent_s:.0f} s: its process is stopped, "
                             "or the network between is cut"
@@ -129,7 +119,7 @@ class Attendance:
                     raise self._failure()
                 self._leave_membership()
                 put({"is": "gone", **lost})
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(timing.PAUSE_S)
         except Exception as error:
             put(error)
 
@@ -180,7 +170,7 @@ class Attendance:
 
     async def _look_at_stop(self, link: Link, n: int) -> None:
         """Say so where a rank does not come to where all are to stop."""
-        await asyncio.sleep(REACH_S)
+        await asyncio.sleep(timing.REACH_S)
         if not all(record.read().settled for record in self._records().values()):
             link.send("late", n=n)
 
@@ -215,17 +205,17 @@ class Attendance:
             now_s = self._clock()
             if now_s > self._until_s:
                 raise self._failure()
-            if now_s - self._noticed_s >= NOTICE_S:
+            if now_s - self._noticed_s >= timing.NOTICE_S:
                 self._noticed_s = now_s
                 self._notice(f"still waiting: {self.problem}")
-            await asyncio.sleep(crowd * (EARLY_PAUSE_S if now_s - begun_s < EARLY_S else PAUSE_S))
+            await asyncio.sleep(crowd * (timing.EARLY_PAUSE_S if now_s - begun_s < timing.EARLY_S else timing.PAUSE_S))
 
     async def _introduce(self, host: str, port: int) -> Link:
         """Raises OSError where nothing is reached, and _NoLeaderError where that is no leader who takes members."""
         secret = read_secret(os.environ)
         link = await Link.connect(host, port)
         try:
-            async with asyncio.timeout(min(HELLO_S, max(1.0, self._until_s - self._clock()))):
+            async with asyncio.timeout(min(timing.HELLO_S, max(1.0, self._until_s - self._clock()))):
                 over = str((await greeting(link, secret))["over"])
         except asyncio.CancelledError:
             link.close()
@@ -240,7 +230,8 @@ class Attendance:
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
         link.send(
-            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis
+            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis,
+            warm=self._warm(),
         )
         self._link, self._heard_s = link, self._clock()
         self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
@@ -253,12 +244,12 @@ class Attendance:
         while True:
             signs = [record.read().sign() for record in self._records().values()]
             link.send("alive", ranks=signs, warm=self._warm())
-            await asyncio.sleep(ALIVE_S)
+            await asyncio.sleep(timing.ALIVE_S)
             now_s = self._clock()
-            if now_s - looked_s > ALIVE_S + min(FROZEN_S - ALIVE_S, self._silent_s / 2):
+            if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
                 self._heard_s = now_s
             looked_s, silent_s = now_s, now_s - self._heard_s
-            is_over = now_s > self._until_s + LAST_WORD_S and (self._refused or silent_s > BUSY_S)
+            is_over = now_s > self._until_s + timing.LAST_WORD_S and (self._refused or silent_s > timing.BUSY_S)
             if silent_s > self._silent_s or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"
@@ -298,7 +289,7 @@ class Attendance:
             return ""
         ip, port, name, interface = to
         try:
-            (await Link.connect(ip, port, timeout_s=ROUTE_S)).close()
+            (await Link.connect(ip, port, timeout_s=timing.ROUTE_S)).close()
             return ""
         except TimeoutError:
             what = "got no answer from"
@@ -331,3 +322,62 @@ def explain(error: OSError, host: str, port: int) -> str:
     if isinstance(error, TimeoutError):
         return f"{address} does not answer: a wrong address, a machine that is down, or a firewall that drops packets"
     return f"no route to {host} ({detail})" if error.errno in NO_ROUTE else f"{address}: {detail}"
+
+
+# Who leads where the number of nodes may change -----------------------------------------------------------------------
+
+
+async def elect(
+    attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None
+) -> tuple[str, int] | None:
+    """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
+    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
+
+    All members look at once. So each of them asks a few, those that may lead first, and only who is about to lead
+    itself asks all.
+    """
+    basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
+    said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
+
+    async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+        new = dict.fromkeys(place for place in places if place not in said)
+        while new:
+            said.update(zip(new, await asyncio.gather(*(who_leads(*place) for place in new)), strict=True))
+            told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
+            new = dict.fromkeys(place for place in told if place not in said)
+        for place, each in said.items():
+            leads = each is not None and not each["over"] and each["token"] != me.token
+            if each is not None and leads and each["n"] >= basis["n"] and same_job(each, basis):
+                return place
+        return None
+
+    known = [(token, (ip, port), name) for token, ip, port, name in basis["known"]]
+    before = list(itertools.takewhile(lambda each: each[0] != me.token, known))
+    for start in range(0, max(1, len(before)), ASKED):
+        few = before[start:start + ASKED]
+        if found := await ask([*(place for _, place, _ in few), master, elsewhere or master]):
+            return found
+        for token, place, name in few:
+            if (each := said[place]) and each["token"] == token:
+                raise ConnectionError(f"{name} is to lead, and does not yet")
+    if not basis["n"]:
+        return master  # which says why not
+    if len(before) == len(known):
+        raise ConnectionError("no leader of the job was found")
+    return await ask(place for token, place, _ in known if token != me.token)
+
+
+async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+        link = await Link.connect(ip, port, timeout_s=timing.PROBE_S)
+        try:
+            async with asyncio.timeout(timing.PROBE_S):
+                said = await greeting(link, read_secret(os.environ))
+            said = {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
+            if answer is not None:
+                link.send("leads", **answer)
+            return said
+        finally:
+            link.close()
+    return None

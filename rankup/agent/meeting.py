@@ -13,33 +13,31 @@ import asyncio
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rankup.agent.network import foreign_address
-from rankup.agent.protocol import KILLED, SIGNALS, VERSION, Link, Member, encode, interface_of
+from rankup import timing
+from rankup.agent.network import Link, encode, foreign_address, interface_of
+from rankup.agent.protocol import (
+    HINT,
+    KILLED,
+    SIGNALS,
+    VERSION,
+    Member,
+    describe_change,
+    describe_claims,
+    describe_differences,
+    describe_late,
+    describe_missing,
+)
 from rankup.agent.stop import StopAgreement
-from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, without
-from rankup.agent.words import HINT, describe_change, describe_claims, describe_differences, describe_missing
+from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
 from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
-from rankup.timing import (
-    ALIVE_S,
-    ANSWER_S,
-    ENDING_S,
-    FOUND_S,
-    FROZEN_S,
-    GATHER_S,
-    HELLO_S,
-    NOTICE_S,
-    PAUSE_S,
-    PREPARE_S,
-    SILENT_S,
-    TICK_S,
-)
 
 ENDED = "its process has ended"
 
@@ -58,7 +56,7 @@ class _Seat:
     has: tuple[int, int] = (0, 0)  # the newest basis that it has said to have
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
-    warm: bool = True  # else the others would wait for its imports
+    warm: bool = True  # it has imported torch
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
@@ -156,10 +154,11 @@ class Leader:
 
     async def _attend(self, link: Link) -> None:
         link.send(
-            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.basis["n"], running=self.running
+            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.basis["n"], running=self.running,
+            job=self.basis["job"],
         )
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(timing.HELLO_S):
                 hello = await link.receive()
             if hello["is"] == "leads" and self._limits is not None:
                 if self.yields_to(hello):
@@ -173,7 +172,7 @@ class Leader:
         why = ENDED
         try:
             if member is not None:
-                await self._seat(link, member)
+                await self._seat(link, member, warm=hello.get("warm") is not False)
             while True:  # also for who was refused: an end of ours before its own may hide the reason
                 self._take(link, await link.receive())
         except ConnectionError:
@@ -202,9 +201,9 @@ class Leader:
         return member
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
-        """Whether another leader, which has said so much of itself, takes the place of this one."""
+        """Whether another leader of this job, which has said so much of itself, takes the place of this one."""
         ours = (self.basis["n"], self.running, self.me.token)
-        return (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
+        return same_job(other, self.basis) and (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
 
     def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
@@ -212,7 +211,7 @@ class Leader:
         if not self._formed:
             self.refuse(text, code=code)
 
-    async def _seat(self, link: Link, member: Member) -> None:
+    async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
         """Give a newcomer its seat once its ranks are free. Whoever has them gives a sign of life, or is replaced.
 
         Raises ConnectionError where the job is over before.
@@ -221,7 +220,7 @@ class Leader:
         while rivals := {self._seat_of[rank] for rank in member.ranks if rank in self._seat_of}:
             for rival in rivals:
                 # Looks, not seconds: a leader that was stopped itself has heard nobody meanwhile
-                answer = known.setdefault(rival, [rival.num_heard, round(ANSWER_S / PAUSE_S)])
+                answer = known.setdefault(rival, [rival.num_heard, round(timing.ANSWER_S / timing.PAUSE_S)])
                 answer[1] -= 1
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
@@ -231,11 +230,11 @@ class Leader:
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
                     self._remove(rival.link, f"was replaced by {member.who}")
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
         now_s = self._clock()
-        self._seats[link] = seat = _Seat(link, member, now_s, member.ranks, now_s)
+        self._seats[link] = seat = _Seat(link, member, now_s, member.ranks, now_s, warm=warm)
         self._seat_of |= dict.fromkeys(member.ranks, seat)
         self._lost.pop(member.first_rank, None)
         if self._limits is not None and self.running:
@@ -301,8 +300,8 @@ class Leader:
         if not self.running:
             self._void()
         elif len(seat.finished) < seat.member.num_ranks:
-            more = {"code": KILLED} if why == ENDED else {}
-            self.lose(seat.member, why, ranks=None, **more)
+            more: dict[str, Any] = {"code": KILLED} if why == ENDED else {}
+            self.lose(seat.member, why, node=True, **more)
             self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
     async def watch(self, *, master: str = "") -> None:
@@ -310,20 +309,20 @@ class Leader:
         if master and (warning := await foreign_address(master)):
             self._say(warning)
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(timing.TICK_S)
             self.tick()
 
     def tick(self) -> None:
         """Signs of life, deadlines, and who is missing."""
         now_s = self._clock()
-        silent_s = SILENT_S if self._limits is None else self._limits.silent_s
+        silent_s = timing.SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self._seats.values()):
-            if now_s - self._ticked_s > min(FROZEN_S, silent_s / 2):
+            if now_s - self._ticked_s > min(timing.FROZEN_S, silent_s / 2):
                 seat.heard_s = now_s
             elif now_s - seat.heard_s > silent_s:
                 self._remove(seat.link, f"gave no sign of life for {now_s - seat.heard_s:.0f} s")
         self._ticked_s = now_s
-        if now_s - self._beat_s >= ALIVE_S:
+        if now_s - self._beat_s >= timing.ALIVE_S:
             self._beat_s = now_s
             self.tell("alive")
         if self._limits is not None:
@@ -334,7 +333,7 @@ class Leader:
         if now_s - self._begun_s > self.me.left_s and self._preparing is None:
             how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
             self.refuse(f"{self._missing()}. Was every process started, {how}?")
-        elif now_s - self._noticed_s >= NOTICE_S:
+        elif now_s - self._noticed_s >= timing.NOTICE_S:
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
 
@@ -362,25 +361,27 @@ class Leader:
             return seats if len(self._seat_of) == self.me.world_size else []
         if any(seat.leaves and seat.unfit and seat.member.token == self.me.token for seat in seats):
             return []  # this leader goes, and the next one chooses
-        if self._clock() - self._beaten_s < NOTICE_S:
+        if self._clock() - self._beaten_s < timing.NOTICE_S:
             return []
         order = {token: place for place, token in enumerate(self.basis["used"])}
-        fit = [seat for seat in seats if not seat.unfit]
+        # At the start all import torch. Later nobody waits for a node that does, other than the one that leads
+        first = not self.basis["n"]
+        fit = [seat for seat in seats if not seat.unfit and (first or seat.warm or seat.member.token == self.me.token)]
         fit.sort(key=lambda seat: (seat.member.token != self.me.token, order.get(seat.member.token, len(order))))
         # A new node 0 founds no second job: who leads the first one calls it
-        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, FOUND_S)
+        wait_s = self._limits.wait_s if self.basis["n"] else max(self._limits.wait_s, timing.FOUND_S)
         waited = self._clock() - self._begun_s >= wait_s
         enough = self._limits.least if waited else self._limits.most
         return fit[:self._limits.most] if len(fit) >= enough and not outvoted(self.basis, self._here) else []
 
     @property
     def _here(self) -> set[str]:
-        return {seat.member.token for seat in self._seats.values()}
+        return {member.token for member in self.members}
 
     def _let_go(self, seat: _Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
         seat.unfit, seat.leaves = "it was asked to leave", True
-        if not self.others_stay:
+        if all(each.leaves for each in self._seats.values()):
             for each in self._seats.values():
                 each.unfit = ""  # all of them say how the job ends
             self._hear(seat.member, {"is": "stop", "signal": "SIGTERM"})
@@ -389,11 +390,6 @@ class Leader:
             self.stop("SIGTERM", change=True)
         elif seat in self._chosen and not self.running:
             self._void()
-
-    @property
-    def others_stay(self) -> bool:
-        """Whether there are members that were not asked to leave."""
-        return not all(seat.leaves for seat in self._seats.values())
 
     def _renew(self, **more: Any) -> None:
         seats = [*self._chosen, *(seat for seat in self._seats.values() if seat not in self._chosen)]
@@ -426,7 +422,7 @@ class Leader:
             self._renew(**changes)
         new = [seat for seat in self._seats.values() if seat not in self._chosen and not seat.unfit and seat.warm]
         room = len(self._chosen) < self._limits.most and new
-        if room and now_s - max(seat.came_s for seat in new) >= GATHER_S:
+        if room and now_s - max(seat.came_s for seat in new) >= timing.GATHER_S:
             self.changing = True
             self.stop("SIGTERM", change=True)
 
@@ -456,11 +452,10 @@ class Leader:
             }
             self._next["tie"] = self._tie(self._next["voters"])
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
-        for seat in self._late - {*seats}:
-            seat.link.send("propose", n=self._proposed, next=None, ip=seat.member.ip, **more)
-        for seat, following in zip(seats, [*seats[1:], seats[0]], strict=True):
-            to = following.member
-            route = [to.ip, to.port, to.name, to.interface] if to.port and following is not seat else None
+        following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
+        for seat in self._late:
+            to = following.get(seat, seat).member
+            route = [to.ip, to.port, to.name, to.interface] if to.port and to is not seat.member else None
             seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip, **more)
 
     def _void(self) -> None:
@@ -473,7 +468,7 @@ class Leader:
     async def _commit(self, n: int) -> None:
         """All are ready. Cancelled where one of them goes."""
         if problems := sorted(seat.problem for seat in self._chosen if seat.problem):
-            await asyncio.sleep(ENDING_S)
+            await asyncio.sleep(timing.ENDING_S)
             if self._limits is not None:
                 self._leave_out()
                 return
@@ -486,7 +481,7 @@ class Leader:
                 self._void()
                 return
         try:
-            async with asyncio.timeout(PREPARE_S) as patience:
+            async with asyncio.timeout(timing.PREPARE_S) as patience:
                 more = dict(await self._prepare(n))
         except (UserError, JoinError, PeerLost) as error:
             self.refuse(str(error), code=error.code)
@@ -506,6 +501,7 @@ class Leader:
         if self._limits is not None:
             why = {seat.member.token: f"is lost: {reason}" for seat, _, reason in self._lost.values()}
             away = [*self._seats.values(), *(seat for seat, _, _ in self._lost.values())]
+            why |= {seat.member.token: "has to import torch anew" for seat in self._seats.values() if not seat.warm}
             why |= {seat.member.token: f"is left out: {seat.unfit}" for seat in away if seat.unfit}
             spares = len(self._seats) - len(self._chosen)
             change = describe_change(self.basis, self._next, names=self._names, why=why, spares=spares)
@@ -520,11 +516,9 @@ class Leader:
 
     def _leave_out(self) -> None:
         """Of those whose routes fail, go on without the one that most routes concern, and never without the leader."""
-        blame = dict.fromkeys(self._chosen[1:], 0)
-        for seat, following in zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True):
-            for each in {seat, following} & blame.keys() if seat.problem else ():
-                blame[each] += 1
-        worst = max(reversed(blame), key=lambda seat: blame[seat])
+        pairs = zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True)
+        blame = Counter(each for pair in pairs if pair[0].problem for each in pair)
+        worst = max(reversed(self._chosen[1:]), key=lambda seat: blame[seat])
         worst.unfit = next(seat.problem for seat in self._chosen if seat.problem)
         self._say(f"{worst.member.who} is left out: {worst.unfit}")
         for seat in self._chosen:
@@ -602,11 +596,15 @@ class Leader:
         if self._beaten_s > self._begun_s:
             return "another part of the job goes on, or --shared-dir does not answer"
         if self._limits is not None and not self._proposed:
-            here = sum(not seat.unfit for seat in self._seats.values())
+            here = [seat for seat in self._seats.values() if not seat.unfit]
+            cold = sum(not seat.warm for seat in here)
             lost = "; ".join(f"{seat.member.host}: {seat.unfit or why}" for seat, _, why in [*self._lost.values()][:4])
-            text = outvoted(self.basis, self._here) or f"{here} of at least {self._limits.least} nodes are here"
+            text = outvoted(self.basis, self._here) or f"{len(here)} of at least {self._limits.least} nodes are here"
+            text += f", {cold} of them without their imports yet" if cold else ""
             return text + (f" (lost: {lost})" if lost else "")
         late = [seat.member for seat in self._seats.values() if self._proposed and seat in self._late]
+        if self._limits is not None:
+            return describe_late(self._proposed, late, waited_s=round(self._clock() - self._begun_s))
         gone = [(seat.member, why) for _, (seat, _, why) in sorted(self._lost.items())]
         waited_s = round(self._clock() - self._begun_s)
         return describe_missing(self.members, gone, late, of=self.me, waited_s=waited_s)

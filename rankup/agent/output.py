@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.agent.logs import Output, file_head, headed, line_head, show
-from rankup.agent.protocol import in_thread
+from rankup.agent.network import in_thread
 
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line

@@ -20,7 +20,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
-|                                                    | lost(n, ranks, host, why): membership n is over            |
+|                                                    | lost(n, ranks, host, why, node): membership n is over; with|
+|                                                    | node its whole node is lost                                |
 |                                                    | waiting(text): who is missing                              |
 |                                                    | left_out(why): leave, the ranks of this member have failed |
 |                                                    | again and again                                            |
@@ -33,92 +34,25 @@ Nothing that arrives is unpickled or executed. Whoever sends something else is d
 """
 
 import asyncio
-import contextlib
-import ipaddress
-import json
 import os
 import re
 import secrets
 import socket
 import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
-import psutil
+from rankup.agent.network import LONGEST, Link
+from rankup.env.rank_env import ranges
 
-from rankup.timing import CONNECT_S
-
-Found = TypeVar("Found")
+MOST_HOSTS = 8  # that one line names
+HINT = (
+    "gloo and nccl use any high port between the nodes: open them all, or narrow net.ipv4.ip_local_port_range on every "
+    "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+)
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 5  # of the messages; hello and refused stay as they are
-LONGEST = 1 << 20  # bytes of one message; the longest is a commit, which names every host,
-# or a hello, which names every file of the script's own
-
-
-class Link:
-    """A connection to another member. All methods belong to the event loop's thread."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        names = (writer.get_extra_info(name) for name in ("sockname", "peername"))
-        # A local socket's name is no pair
-        self.local_ip, self.remote_ip = (_plain(name[0]) if isinstance(name, tuple) else "" for name in names)
-
-    @classmethod
-    async def connect(cls, host: str, port: int, *, timeout_s: float = CONNECT_S) -> "Link":
-        """Try each address of `host` for `timeout_s`. Raises the last one's OSError: gaierror where the name does not
-        resolve, TimeoutError, ConnectionRefusedError, ..."""
-        last: OSError = TimeoutError()
-        for ip in await addresses_of(host, timeout_s=timeout_s):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    reader, writer = await asyncio.open_connection(ip, port, limit=LONGEST)
-            except OSError as error:
-                last = error
-                continue
-            if writer.get_extra_info("sockname") != writer.get_extra_info("peername"):
-                return cls(reader, writer)
-            # Nobody listens, and the system chose that very port for our side: TCP then connects to itself
-            writer.close()
-            last = ConnectionRefusedError()
-        raise last
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Returns at once and raises nothing: whoever receives finds the end of the connection."""
-        self.write(encode(kind, **values))
-
-    def write(self, data: bytes) -> None:
-        """The same with a message that is encoded already."""
-        if not self._writer.is_closing():
-            self._writer.write(data)
-
-    async def receive(self) -> dict[str, Any]:
-        """The next message. Raises ConnectionError if there will be none."""
-        try:
-            message = json.loads(await self._reader.readuntil())
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
-            raise ConnectionError(f"{type(error).__name__}: {error}") from None
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict) or not isinstance(message.get("is"), str):
-            raise ConnectionError("it sent something that is no message of ours")
-        return message
-
-    def close(self, *, at_once: bool = False) -> None:
-        """What was sent still goes out, unless `at_once`: a process that is stopped takes nothing."""
-        with contextlib.suppress(OSError, RuntimeError):
-            if at_once:
-                self._writer.transport.abort()
-            else:
-                self._writer.close()
-
-
-def encode(kind: str, **values: Any) -> bytes:
-    """A message as it is sent."""
-    return json.dumps({"is": kind, **values}).encode() + b"\n"
-
+VERSION = 6  # of the messages; hello and refused stay as they are
 
 INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
@@ -210,6 +144,109 @@ class Member:
         return member
 
 
+# What the leader says of them, for users ------------------------------------------------------------------------------
+
+
+def describe_missing(
+    present: list[Member], gone: list[tuple[Member, str]], late: list[Member], *, of: Member, waited_s: float
+) -> str:
+    """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)".
+
+    `gone`: who had joined and left, and why. `late`: those of a complete group that are not ready for it. `of`: a
+    member like the others.
+    """
+    missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
+    if not missing:
+        what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})" if late else _without_store(waited_s)
+        return f"all {of.world_size} ranks have joined, but {what}"
+    which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
+    where = ""
+    each = max(of.num_ranks, of.local_world_size)
+    if 1 < each < of.world_size:
+        nodes = sorted({rank // each for rank in missing})[:MOST_HOSTS]
+        where = f" (on {', '.join(f'node {node} of {-(-of.world_size // each)}' for node in nodes)})"
+    verb = "has" if len(missing) == 1 else "have"
+    left = [f"; {member.who} had joined, but {why}" for member, why in gone if member.first_rank in missing]
+    joined = f"(joined: {_by_host(present) or 'none'}){''.join(left[:4])}"
+    return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
+
+
+def describe_late(n: int, late: list[Member], *, waited_s: float) -> str:
+    """Which nodes a membership waits for, where their number may change."""
+    hosts = sorted(member.host for member in late)
+    more = f" and {len(hosts) - MOST_HOSTS} more" if len(hosts) > MOST_HOSTS else ""
+    what = f"not each node is ready after {waited_s:g} s (late: {', '.join(hosts[:MOST_HOSTS])}{more})"
+    return f"membership {n}: {what if late else _without_store(waited_s)}"
+
+
+def _without_store(waited_s: float) -> str:
+    return f"rank 0's process that imports torch and serves the store is not ready after {waited_s:g} s"
+
+
+def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:
+    """Two living processes have one rank. `late`: the other one came to a group that was complete."""
+    if late:
+        return (
+            f"the group was complete before this rank came, with {one.who}: two processes with one rank, another job "
+            "on this port, or an earlier attempt that does not end"
+        )
+    places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
+    rank = max(one.first_rank, other.first_rank)
+    return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."
+
+
+def describe_differences(members: list[Member], settings: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs between members, one line each. `settings`: what must be the same, by the digest of it.
+
+    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
+    rank without a word.
+    """
+    found = []
+    for name in sorted({name for known in settings.values() for name in known}):
+        holders: dict[str, list[Member]] = {}
+        for member in members:
+            holders.setdefault(settings[member.digest].get(name, "nothing"), []).append(member)
+        if len(holders) > 1:
+            got = " and ".join(f"{value} on {_who(who)}" for value, who in list(holders.items())[:4])
+            found.append(f"{name} must be the same on all ranks, got {got}.")
+    return "\n".join([*found[:8], "Start all ranks with the same program and settings."])
+
+
+def describe_change(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, names: Mapping[str, str], why: Mapping[str, str], spares: int
+) -> str:
+    """What another membership changes, "" where it has the same nodes. `names`, `why`: by token, of nodes, and what
+    became of them."""
+    names = {token: name for token, _, _, name in before["known"]} | dict(names)
+    old, new = set(now["ran"]), set(now["used"])
+    if old == new:
+        return ""
+    parts = [
+        f"{names.get(token, 'the node that led')} {why.get(token, 'is lost: it is not here')}"
+        for token in sorted(old - new)
+    ]
+    parts += [f"{names[token]} joins" for token in sorted(new - old)] if old else []
+    parts += [f"{spares} spare"] if spares else []
+    what = f"membership {now['n']}: {len(new)} node{'s' * (len(new) > 1)}"
+    return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"
+
+
+def _who(members: list[Member]) -> str:
+    ranks = [rank for member in members for rank in member.ranks]
+    hosts = ", ".join(sorted({member.host for member in members})[:4])
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} ({hosts})"
+
+
+def _by_host(members: Iterable[Member]) -> str:
+    """ "0-1 on node0; 2 on node1"."""
+    ranks: dict[str, set[int]] = {}
+    for member in members:
+        ranks.setdefault(member.host, set()).update(member.ranks)
+    named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items(), key=lambda item: min(item[1]))]
+    more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
+    return "; ".join(named[:MOST_HOSTS] + more)
+
+
 # An agent and its ranks ----------------------------------------------------------------------------------------------
 
 
@@ -273,56 +310,3 @@ def path_of(address: str) -> str:
 def _of_this_user(sock: socket.socket) -> bool:
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # process, user, group
     return bool(user == os.geteuid())
-
-
-# Addresses ------------------------------------------------------------------------------------------------------------
-
-
-async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
-    """What `call` returns or raises, in a thread of its own. Raises TimeoutError where it takes longer.
-
-    A disk or a resolver may hang, and nobody waits for that thread, not even the end of the process; asyncio's own
-    threads would hold that.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found] = loop.create_future()
-
-    def put(set_it: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
-
-    def work() -> None:
-        try:
-            put(done.set_result, call())
-        except Exception as error:
-            put(done.set_exception, error)
-
-    threading.Thread(target=work, name="waits", daemon=True).start()
-    async with asyncio.timeout(max(0.0, timeout_s)):
-        return await done
-
-
-async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
-    """The addresses that `host` resolves to, each once. Raises socket.gaierror."""
-    with contextlib.suppress(ValueError):
-        return [str(ipaddress.ip_address(host))]
-    try:
-        found = await in_thread(lambda: socket.getaddrinfo(host, None), timeout_s=timeout_s)
-    except TimeoutError:
-        raise socket.gaierror(socket.EAI_AGAIN, "the resolver gives no answer") from None
-    except UnicodeError as error:
-        raise socket.gaierror(socket.EAI_NONAME, str(error)) from None
-    return list(dict.fromkeys(str(info[4][0]) for info in found))
-
-
-def interface_of(ip: str) -> str:
-    """The name of this machine's interface that carries `ip`, or ""."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(_plain(address.address) == ip for address in addresses):
-            return name
-    return ""
-
-
-def _plain(ip: str) -> str:
-    """Without the scope of IPv6, and without the prefix that a socket for both versions puts before IPv4."""
-    return ip.partition("%")[0].removeprefix("::ffff:")

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
-from rankup.agent import secret
 from rankup.agent.ends import End, Verdict
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.logs import host_name, open_log
+from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.output import Pump, last_exception
 from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
-from rankup.agent.protocol import KILLED, SIGNALS, Links, in_thread
+from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script, own_imports, safe_imports
 from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end
@@ -203,7 +203,7 @@ class Ranks:
         """
         commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
         # A script that imports rankup may know our settings by the environment, as where its cache lies
-        hidden = ("PET_", PARENT, secret.VARIABLE) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", PARENT, SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has
@@ -226,6 +226,8 @@ class Ranks:
         ours = {}
         if self.knows_us:
             place, address = self.records.place(rank.local_rank), self.links.address
+            if self.node.limits is not None:  # of many nodes it would be too long for a variable
+                commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             agent = {"commit": commit, "record": place, "socket": address, "local_rank": rank.local_rank}
             ours["RANKUP_AGENT"] = json.dumps(agent)
         return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
@@ -301,17 +303,19 @@ class Ranks:
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
-    def leave_soon(self) -> None:
+    def leave_soon(self, *, node_lost: bool = False) -> None:
+        """`node_lost`: the reason is known, and no rank of a script that does not import rankup has more to say."""
         if self._leaving is None or self._leaving.done():
             settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
-            self._leaving = self._begin(self.end(settle_s=settle_s))
+            notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
+            self._leaving = self._begin(self.end(settle_s=settle_s, notice_s=notice_s))
 
-    async def end(self, *, settle_s: float) -> None:
-        """Return once all ranks have ended. They get a moment to find out by themselves, then SIGTERM, then SIGKILL.
+    async def end(self, *, settle_s: float, notice_s: float = timing.UNNOTICED_S) -> None:
+        """Return once all ranks have ended. They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL.
         Without `settle_s` they are killed at once."""
         if self._passed_on in ("SIGTERM", "SIGINT"):
             settle_s += self.options.stop_grace_s if settle_s else 0.0
-        elif not await self.ended_within(min(timing.UNNOTICED_S, settle_s)):
+        elif not await self.ended_within(min(notice_s, settle_s)):
             self._signal("SIGTERM", told=True)
         if await self.ended_within(settle_s):
             return

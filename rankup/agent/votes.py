@@ -19,6 +19,11 @@ def age(basis: Mapping[str, Any]) -> tuple[int, int]:
     return int(basis["n"]), int(basis["v"])
 
 
+def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two leaders, or a leader and a member, may be of one job: a new one has no id yet."""
+    return not one["job"] or not other["job"] or bool(one["job"] == other["job"])
+
+
 def electorates(basis: Basis) -> list[dict[str, Any]]:
     """Whose majority is needed: `voters`, by token, of each membership `n` that may be the last one. `tie`: these two
     share a place."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from rankup.agent.protocol import HINT
 from rankup.agent.status import StatusFile
-from rankup.agent.words import HINT
 from rankup.doctor import group as together
 from rankup.doctor.machine import check_machine
 from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report

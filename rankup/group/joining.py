@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rankup
-from rankup.agent.protocol import Member
+from rankup.agent.protocol import HINT, Member, describe_differences
 from rankup.agent.record import RecordWriter
 from rankup.agent.status import StatusFile
-from rankup.agent.words import HINT, describe_differences
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group

@@ -26,8 +26,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rankup.agent.attendance import HINT, Attendance
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
-from rankup.agent.network import address_of, choose_interface, chosen_address, listen, open_port
-from rankup.agent.protocol import RANKS, Member, in_thread
+from rankup.agent.network import address_of, choose_interface, chosen_address, in_thread, listen, open_port
+from rankup.agent.protocol import RANKS, Member
 from rankup.agent.record import RecordWriter
 from rankup.env.addresses import is_loopback
 from rankup.env.rank_env import RankEnv

@@ -1,34 +1,34 @@
 """How the members of a job meet, lose each other and meet again.
 
 In one process, over loopback: most members here are puppets that say what the test has them say, and the leader's clock
-stands still until a test moves it. The last tests are of real processes that are killed and stopped.
+stands still until a test moves it. Real processes are killed and stopped in test_membership.py and test_launch.py.
 """
 
 import asyncio
 import contextlib
 import functools
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rankup.agent import attendance, meeting, protocol
+from rankup import timing
+from rankup.agent import attendance
 from rankup.agent.attendance import Attendance
 from rankup.agent.meeting import Leader
-from rankup.agent.protocol import LONGEST, VERSION, Link, Member
-from rankup.agent.words import describe_differences, describe_missing
-from rankup.env.node_env import Limits
+from rankup.agent.network import LONGEST, Link, encode
+from rankup.agent.protocol import VERSION, Member, describe_differences, describe_missing
+from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
 from rankup.timing import FOUND_S, NOTICE_S
-from tests.rigs.jobs import ROOT, free_port
+from tests.rigs.jobs import ROOT
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
 HELLO = {"version": VERSION, "n": 0, "settings": {}}
@@ -361,9 +361,69 @@ async def test_leader_yields_to_one_that_knows_a_newer_membership():
     async with room(limits=ANY) as here:
         puppet = await here.enter(member(0), n=7, basis=basis(3, 3))
         await here.nothing_is_said_to(puppet)
-        assert here.leader.yields_to({"n": 8, "running": False, "token": ""})
-        assert here.leader.yields_to({"n": 7, "running": True, "token": ""})
-        assert not here.leader.yields_to({"n": 6, "running": True, "token": "z"})
+        assert here.leader.yields_to({"n": 8, "running": False, "token": "", "job": "job"})
+        assert here.leader.yields_to({"n": 7, "running": True, "token": "", "job": ""})
+        assert not here.leader.yields_to({"n": 6, "running": True, "token": "z", "job": "job"})
+
+
+@asynchronous
+async def test_leader_of_another_job_is_not_yielded_to_and_does_not_yield():
+    async with room(limits=ANY) as here:
+        puppet = await here.enter(member(0), n=7, basis=basis(3, 3))
+        await here.nothing_is_said_to(puppet)
+        assert not here.leader.yields_to({"n": 8, "running": True, "token": "", "job": "another"})
+
+
+@asynchronous
+async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
+    """They wait themselves, and hear what is missing where too few are left."""
+    async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
+        puppets = [await here.enter(member(rank)) for rank in (0, 1)]
+        await here.pass_time(FOUND_S + 1, *puppets)
+        await here.agree(puppets)
+        new = await here.enter(member(2), warm=False)
+        await new.hears("spare")
+        puppets[1].vanish()
+        await puppets[0].hears("lost"), await new.hears("lost")
+        await here.pass_time(NOTICE_S, puppets[0], new)
+        text = "2 of at least 2 nodes are here, 1 of them without their imports yet (lost: node1: "
+        for puppet in (puppets[0], new):
+            assert (await puppet.hears("waiting"))["text"].startswith(text)
+        new.say("alive", ranks=[], warm=True)
+        await here.pass_time(1.0, puppets[0], new)
+        n = (await new.hears("propose"))["n"]
+        assert (await puppets[0].hears("propose"))["n"] == n
+        puppets[0].say("ready", n=n, problem="")
+        await here.pass_time(NOTICE_S, puppets[0], new)
+        late = "membership 2: not each node is ready after 20 s (late: node2)"
+        assert [(await puppet.hears("waiting"))["text"] for puppet in (puppets[0], new)] == [late] * 2
+
+
+def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPatch):
+    """64 members look for a leader at once: each of them asks a few."""
+    asked: list[str] = []
+    alive = {f"10.0.0.{node}": f"token{node}" for node in range(2, 64)}
+
+    async def who_leads(ip: str, port: int) -> dict[str, Any] | None:
+        asked.append(ip)
+        said = {"token": alive.get(ip), "over": "this node does not lead", "n": 7, "at": [], "job": "job"}
+        return said if ip in alive else None
+
+    monkeypatch.setattr(attendance, "who_leads", who_leads)
+    known = [[f"token{node}", f"10.0.0.{node}", 1, f"node {node}"] for node in range(64)]
+    last = {"known": known, "n": 7, "job": "job"}
+
+    def elect(node: int) -> tuple[str, int] | None:
+        asked.clear()
+        one = SimpleNamespace(basis=last, me=member(node, of=64))
+        return asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
+
+    for node in (3, 63):
+        with pytest.raises(ConnectionError, match="node 2 is to lead, and does not yet"):
+            elect(node)
+        assert len(asked) <= 5
+    assert elect(2) is None
+    assert len(asked) == 63
 
 
 # Coming together ------------------------------------------------------------------------------------------------------
@@ -497,7 +557,7 @@ async def test_who_can_not_belong_to_it_does_not_end_a_job_that_was_whole(newcom
         b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n", b"\x80\x04\x95\n", b"[" * 100_000 + b"\n", b"{}\n", b'{"is": 3}\n',
         b'{"is": "hello"}\n', b'{"is": "alive"}\n', b"x" * (LONGEST + 10), b"9" * 10_000 + b"\n",
         *[
-            protocol.encode("hello", **{**asdict(member(1)), **HELLO, **wrong})
+            encode("hello", **{**asdict(member(1)), **HELLO, **wrong})
             for wrong in (
                 {"host": 3}, {"host": "\x1b[2J"}, {"host": "h" * 256}, {"first_rank": -1}, {"first_rank": "1"},
                 {"num_ranks": 3}, {"num_ranks": 0}, {"left_s": None}, {"n": None}, {"ip": []},
@@ -563,7 +623,7 @@ def test_member_whose_loop_ends_before_the_leader_greets_it_closes_its_connectio
 
 @asynchronous
 async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "HELLO_S", 0.01)
+    monkeypatch.setattr(timing, "HELLO_S", 0.01)
     async with room() as here:
         link = await here.connect()
         await link.receive()
@@ -585,13 +645,13 @@ async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
 
 @asynchronous
 async def test_a_rank_that_comes_again_takes_the_place_of_its_frozen_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "ANSWER_S", 0.05)
+    monkeypatch.setattr(timing, "ANSWER_S", 0.05)
     async with room() as here:
-        first, frozen = await here.enter(member(0)), await here.enter(member(1))
-        await until(lambda: len(here.leader.members) == 2)
+        first, frozen, last = await here.job()
         again = await here.enter(member(1, token="again", pid=77))
         await frozen.is_cut()
-        last = await here.enter(member(2))
+        for puppet in (first, last):
+            assert (await puppet.hears("lost"))["why"] == "was replaced by rank 1 on node1 (pid 77)"
         await here.agree([first, again, last])
         replaced = "rank 1 on node1 (pid 1001) gives no answer: it was replaced by rank 1 on node1 (pid 77)"
         assert here.said == [replaced]
@@ -630,28 +690,14 @@ async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_mem
         first, lost, last = await here.job()
         lost.vanish()
         for puppet in (first, last):
-            said = {"is": "lost", "n": 1, "ranks": [1], "host": "node1", "why": "its process has ended", "code": 137}
-            assert await puppet.hears("lost") == said
+            said = await puppet.hears("lost")
+            why = "its process has ended"
+            assert said == {"is": "lost", "n": 1, "ranks": [1], "host": "node1", "why": why, "node": True, "code": 137}
         who, said = await here.heard.get()
         assert (who.token, said) == ("token1", {"is": "lost", "n": 1, "why": "its process has ended"})
         assert not here.leader.running
         again = await here.enter(member(1, token="again"))
         assert (await here.agree([first, again, last]))["n"] == 2
-
-
-@asynchronous
-async def test_a_rank_that_ended_badly_begins_the_next_membership_at_once():
-    async with room(member(0, of=4)) as here:
-        puppets = [await here.enter(member(rank, of=4, num_ranks=2)) for rank in (0, 2)]
-        await here.agree(puppets)
-        here.leader.lose(puppets[1].me, "exit code 137", ranks=[3], code=137)
-        here.leader.lose(puppets[0].me, "exit code 171")  # a consequence: that membership is over
-        for puppet in puppets:
-            said = await puppet.hears("lost")
-            assert said == {
-                "is": "lost", "n": 1, "ranks": [3], "host": "node2", "why": "exit code 137", "code": 137,
-            }
-        assert (await here.agree(puppets))["n"] == 2
 
 
 @asynchronous
@@ -741,10 +787,10 @@ async def test_a_new_leader_goes_on_from_the_number_that_its_members_know():
 async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
     async with room() as here:
         puppets = await here.job()
-        here.now_s += 10 * meeting.SILENT_S
+        here.now_s += 10 * timing.SILENT_S
         here.leader.tick()
         await here.nothing_is_said_to(*puppets)
-        await here.pass_time(meeting.SILENT_S - 1, *puppets[:2])
+        await here.pass_time(timing.SILENT_S - 1, *puppets[:2])
         await here.nothing_is_said_to(*puppets[:2])
         await here.pass_time(2, *puppets[:2])
         await puppets[0].hears("lost")
@@ -805,7 +851,7 @@ async def test_who_is_ready_does_not_run_out_of_time_while_the_leader_prepares(
 ):
     """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
     if not in_time:
-        monkeypatch.setattr(meeting, "PREPARE_S", 0.5)
+        monkeypatch.setattr(timing, "PREPARE_S", 0.5)
     async with room(member(0, left_s=5.0)) as here:
         go, asked = asyncio.Event(), asyncio.Event()
 
@@ -902,7 +948,7 @@ async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
 
 @asynchronous
 async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attendance, "ROUTE_S", 2.0)
+    monkeypatch.setattr(timing, "ROUTE_S", 2.0)
     async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
         link, hello = await greeted(links)
         strangers = [socket.create_connection(("127.0.0.1", hello["port"])) for _ in range(100)]
@@ -982,6 +1028,22 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
 
 
 @asynchronous
+async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_again(monkeypatch: pytest.MonkeyPatch):
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
+        link, _ = await greeted(links)
+        link.send("commit", n=1, ip="", hosts=[])
+        await one.hears("commit")
+        while one.events.empty():
+            clock.now_s += 1.0
+            with contextlib.suppress(ConnectionError):
+                await link.receive()
+            await asyncio.sleep(0)
+        assert (await one.hears("gone"))["why"].startswith("gave no sign of life for ")
+        await greeted(links)
+
+
+@asynchronous
 async def test_a_leader_that_takes_nobody_any_more_is_asked_again():
     async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
         for _ in range(2):
@@ -992,7 +1054,7 @@ async def test_a_leader_that_takes_nobody_any_more_is_asked_again():
 
 @asynchronous
 async def test_signs_of_life_are_given_while_nobody_takes_events(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attendance, "ALIVE_S", 0.01)
+    monkeypatch.setattr(timing, "ALIVE_S", 0.01)
     async with fake_leader() as (port, links):
         one = Attendance(member(1), {}, lambda: find(port), notice=print)
         events = one.events()
@@ -1015,7 +1077,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(attendance, "ALIVE_S", 0.0)
+        monkeypatch.setattr(timing, "ALIVE_S", 0.0)
 
     def __call__(self) -> float:
         return self.now_s
@@ -1029,7 +1091,7 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
         link.send("commit", n=1, ip="", hosts=[])
         await one.hears("commit")
         for _ in range(5):
-            clock.now_s += 10 * attendance.SILENT_S
+            clock.now_s += 10 * timing.SILENT_S
             for _ in range(100):
                 assert (await link.receive())["is"] == "alive"
         assert one.events.empty()
@@ -1041,7 +1103,7 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in {"NOTICE_S": 0.05, "HELLO_S": 0.05}.items():
-        monkeypatch.setattr(attendance, name, value)
+        monkeypatch.setattr(timing, name, value)
     async with fake_leader() as (port, links):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -1076,124 +1138,6 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(
         "machine and port of rank 0 on all ranks."
     )
     assert set(said) == {f"still waiting: {problem}"}
-
-
-# Processes that are killed and stopped --------------------------------------------------------------------------------
-
-# An agent that starts no ranks: it prints its events, one line each
-AGENT = """
-import asyncio, json, os, socket, sys
-from rankup.agent import attendance, meeting
-from rankup.agent.protocol import LONGEST, Member
-
-rank, port, silent_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-for module in (attendance, meeting):
-    module.SILENT_S, module.FROZEN_S, module.ALIVE_S, module.ANSWER_S = silent_s, 4.0, 0.2, 4.0
-me = Member(os.urandom(4).hex(), rank, 1, 3, f"node{rank}", os.getpid(), "d", left_s=600.0)
-
-def say(**values):
-    print(json.dumps(values), flush=True)
-
-async def lead():
-    async def prepare(n):
-        return {"leader": os.getpid()}
-    leader = meeting.Leader(me, say=lambda line: None, prepare=prepare, hear=lambda member, message: None)
-    listener = socket.create_server(("127.0.0.1", port))
-    server = await asyncio.start_server(leader.attend, sock=listener, limit=LONGEST)
-    while True:
-        await asyncio.sleep(0.1)
-        leader.tick()
-
-async def find():
-    return "127.0.0.1", port
-
-async def main():
-    leading = asyncio.create_task(lead()) if rank == 0 else None
-    one = attendance.Attendance(me, {}, find, notice=lambda line: None)
-    async for event in one.events():
-        if event["is"] == "propose":
-            one.ready(event["n"])
-        else:
-            say(**event)
-
-asyncio.run(main())
-"""
-
-
-class Agents:
-    """Three agents, each a process."""
-
-    def __init__(self, *, silent_s: float) -> None:
-        self.silent_s = silent_s
-        self.port, self.started = free_port(), list[subprocess.Popen[str]]()
-        self.by_rank: dict[int, subprocess.Popen[str]] = {}
-        for rank in range(3):
-            self.start(rank)
-
-    def start(self, rank: int) -> None:
-        command = [sys.executable, "-c", AGENT, str(rank), str(self.port), str(self.silent_s)]
-        self.by_rank[rank] = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
-        self.started.append(self.by_rank[rank])
-
-    def signal(self, rank: int, number: int) -> None:
-        os.kill(self.by_rank[rank].pid, number)
-
-    def hears(self, rank: int, kind: str) -> dict[str, Any]:
-        """The next event of that agent, which must be of this kind."""
-        stdout = self.by_rank[rank].stdout
-        assert stdout is not None
-        event: dict[str, Any] = json.loads(stdout.readline())
-        assert event["is"] == kind, event
-        return event
-
-    def meet(self, *ranks: int) -> set[int]:
-        """The number of the membership that those commit to, which is one for all."""
-        return {self.hears(rank, "commit")["n"] for rank in ranks or (0, 1, 2)}
-
-
-@pytest.fixture
-def agents(request: pytest.FixtureRequest) -> Iterator[Agents]:
-    made = Agents(silent_s=getattr(request, "param", 8.0))
-    yield made
-    for process in made.started:
-        process.kill()
-        process.communicate()
-
-
-def test_a_stopped_member_is_lost_and_belongs_to_the_next_membership_when_it_wakes(agents: Agents):
-    assert agents.meet() == {1}
-    agents.signal(1, signal.SIGSTOP)
-    for rank in (0, 2):
-        assert agents.hears(rank, "lost")["why"].startswith("gave no sign of life for ")
-    agents.signal(1, signal.SIGCONT)
-    assert agents.hears(1, "gone")["why"] == "its process has ended"
-    assert agents.meet() == {2}
-
-
-@pytest.mark.parametrize("agents", [600.0], indirect=True)
-def test_the_process_that_takes_the_place_of_a_stopped_one_is_taken_at_once(agents: Agents):
-    assert agents.meet() == {1}
-    stopped = agents.by_rank[1]
-    stopped.send_signal(signal.SIGSTOP)
-    agents.start(1)
-    for rank in (0, 2):
-        assert agents.hears(rank, "lost")["why"] == f"was replaced by rank 1 on node1 (pid {agents.by_rank[1].pid})"
-    assert agents.meet() == {2}
-    stopped.send_signal(signal.SIGCONT)  # it takes itself for the one that was cut off, and is told otherwise
-    agents.by_rank[1] = stopped
-    agents.hears(1, "gone")
-    assert "was complete before this rank came" in agents.hears(1, "refused")["text"]
-
-
-def test_a_stopped_leader_is_gone_and_leads_again_when_it_wakes(agents: Agents):
-    assert agents.meet() == {1}
-    agents.signal(0, signal.SIGSTOP)
-    for rank in (1, 2):
-        assert agents.hears(rank, "gone")["why"].startswith("gave no sign of life for ")
-    agents.signal(0, signal.SIGCONT)
-    # One of them is missed first; that the other one left too is no news then
-    assert agents.hears(0, "lost")["ranks"] in ([1], [2])
-    assert len(agents.meet()) == 1
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

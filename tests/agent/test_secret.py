@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent import secret
-from rankup.agent.network import listen
-from rankup.agent.protocol import VERSION, Link, Member, encode
-from rankup.agent.secret import NONCE, greeting, prove, read_secret
+from rankup.agent import network
+from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
+from rankup.agent.protocol import VERSION, Member
 from rankup.errors import LaunchError
 from tests.agent.test_launch import WAITS, add_node
 from tests.agent.test_membership import Nodes
@@ -74,8 +73,8 @@ def led(test: Callable[[Leader], Awaitable[None]]) -> Callable[..., None]:
                 await test(leader)
             server.close()
 
-        monkeypatch.setenv(secret.VARIABLE, str(secret_file))
-        monkeypatch.setattr(secret, "HELLO_S", BOUND_S)
+        monkeypatch.setenv(SECRET_FILE, str(secret_file))
+        monkeypatch.setattr(network, "HELLO_S", BOUND_S)
         asyncio.run(bounded())
 
     del run.__wrapped__  # pytest would take its argument for a fixture
@@ -125,7 +124,7 @@ async def test_recorded_answer_opens_nothing(leader: Leader):
 
 @led
 async def test_half_open_connections_keep_nobody_out(leader: Leader):
-    strangers = [await asyncio.open_connection("127.0.0.1", leader.port) for _ in range(secret.MOST_HALF_OPEN + 20)]
+    strangers = [await asyncio.open_connection("127.0.0.1", leader.port) for _ in range(network.MOST_HALF_OPEN + 20)]
     assert await leader.is_asked(SECRET) == ""
     for reader, writer in strangers[:20]:  # the oldest made room
         with contextlib.suppress(ConnectionResetError):
@@ -172,7 +171,7 @@ def test_secret_that_others_may_read_is_refused(
     if os.geteuid() == 0:  # a Secret of Kubernetes is root's, and may have 640
         monkeypatch.setattr(os, "fstat", lambda fd, real=os.fstat: os.stat_result([*real(fd)[:4], 1000, *real(fd)[5:]]))
     with pytest.raises(LaunchError, match=why) as error:
-        read_secret({secret.VARIABLE: str(path)})
+        read_secret({SECRET_FILE: str(path)})
     assert "\n" not in str(error.value)
 
 
@@ -180,7 +179,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(LaunchError, match="must name a file"):
-            read_secret({secret.VARIABLE: str(path)})
+            read_secret({SECRET_FILE: str(path)})
 
 
 # A job, and a stranger in its network ---------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def record(port: int) -> bytes:
 
 def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secret_file: Path):
     port, job = free_port(), Job()
-    env = {secret.VARIABLE: str(secret_file)}
+    env = {SECRET_FILE: str(secret_file)}
     text = f"{WAITS}(folder / f'environment-{{rank}}').write_text(repr(os.environ))\n"
     folders = [tmp_path / "node0", tmp_path / "node1"]
     with ended(job):
@@ -271,7 +270,7 @@ def test_stranger_ends_no_attempt_before_or_in_a_membership(tmp_path: Path, secr
 
 def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_file: Path):
     """At the ports of all nodes: node 1 leads once node 0 is lost, and the spare takes its place."""
-    options, env = ("--spares=1", "--wait-for-node=100", "--lost-after-s=60"), {secret.VARIABLE: str(secret_file)}
+    options, env = ("--spares=1", "--wait-for-node=100", "--lost-after-s=60"), {SECRET_FILE: str(secret_file)}
     nodes = Nodes(tmp_path, "2", *options)
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(ended(nodes.job))

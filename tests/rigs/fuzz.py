@@ -19,12 +19,13 @@ from unittest import mock
 
 import torch
 
-from rankup.agent import attendance
+from rankup import timing
 from rankup.agent.agent import Agent
 from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
 from rankup.agent.meeting import Leader
-from rankup.agent.protocol import AGENTS, CHANGING, LONGEST, VERSION, Link, Member, encode
+from rankup.agent.network import LONGEST, Link, encode
+from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
@@ -259,7 +260,7 @@ def words() -> Files:
 
 
 def read_words(folder: Path) -> None:
-    with mock.patch.object(attendance, "PAUSE_S", 0.0):
+    with mock.patch.object(timing, "PAUSE_S", 0.0):
         asyncio.run(_led(folder, (folder / "leader").read_bytes(), (folder / "rank").read_bytes()))
 
 

@@ -1,10 +1,9 @@
-"""train/migrate.md: each script runs unchanged, its workload trains, and both come to the same loss and weights.
+"""train/migrate.md: each script runs unchanged, the workload trains, and both come to the same loss and weights.
 
 They begin with the same weights. Each step's batch is the whole data, so that the order of the samples, which no two
 programs draw alike, changes nothing but the last bits of a sum.
 """
 
-import ast
 import importlib.util
 import re
 import shutil
@@ -20,11 +19,8 @@ from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.foreign_scripts import WARN, again_if_aborted
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, ended, result, start
-from tests.rigs.migrations import FOLDER, NAMES, diff, with_diffs
 
-SIDES = ("before", "after")
-# Those that show the diffs
-PAGES = [path for path in sorted((ROOT / "train").glob("migrate*.md")) if "```diff" in path.read_text(encoding="utf-8")]
+FOLDER, AFTER = ROOT / "tests" / "rigs" / "migrate", "after.py"
 SAMPLES, EPOCHS = 512, 20
 # What stands in the script's loop
 LOOP = ("--lr", "0.1", "--momentum", "0.9", "--weight-decay", "0", "--schedule", "constant", "--epochs", str(EPOCHS))
@@ -42,10 +38,10 @@ class Pair:
         """A user's own, with the script, the workload, and the weights that the script begins with."""
         folder = parent / "project"
         folder.mkdir()
-        for side in SIDES:
-            shutil.copy(FOLDER / f"{side}_{self.name}.py", folder)
+        for name in (f"before_{self.name}.py", AFTER, "rings.py"):
+            shutil.copy(FOLDER / name, folder)
         torch.manual_seed(0)
-        torch.save(net(self.name).state_dict(), folder / "first.pt")
+        torch.save(net().state_dict(), folder / "first.pt")
         return folder
 
 
@@ -59,9 +55,9 @@ PAIRS = (
 )
 
 
-def net(name: str) -> torch.nn.Module:
-    """The model of a pair, built with the random state as it is."""
-    spec = importlib.util.spec_from_file_location(f"after_{name}", FOLDER / f"after_{name}.py")
+def net() -> torch.nn.Module:
+    """The model of all scripts, built with the random state as it is."""
+    spec = importlib.util.spec_from_file_location("rings", FOLDER / "rings.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -108,7 +104,7 @@ def test_script_and_its_workload_come_to_the_same_loss_and_weights(forks: Forks,
     folder = pair.folder(tmp_path)
     printed = re.findall(rf"epoch {EPOCHS}: loss ([\d.]+)(?:, accuracy ([\d.]+))?", script(forks, pair, folder))
     assert len(printed) == 1, "the ranks of the script did not find each other"
-    run = workload(forks, pair, folder, f"after_{pair.name}")
+    run = workload(forks, pair, folder, "after")
     metrics = result(run)["metrics"]
     assert metrics["loss"] == pytest.approx(float(printed[0][0]), rel=1e-6)
     assert not printed[0][1] or metrics["accuracy"] == float(printed[0][1])
@@ -120,53 +116,19 @@ def test_script_and_its_workload_come_to_the_same_loss_and_weights(forks: Forks,
 
 
 def test_script_that_keeps_its_loop_is_a_workload_beside_it(forks: Forks, tmp_path: Path) -> None:
-    """The green lines alone, at the end of the script: both ways start from one file."""
+    """Its functions at the end of the script: both ways start from one file."""
     pair = PAIRS[0]
     folder = pair.folder(tmp_path)
     both = folder / "both.py"
     head, guard, tail = (folder / "before_one_gpu.py").read_text().partition('if __name__ == "__main__":')
-    added = re.findall(r"^\+(?!\+\+)(.*)$", diff("one_gpu"), re.MULTILINE)
-    both.write_text(head + "\n".join(line for line in added if "import Dataset" not in line) + "\n\n" + guard + tail)
+    both.write_text(head + (folder / AFTER).read_text() + "\n\n" + guard + tail)
     assert result(workload(forks, pair, folder, "both"))["metrics"]["loss"] < 0.6
 
 
-# The pages ------------------------------------------------------------------------------------------------------
-
-
-def test_pages_show_the_diffs_of_the_pairs() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {f"{side}_{name}" for name in NAMES for side in SIDES}
-    assert [pair.name for pair in PAIRS] == list(NAMES)
-    shown, rows = [], []
-    for path in PAGES:
-        page = path.read_text()
-        assert page == with_diffs(page), f"{path.name}: python -m tests.rigs.migrations writes its diffs anew"
-        shown += re.findall(r"^--- before_(\w+)\.py$", page, re.MULTILINE)
-        rows += re.findall(r"\| (\d+) → (\d+) \|$", page, re.MULTILINE)
-    assert sorted(shown) == sorted(NAMES)
-    lengths = [[len((FOLDER / f"{side}_{name}.py").read_text().splitlines()) for side in SIDES] for name in NAMES]
-    assert [[int(number) for number in row] for row in rows] == lengths
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_data_model_and_criterion_stay_the_same_to_the_byte(name: str) -> None:
-    """But for Lightning's class, which the model was: its layers and its forward stay."""
-    before, after = (parts((FOLDER / f"{side}_{name}.py").read_text()) for side in SIDES)
-    kept = {part: text for part, text in after.items() if part not in ("loss", "evaluate", "build")}
-    assert set(kept) == {"Rings", "Net.__init__", "Net.forward", "criterion"}
-    assert kept.items() <= before.items()
-
-
-def parts(text: str) -> dict[str, str]:
-    """The source of a module's classes, functions and names; of the model each method by itself."""
-    found = {}
-    for node in ast.parse(text).body:
-        own = [node]
-        if isinstance(node, ast.ClassDef) and node.name == "Net":
-            own = node.body
-        for part in own:
-            if isinstance(part, ast.Assign):
-                found[ast.unparse(part.targets[0])] = ast.get_source_segment(text, part) or ""
-            elif isinstance(part, ast.FunctionDef | ast.ClassDef):
-                prefix = "" if part is node else "Net."
-                found[prefix + part.name] = ast.get_source_segment(text, part) or ""
-    return found
+def test_page_shows_the_workload_and_how_long_the_scripts_are() -> None:
+    page = (ROOT / "train" / "migrate.md").read_text()
+    assert f"```python\n{(FOLDER / AFTER).read_text()}```\n" in page
+    names = [f"before_{pair.name}.py" for pair in PAIRS]
+    assert {path.name for path in FOLDER.glob("*.py")} == {AFTER, "rings.py", *names}
+    lengths = [[str(len((FOLDER / file).read_text().splitlines())) for file in (name, AFTER)] for name in names]
+    assert [list(row) for row in re.findall(r"\| (\d+) → (\d+) \|", page)] == lengths

@@ -4,44 +4,22 @@ import argparse
 
 import lightning as L
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from rings import Net, Rings, criterion
+from torch.utils.data import DataLoader
 
 
-class Rings(Dataset):
-    """Points of the plane, and whether each lies on the inner disc or on the ring around it."""
-
-    def __init__(self, count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        self.points = torch.randn(count, 2, generator=generator)
-        self.labels = (self.points.norm(dim=1) > 1.2).long()
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitem__(self, index):
-        return self.points[index], self.labels[index]
-
-
-criterion = nn.CrossEntropyLoss()
-
-
-class Net(L.LightningModule):
+class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.hidden = nn.Linear(2, 32)
-        self.out = nn.Linear(32, 2)
-
-    def forward(self, points):
-        return self.out(torch.tanh(self.hidden(points)))
+        self.net = Net()
 
     def training_step(self, batch, batch_index):
         points, labels = batch
-        return criterion(self(points), labels)
+        return criterion(self.net(points), labels)
 
     def validation_step(self, batch, batch_index):
         points, labels = batch
-        self.log("loss", criterion(self(points), labels), sync_dist=True)
+        self.log("loss", criterion(self.net(points), labels), sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -54,14 +32,14 @@ def main():
     args = parser.parse_args()
 
     L.seed_everything(0)
-    module = Net()
+    module = Module()
     train_loader = DataLoader(Rings(512, seed=1), args.batch_size, shuffle=True)
     test_loader = DataLoader(Rings(200, seed=2), args.batch_size)
     trainer = L.Trainer(devices=2, strategy="ddp", max_epochs=args.epochs, logger=False, enable_checkpointing=False)
     trainer.fit(module, train_loader, test_loader)
     if trainer.is_global_zero:
         print(f"epoch {args.epochs}: loss {trainer.callback_metrics['loss']:.7f}")
-        torch.save(module.state_dict(), "rings.pt")
+        torch.save(module.net.state_dict(), "rings.pt")
 
 
 if __name__ == "__main__":
