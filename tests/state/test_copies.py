@@ -181,7 +181,7 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     assert newest(tmp_path) == (10, [])
 
 
-SPLIT = ("--parallel=fsdp", "--checkpoint-format=sharded")
+SPLIT = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-steps=0")
 
 
 @pytest.mark.parametrize("more", [(), SPLIT], ids=["plain", "sharded"])
