@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rankup.errors import Stopped as Stopped
     from rankup.errors import UserError as UserError
     from rankup.group.group import Group as Group
-    from rankup.group.stop import start_worker as start_worker
     from rankup.job import init as init
     from rankup.job import open_checkpoint as open_checkpoint
     from rankup.job import open_job as open_job
     from rankup.loop.job import Job as Job
-    from rankup.loop.settings import Settings as Settings
+    from rankup.loop.record import Settings as Settings
+    from rankup.loop.workers import Workers as Workers
     from rankup.places.files import cache_roots as cache_roots
     from rankup.process import Program as Program
     from rankup.state.export import fetched as fetched
@@ -36,8 +36,8 @@ _HOMES = {
     "JoinError": "errors", "PeerLost": "errors", "Stopped": "errors", "UserError": "errors",
     # A program of your own, with settings and a command line
     "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",
-    "Settings": "loop.settings", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
-    "fetched": "state.export", "cache_roots": "places.files", "start_worker": "group.stop",
+    "Settings": "loop.record", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
+    "fetched": "state.export", "cache_roots": "places.files", "Workers": "loop.workers",
     # Modules
     "cli": "cli", "seeds": "seeds", "urls": "urls",
 }

@@ -14,7 +14,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
 from itertools import zip_longest
@@ -23,6 +22,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
+from rankup.places.files import runs_folder
 
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
@@ -33,28 +33,22 @@ TYPES = {"int": "an integer", "float": "a number", "split": "words as a shell sp
          "codes": "exit codes such as 1,75, and neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"}
 
 
-@dataclass(frozen=True)
-class Command:
-    """`about`: what it is for; its first sentence stands in the list of commands. `usage`: what follows its name.
-    `options`: what `add_argument` gets for each."""
-
-    run: Callable[[argparse.Namespace], int]
-    about: str
-    usage: str
-    examples: tuple[str, str]
-    options: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
-
-
 class Parser(argparse.ArgumentParser):
-    """Of one command. A mistake is a UserError of one line."""
+    """One command. A mistake is a UserError of one line."""
 
-    def __init__(self, name: str, command: Command) -> None:
-        examples = "".join(f"\n  rankup {name} {line}".rstrip() for line in command.examples)
+    def __init__(
+        self, name: str, run: Callable[[argparse.Namespace], int], about: str, usage: str, examples: tuple[str, str],
+        *options: tuple[tuple[str, ...], dict[str, Any]],
+    ) -> None:
+        """`about`: what it is for; its first sentence stands in the list of commands. `usage`: what follows its name.
+        `options`: what `add_argument` gets for each."""
+        self.name, self.run, self.about = name, run, about
+        lines = "".join(f"\n  rankup {name} {line}".rstrip() for line in examples)
         super().__init__(
-            prog=f"rankup {name}", usage=f"rankup {name} {command.usage}", description=fill(command.about, 78),
-            epilog=f"examples:{examples}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+            prog=f"rankup {name}", usage=f"rankup {name} {usage}", description=fill(about, 78),
+            epilog=f"examples:{lines}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )
-        for names, details in command.options:
+        for names, details in options:
             self.add_argument(*names, **details)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -108,10 +102,10 @@ def nodes(text: str) -> tuple[int, int]:
 def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
     from rankup.agent.agent import Agent
+    from rankup.agent.ends import what_next
     from rankup.agent.logs import guard, setup_logging
     from rankup.agent.ranks import Options
     from rankup.agent.script import Script
-    from rankup.agent.status import what_next
     from rankup.env.node_env import Limits, read_node_env
     from rankup.observe.stacks import where
 
@@ -134,7 +128,10 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
     if stop_after is not None and not script.imports_rankup():
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
-    _make_folder(given.work_dir)
+    try:
+        Path(given.work_dir or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
     run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     options = Options(
         node=node, script=script, run_dir=run_dir, advice=advice, where=where,
@@ -182,17 +179,9 @@ def _replay(given: argparse.Namespace) -> int:
     return code
 
 
-def _make_folder(work_dir: str) -> None:
-    try:
-        Path(work_dir or ".").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--work-dir must be a folder that can be made, got {work_dir}: {error.strerror}.") from None
-
-
 def advice(tail: str) -> str:
     """What a script's last lines mean, if they show a known fault, otherwise ""."""
-    # Imported where it is needed: it compiles the patterns of all known faults, a twentieth of a second
-    from rankup import explain
+    from rankup import explain  # only here: a launch does not wait for its patterns
 
     return explain.advice(tail)
 
@@ -203,7 +192,7 @@ def advice(tail: str) -> str:
 def _status(given: argparse.Namespace) -> int:
     from rankup.observe.status import status
 
-    print_whole(status(runs_folder(given.run_dir), given.run, as_json=given.as_json))
+    print_whole(status(given.runs, given.run, as_json=given.as_json))
     return FINISHED
 
 
@@ -211,8 +200,7 @@ def _logs(given: argparse.Namespace) -> int:
     from rankup.observe.logs import logs
 
     logs(
-        runs_folder(given.run_dir), given.run, rank=given.rank, since=given.since, follow=given.follow,
-        as_json=given.as_json,
+        given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json
     )
     return FINISHED
 
@@ -221,8 +209,7 @@ def _stacks(given: argparse.Namespace) -> int:
     from rankup.observe.logs import find_logs
     from rankup.observe.stacks import report
 
-    run_dir = find_logs(runs_folder(given.run_dir), given.run).parent
-    print_whole(f"{report(run_dir, full=given.full)}\n")
+    print_whole(f"{report(find_logs(given.runs, given.run).parent, full=given.full)}\n")
     return FINISHED
 
 
@@ -230,9 +217,8 @@ def _explain(given: argparse.Namespace) -> int:
     from rankup.explain import FAULTY, explain_logs
     from rankup.observe.logs import find_logs
 
-    runs = runs_folder(given.run_dir)
-    paths = [Path(path) for path in given.paths] or [find_logs(runs, "").parent]
-    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=runs)
+    paths = [Path(path) for path in given.paths] or [find_logs(given.runs, "").parent]
+    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=given.runs)
     print_whole(f"{text}\n")
     return FAULTY if faulty else FINISHED
 
@@ -243,7 +229,7 @@ def _export(given: argparse.Namespace) -> int:
     from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
-    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else runs_folder(given.run_dir) / given.run
+    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
     log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
     return FINISHED
 
@@ -256,17 +242,10 @@ def _doctor(given: argparse.Namespace) -> int:
     named = given.name or getattr(program.found, "run_name", "") or "doctor"
     program.start(guarded=() if given.as_json else ("stdout",))  # there its output is its result
     return program.doctor(
-        runs_folder(given.run_dir) / named, as_json=given.as_json,
+        given.runs / named, as_json=given.as_json,
         device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
         join_timeout_s=given.join_timeout_s, stage_timeout_s=given.stage_timeout_s,
     )
-
-
-def runs_folder(text: str) -> Path:
-    """The folder of all runs on this machine for what --run-dir says: a path, or an address."""
-    from rankup.places.files import runs_folder
-
-    return runs_folder(text)
 
 
 def print_whole(text: str) -> bool:
@@ -288,124 +267,117 @@ def _option(*names: str, **details: Any) -> tuple[tuple[str, ...], dict[str, Any
     return names, details
 
 
-def _count(*names: str, default: int | None = None, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return _option(*names, type=int, metavar="N", default=default, help=text)
+def _count(*names: str, text: str, default: int | None = None) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, {"type": int, "metavar": "N", "default": default, "help": text}
 
 
 def _seconds(name: str, default: float, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return _option(name, type=float, metavar="S", default=default, help=f"{text} (%(default)g)")
+    return (name,), {"type": float, "metavar": "S", "default": default, "help": f"{text} (%(default)g)"}
 
 
 RUN = _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (the run that wrote last)")
 RUN_DIR = _option("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (%(default)s)")
 JSON = _option("--json", action="store_true", dest="as_json", help="print JSON, for programs")
 
-COMMANDS = {
-    "launch": Command(
-        _launch,
+COMMANDS = {command.name: command for command in (
+    Parser(
+        "launch", _launch,
         "Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it "
         "is; all words after its name are its own. Options that are not given come from the environment of the launch "
         "file, in parentheses; RANK and WORLD_SIZE count nodes here.",
         "[OPTIONS] [-m] SCRIPT [ARGS...]",
         ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
-        (
-            _count("--nproc", "--nproc-per-node", text="ranks on this node (1)"),
-            _option("--nnodes", type=nodes, metavar="N", help="nodes; 2:4 for any number between (WORLD_SIZE, or 1)"),
-            _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
-            _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
-            _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a silent node is lost after"),
-            _option("--shared-dir", default="", metavar="DIR",
-                    help="shared folder or address: of two nodes cut apart, one goes on"),
-            _count("--max-failures-per-node", text="leave a node out after so many (no limit)"),
-            _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
-            _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
-            _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),
-            _seconds("--join-timeout-s", 300.0, "wait for the other nodes"),
-            _count("--max-restarts", default=3, text="in a row without a new step, at most (3)"),
-            _option("--restart-on", type=codes, default="", metavar="CODES",
-                    help="restart after these exit codes below 128 too: 1,75"),
-            _option("--restart-args", type=shlex.split, default="", metavar="WORDS",
-                    help="append these arguments at each restart"),
-            _seconds("--stop-grace-s", 110.0, "kill a script so long after SIGTERM or SIGINT"),
-            _option("--work-dir", default="", metavar="DIR", help="run the script there; made if missing (here)"),
-            _option("--name", default="", help="name of the run (the script's)"),
-            RUN_DIR,
-            _option("--start", choices=["fork", "fresh"], default="fork", metavar="HOW",
-                    help="fork ranks from a process that has torch, or start fresh interpreters"),
-            _option("--replay", default="", metavar="RUN",
-                    help="train again as this run, whose nodes came and went: with as many ranks at each step, here"),
-            _option("--preflight", action="store_true",
-                    help="check this machine first; if not fit, start nothing"),
-            _option("-m", "--module", action="store_true", help="SCRIPT is a module"),
-            _option("script", metavar="SCRIPT", help=argparse.SUPPRESS),
-            _option("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS),
-        ),
+        _count("--nproc", "--nproc-per-node", text="ranks on this node (1)"),
+        _option("--nnodes", type=nodes, metavar="N", help="nodes; 2:4 for any number between (WORLD_SIZE, or 1)"),
+        _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
+        _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
+        _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a silent node is lost after"),
+        _option("--shared-dir", default="", metavar="DIR",
+                help="shared folder or address: of two nodes cut apart, one goes on"),
+        _count("--max-failures-per-node", text="leave a node out after so many (no limit)"),
+        _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
+        _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
+        _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),
+        _seconds("--join-timeout-s", 300.0, "wait for the other nodes"),
+        _count("--max-restarts", default=3, text="in a row without a new step, at most (3)"),
+        _option("--restart-on", type=codes, default="", metavar="CODES",
+                help="restart after these exit codes below 128 too: 1,75"),
+        _option("--restart-args", type=shlex.split, default="", metavar="WORDS",
+                help="append these arguments at each restart"),
+        _seconds("--stop-grace-s", 110.0, "kill a script so long after SIGTERM or SIGINT"),
+        _option("--work-dir", default="", metavar="DIR", help="run the script there; made if missing (here)"),
+        _option("--name", default="", help="name of the run (the script's)"),
+        RUN_DIR,
+        _option("--start", choices=["fork", "fresh"], default="fork", metavar="HOW",
+                help="fork ranks from a process that has torch, or start fresh interpreters"),
+        _option("--replay", default="", metavar="RUN",
+                help="train again as this run, whose nodes came and went: with as many ranks at each step, here"),
+        _option("--preflight", action="store_true",
+                help="check this machine first; if not fit, start nothing"),
+        _option("-m", "--module", action="store_true", help="SCRIPT is a module"),
+        _option("script", metavar="SCRIPT", help=argparse.SUPPRESS),
+        _option("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS),
     ),
-    "status": Command(
-        _status,
+    Parser(
+        "status", _status,
         "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
         "reads files alone, on any machine that sees the run's folder.",
         "[RUN] [OPTIONS]", ("", "mine --json"),
-        (_option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (all runs, a line each)"),
-         RUN_DIR, JSON),
+        _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (all runs, a line each)"),
+        RUN_DIR, JSON,
     ),
-    "logs": Command(
-        _logs, "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
+    Parser(
+        "logs", _logs, "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
         "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"),
-        (
-            RUN, RUN_DIR,
-            _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
-            _option("--since", default="", metavar="TIME", help="nothing older: 10m, 2026-11-22T14:05"),
-            _option("--follow", action="store_true", help="go on with new lines until Ctrl-C"),
-            JSON,
-        ),
+        RUN, RUN_DIR,
+        _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
+        _option("--since", default="", metavar="TIME", help="nothing older: 10m, 2026-11-22T14:05"),
+        _option("-f", "--follow", action="store_true", help="go on with new lines until Ctrl-C"),
+        JSON,
     ),
-    "stacks": Command(
-        _stacks,
+    Parser(
+        "stacks", _stacks,
         "Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the "
         "others. It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines.",
         "[RUN] [OPTIONS]", ("mine", "mine --full"),
-        (RUN, RUN_DIR, _option("--full", action="store_true", help="also the stacks of all threads")),
+        RUN, RUN_DIR, _option("--full", action="store_true", help="also the stacks of all threads"),
     ),
-    "explain": Command(
-        _explain,
+    Parser(
+        "explain", _explain,
         "Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. "
         "Exit code 20 means that a fault was found, 0 that none was.",
         "[PATH...] [OPTIONS]", ("", "node0.log node1.log"),
-        (_option("paths", nargs="*", metavar="PATH", help="log files, folders, a run's name or folder, or - for "
-                 "standard input (the run that wrote last)"), RUN_DIR, JSON),
+        _option("paths", nargs="*", metavar="PATH", help="log files, folders, a run's name or folder, or - for "
+                "standard input (the run that wrote last)"),
+        RUN_DIR, JSON,
     ),
-    "doctor": Command(
-        _doctor,
+    Parser(
+        "doctor", _doctor,
         "Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also "
         "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
         "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
-        (
-            _option("--alone", action="store_true", help="only this machine, as one process, whoever has started it"),
-            RUN_DIR,
-            _option("--name", default="", help="name of the run that is planned (the job's name, or doctor)"),
-            _option("--device", metavar="NAME", help="cpu, cuda, or cuda:1 (the accelerator, if there is one)"),
-            _count("--num-threads", default=1, text="CPU threads of each rank (1)"),
-            _count("--num-workers", default=0, text="DataLoader workers of each rank (0)"),
-            _seconds("--join-timeout-s", 120.0, "wait for the other ranks"),
-            _seconds("--stage-timeout-s", 60.0, "longest time of a later check"),
-            JSON,
-        ),
+        _option("--alone", action="store_true", help="only this machine, as one process, whoever has started it"),
+        RUN_DIR,
+        _option("--name", default="", help="name of the run that is planned (the job's name, or doctor)"),
+        _option("--device", metavar="NAME", help="cpu, cuda, or cuda:1 (the accelerator, if there is one)"),
+        _count("--num-threads", default=1, text="CPU threads of each rank (1)"),
+        _count("--num-workers", default=0, text="DataLoader workers of each rank (0)"),
+        _seconds("--join-timeout-s", 120.0, "wait for the other ranks"),
+        _seconds("--stage-timeout-s", 60.0, "longest time of a later check"),
+        JSON,
     ),
-    "export": Command(
-        _export,
+    Parser(
+        "export", _export,
         "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
         "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
         "RUN FILE [OPTIONS]",
         ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
-        (
-            _option("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address"),
-            _option("file", metavar="FILE", help="where to write"),
-            _option("--item", default="", metavar="NAME", help="only the state of this tracked object: model"),
-            RUN_DIR,
-        ),
+        _option("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address"),
+        _option("file", metavar="FILE", help="where to write"),
+        _option("--item", default="", metavar="NAME", help="only the state of this tracked object: model"),
+        RUN_DIR,
     ),
-}
+)}
 
 
 def overview() -> str:
@@ -421,12 +393,14 @@ def overview() -> str:
 
 def parser(name: str = "launch") -> Parser:
     """Of that command."""
-    return Parser(name, COMMANDS[name])
+    return COMMANDS[name]
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
+    if first == "help" and rest:
+        first, *rest = rest[0], "--help"
     if first in ("", "help", "-h", "--help"):
         print_whole(overview())
         return FINISHED if first else USER_MISTAKE
@@ -459,6 +433,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = parser(name).parse(words)
+    if name != "launch":
+        given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)

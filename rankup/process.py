@@ -76,12 +76,12 @@ class Program:
         environment. `alone`: it shall be no rank, whoever has started it.
         """
         from rankup.agent.logs import setup_logging
-        from rankup.env.rank_env import read_rank_env, with_options, without_launcher
+        from rankup.env.rank_env import read_rank_env, with_options
         from rankup.errors import UserError
 
         try:
             given = with_options(os.environ, init_method=init_method, rank=rank, world_size=world_size)
-            self.found = launch = read_rank_env(without_launcher(given) if alone else given)
+            self.found = launch = read_rank_env({} if alone else given)
         except UserError as error:
             self.found = error
             setup_logging()
@@ -114,7 +114,7 @@ class Program:
         """
         from rankup.agent.logs import guard, open_log, setup_logging
         from rankup.env.rank_env import check_loopback, describe
-        from rankup.group.stacks import open_stacks
+        from rankup.group.stop import open_stacks
 
         guard(*guarded)
         self.stop.print_through(self.log)
@@ -141,7 +141,7 @@ class Program:
 
         `trains`: this job is about to own the run in `run_dir`; else it only writes the status of its end there.
         """
-        from rankup.agent.status import StatusFile
+        from rankup.agent.ends import StatusFile
         from rankup.group.joining import join
 
         return join(
@@ -165,12 +165,12 @@ class Program:
 
     def end(self, error: BaseException) -> int:
         """Print an end that is no success, as its kind deserves, tell it to the launcher, and return the exit code."""
-        from rankup.agent.status import tell_end
+        from rankup.agent.ends import tell_end
 
         return tell_end(error, log=self.log, advice=self._advice)
 
     def _advice(self, text: str) -> str:
-        from rankup.agent.status import what_next
+        from rankup.agent.ends import what_next
         from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
 
         more = what_next(self._run_dir) if self._run_dir != Path() else ""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optimizer: too late for the fork server
 from torch import nn
 
-from rankup import Job, Program
+from rankup import Group, Job, Program
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
@@ -17,18 +18,15 @@ from .data.loader import Loader
 from .data.samples import to_device
 from .group import join_group
 from .parallel import load_method, method_name, start_method
-from .parallel.allocator import keep_freed_memory
 from .parallel.method import Method
-from .parallel.model import autocast, check_same_shapes, compile_model, prepare
+from .parallel.model import autocast, check_same_shapes, compile_model, keep_freed_memory, prepare
 from .parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from .parallel.warm_up import warm_up
 from .run import weights
-from .run.advice import Advice
+from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate
-from .run.progress_bar import ProgressBar
-from .run.result import describe, write_result
+from .run.result import ProgressBar, Training, describe, write_result
 from .run.run_directory import check_data, open_run_directory
-from .run.training import Training
 from .workloads import Workload, load
 from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
@@ -64,7 +62,6 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
             for _ in job.steps(t.total_steps):
                 if not step(t):
                     continue  # to stop
-                t.advice.after_step()
                 evaluate_and_save(t)
                 bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
         finally:
@@ -126,11 +123,13 @@ def build(config: Config, job: Job, method: Method) -> Training:
     )
     loader = Loader(
         workload.train, batches, evaluation=workload.evaluation, device=device, stop=group.stop,
-        num_workers=config.num_workers, warn=log.warning,
+        num_workers=config.num_workers,
     )
     # After the workers have started: they prepare the first batches during the warm-up.
     batch = first_batch(group, workload, order)
     _warm_up(config, job, method, workload, plain, model, batch)
+    if config.advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
+        _advise(config, group, method, workload, plain, lambda: first_batch(group, workload, order))
 
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
     optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
@@ -142,7 +141,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
         config=config, job=job, method=method, workload=workload, plain=plain, model=model,
         optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,
         steps_per_epoch=order.steps_per_epoch, total_steps=total_steps,
-        advice=Advice(config, group, method, workload, plain, batch, step=position.step, total_steps=total_steps),
     )
 
 
@@ -154,7 +152,7 @@ def step(t: Training) -> bool:
     """
     config, job = t.config, t.job
     batches: list[Any] = []
-    with job.loading(), t.advice.waiting():
+    with job.loading():
         alone = job.world_size == 1
         while len(batches) < config.accumulate and (batch := t.loader.next(until_stop=alone)) is not None:
             batches.append(batch)
@@ -220,3 +218,13 @@ def _warm_up(
         plain, loss, unused_allowed=config.find_unused_parameters,
         graph_ends_in_parameters=method.graph_ends_in_parameters,
     )
+
+
+def _advise(
+    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, make_batch: Callable[[], Any]
+) -> None:
+    try:
+        for line in advise(config, group, method, workload, plain, make_batch):
+            group.log.info(f"advice: {line}")
+    except Exception as error:  # an operation without bf16, too little memory: no reason to end a training
+        group.log.debug(f"no advice: {type(error).__name__}: {error}")

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _program = rankup.Program().begin()
 
-from .commands.context import Context
+from .commands import Context
 from .commands.table import COMMANDS
 from .config import load_config
 from .config.command_line import parse_args

@@ -29,16 +29,15 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.attendance import Attendance, elect, who_leads
-from rankup.agent.ends import End, Ends, Verdict
+from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
-from rankup.agent.processes import PARENT, die_with_parent, within
+from rankup.agent.processes import within
 from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
 from rankup.agent.ranks import Options, Ranks
-from rankup.agent.status import ScriptStatus, new_job
 from rankup.agent.votes import same_job
-from rankup.env.addresses import free_port
+from rankup.env.launchers import free_port
 from rankup.errors import LEFT_OUT, STOPPED, JoinError, PeerLost, UserError
 from rankup.places.place import Place
 
@@ -156,7 +155,7 @@ class Lead:
             self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
             self.status.job, self.status.world_size = self.job, self.ends.world_size
-            if not self.status.owned:
+            if not (self.status.owner is not None):
                 self.again = await asyncio.to_thread(
                     self.status.take, self.ends.restarts, agreed=self.limits is not None
                 )
@@ -226,8 +225,6 @@ class Agent:
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
         self._over = asyncio.get_running_loop().create_future()
-        if (parent := os.environ.get(PARENT, "")).isdecimal():
-            die_with_parent(int(parent))
         self.options.script.check(os.environ, world_size=self.node.world_size)
         settings = self.options.script.must_match()
         if self.limits is not None:

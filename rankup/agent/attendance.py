@@ -17,8 +17,8 @@ from rankup.agent.network import Link, greeting, interface_of, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
 from rankup.agent.record import RecordWriter
 from rankup.agent.votes import NONE, Basis, age, same_job
-from rankup.env.addresses import is_loopback
 from rankup.env.node_env import NodeEnv
+from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 
 CROWD = 8  # a job with more ranks tries less often: one machine takes all connections

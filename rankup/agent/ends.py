@@ -1,16 +1,50 @@
-"""What the ends of ranks mean for the job: all ranks are started again, or it is over. Decided beside the leader.
+"""How ranks and jobs end: what an end means for the job, and what the files say of it. No torch here.
 
 The ranks of a job end together. The first one that ends badly ends the membership: every agent has its ranks leave, and
 says how each of them ended. Only then is it known why: a rank that lost its peer often ends before the peer itself.
+
+| status.json                         | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
+| status/<attempt>/rank-N.json        | how each rank ended: by its agent, or by the rank itself                 |
+| status/<attempt>/progress-*.json    | how the attempt goes                                                     |
+| the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows                                            |
+
+`status.json` has the attempt's id in it. A reader that finds no file, or another attempt's id, takes the run for
+failed: yesterday's success must never be read as today's.
 """
 
+import contextlib
+import json
+import logging
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rankup.agent.protocol import KILLED
-from rankup.errors import FINISHED, PEER_LOST, STOPPED, root_cause, worth_restarting
+from rankup.agent.protocol import KILLED, Member
+from rankup.agent.record import PhaseClock
+from rankup.env.rank_env import RankEnv
+from rankup.errors import (
+    FINISHED,
+    OURS,
+    PEER_LOST,
+    STOPPED,
+    USER_MISTAKE,
+    JoinError,
+    PeerLost,
+    Stopped,
+    exit_code,
+    root_cause,
+    worth_restarting,
+)
+from rankup.places.files import read_json, write_atomically, write_json
+from rankup.places.lease import Lease
+from rankup.timing import VICTIM_LATER_S
 
 # What a collective says when the other side is gone. gloo has no class of its own for it: a plain RuntimeError of C++.
 LOST_PEER = re.compile(
@@ -24,6 +58,9 @@ LOST_PEER = re.compile(
 def state_of(code: int) -> str:
     """The word for an exit code, as status files have it."""
     return {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+
+
+# Ends of ranks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,11 +78,6 @@ class End:
     suspect: int | None = None
 
     @property
-    def state(self) -> str:
-        """finished, stopped or failed."""
-        return state_of(self.code)
-
-    @property
     def explains(self) -> bool:
         """Whether its code says why the job ended: not of a rank that only lost another one, or was told to leave."""
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
@@ -53,7 +85,7 @@ class End:
     def entry(self) -> dict[str, Any]:
         """What the files of a run say of it."""
         return {
-            "rank": self.rank, "host": self.host, "state": self.state, "code": self.code, "why": self.cause,
+            "rank": self.rank, "host": self.host, "state": state_of(self.code), "code": self.code, "why": self.cause,
             "step": self.step, "suspect": self.suspect,
         }
 
@@ -114,7 +146,7 @@ class Ends:
     @property
     def all_finished(self) -> bool:
         """Whether every rank has ended with 0."""
-        return len(self._ends) == self.world_size and all(end.code == FINISHED for end in self._ends.values())
+        return [end.code for end in self._ends.values()] == [FINISHED] * self.world_size
 
     def lose(self, ranks: Iterable[int], host: str, why: str) -> None:
         """Their agent is gone, and they with it."""
@@ -155,3 +187,186 @@ class Ends:
         return Verdict(
             None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause, rank
         )
+
+
+# Attempts -------------------------------------------------------------------------------------------------------------
+
+
+def new_job() -> str:
+    """A new id of a job. Ids sort by time, and two made in one second differ."""
+    return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
+
+
+def attempt_of(job: str, restart: int) -> str:
+    """The id of restart N of a job."""
+    return f"{job}-{restart}"
+
+
+def job_of(attempt: str) -> str:
+    """The job part of an attempt's id, which all its restarts share."""
+    return "-".join(attempt.split("-")[:2])
+
+
+# The status of a run --------------------------------------------------------------------------------------------------
+
+
+def write_end(run_dir: Path, attempt: str, end: End) -> None:
+    """How one rank ended. A full disk must not hide the reason."""
+    with contextlib.suppress(OSError):
+        write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
+
+
+class StatusFile:
+    """`status.json` of a run directory that other attempts may use too. Rank 0 writes it; other ranks only their ends.
+
+    `attempt`: its id; the ranks take over rank 0's when they meet. `begun`: until that is set a mistake of the user is
+    that of a command, and no end of the run.
+    """
+
+    def __init__(self, run_dir: Path, launch: RankEnv, *, shared: bool = True) -> None:
+        """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
+        self.run_dir, self.shared = run_dir, shared
+        self.attempt = launch.attempt or new_job()
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self.begun = False
+        self.owner: Lease | None = None
+        self._ended: dict[str, Any] | None = None  # what an earlier attempt left that finished or was stopped
+
+    def claim(self, owner: Lease) -> None:
+        """The run directory is ours as long as `owner` says so. Rank 0 only."""
+        self.owner = owner
+        self.write_summary([])
+
+    def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
+        """Write `status.json`, on rank 0 and where it may: without ends while the run goes on, then with all.
+
+        `code`, `why`: of the run. By default those of the rank that ended it, not of the ranks that lost that rank.
+        """
+        earlier = read_json(self.run_dir / "status.json") or {} if self.rank == 0 else {}
+        if self.rank != 0 or not self._may_write(earlier):
+            return
+        if earlier.get("state") in ("finished", "stopped") and earlier.get("attempt") != self.attempt:
+            self._ended = earlier
+        ends = sorted(ends, key=lambda end: end.rank)
+        if code is None and ends:
+            code = root_cause([end.code for end in ends])
+            why = next(end.cause for end in ends if end.code == code)
+        summary = {
+            "attempt": self.attempt, "state": "running" if code is None else state_of(code),
+            "world_size": self.world_size, "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ranks": {str(end.rank): end.entry() for end in ends},
+        }
+        if code == USER_MISTAKE and not self.begun and self._ended is not None:
+            summary = self._ended
+        with contextlib.suppress(OSError):
+            write_json(self.run_dir / "status.json", summary)
+
+    def _may_write(self, earlier: dict[str, Any]) -> bool:
+        """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second
+        attempt that is refused must leave no trace in the status of the one that is alive."""
+        if self.owner is not None:
+            return self.owner.is_ours()
+        return not self.shared or earlier.get("state") != "running" or earlier.get("attempt") == self.attempt
+
+
+def tell_torchrun(error: BaseException) -> None:
+    """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
+    if "RANKUP_AGENT" in os.environ:  # nobody reads it there, and torch's handler takes 50 ms to import
+        return
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # Only the first error: a failing rank waits for the others, and a later error is a consequence
+    if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+            get_error_handler().record_exception(error)
+            victim = isinstance(error, JoinError | PeerLost)
+            if victim or error.__traceback__ is None:
+                # The summary shall show our text in place of where in this program the loss was noticed
+                record = json.loads(Path(path).read_text(encoding="utf-8"))
+                more = record["message"]["extraInfo"]
+                more["py_callstack"] = record["message"]["message"]
+                more["timestamp"] = str(int(more["timestamp"]) + (VICTIM_LATER_S if victim else 0))
+                write_json(Path(path), record)
+
+
+def tell_end(error: BaseException, *, log: logging.Logger, advice: Callable[[str], str]) -> int:
+    """Print an end of this process that is no success, as its kind deserves, tell it to torchrun, and return its exit
+    code. `advice`: what a text of a fault has to do with known ones."""
+    tell_torchrun(error)
+    code = exit_code(error)
+    if isinstance(error, Stopped):
+        log.info(str(error))
+    elif getattr(error, "printed_elsewhere", False):
+        log.debug(str(error))
+    elif isinstance(error, OURS):
+        log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
+    else:
+        # The rank and host stand before each line: in a heap of logs this is the one to find
+        text = "".join(traceback.format_exception(error)).rstrip()
+        log.warning(text)
+        if known := advice(text):
+            log.warning(known)
+    return code
+
+
+def what_next(run_dir: Path) -> str:
+    """What to type after a script has failed."""
+    return f"`rankup explain {run_dir}` says why, `rankup logs {run_dir}` has all lines"
+
+
+# The run of a script --------------------------------------------------------------------------------------------------
+
+
+class ScriptStatus(StatusFile):
+    """The same of a script that does not import rankup, and how it goes. Node 0's agent alone."""
+
+    def __init__(self, run_dir: Path, world_size: int) -> None:
+        super().__init__(run_dir, RankEnv(world_size=world_size))
+        self.job, self.begun = self.attempt, True
+        self._clock, self._began = PhaseClock("start"), time.time()
+        self._hosts: list[str] = []
+        self._stack = contextlib.ExitStack()
+
+    def take(self, restarts: int, *, agreed: bool) -> bool:
+        """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
+        `agreed`: see `Lease`.
+
+        Returns whether an earlier job of this run ended so that the same command goes on: killed, or with a code from
+        128 on.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.owner = self._stack.enter_context(Lease(self.run_dir, attempt_of(self.job, restarts), agreed=agreed))
+        code = (read_json(self.run_dir / "status.json") or {"code": FINISHED}).get("code")
+        return code is None or int(code) >= 128
+
+    def release(self) -> None:
+        self._stack.close()
+
+    def begin(self, restarts: int, members: Iterable[Member]) -> None:
+        """Another attempt has begun: its ranks start now."""
+        self.attempt = attempt_of(self.job, restarts)
+        self._hosts = [member.host for member in members for _ in member.ranks]
+        if restarts:
+            self._clock, self._began = PhaseClock("script"), time.time()
+        self._clock.enter("script")
+        self.write_summary([])
+
+    def end(self, code: int, why: str, ends: Iterable[End]) -> None:
+        """How the job ended."""
+        self.write_summary(ends, code=code, why=why)
+        self.report(finished=code == FINISHED)
+
+    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
+        now, seconds = time.time(), {phase: round(spent, 3) for phase, spent in self._clock.seconds().items()}
+        row = {"phase": self._clock.present()[0], "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
+        unknown = {"first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None}
+        report = {
+            **unknown, "run": self.job, "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
+            "finished": finished, "seconds": seconds, "metrics": {}, "nodes": list(nodes),
+            "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
+        }
+        with contextlib.suppress(OSError):
+            path = self.run_dir / "status" / self.attempt / "progress-agent.json"
+            write_atomically(path, json.dumps(report) + "\n")

@@ -100,7 +100,6 @@ class ForkServer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._channel.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._hear)
 
@@ -129,7 +128,6 @@ class ForkServer:
         """End the server and all that it has started. No callback follows."""
         if self._channel.fileno() >= 0:
             self._loop.remove_reader(self._channel)
-            self._loop.remove_writer(self._channel)
         self._channel.close()
         for patience_s in (LAST_WORD_S, KILL_S):
             await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
@@ -138,25 +136,17 @@ class ForkServer:
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
         data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
         self._unsent.append((data, [os.dup(each) for each in descriptors]))
-        self._send()
+        # Requests of a large job name all its nodes, and a server that imports torch reads none of them
+        if self.ready.is_set():
+            self._send()
 
     def _send(self) -> None:
-        """Requests of a large job name all its nodes, and a server that imports torch reads none of them."""
-        self._loop.remove_writer(self._channel)
         while self._unsent:
             data, descriptors = self._unsent.popleft()
-            try:
-                sent = socket.send_fds(self._channel, [data], descriptors)
-            except BlockingIOError:
-                sent = 0
-            except OSError:  # it is gone, which the event loop will see
-                sent = len(data)
-            while sent and descriptors:
-                os.close(descriptors.pop())
-            if sent < len(data):
-                self._unsent.appendleft((data[sent:], descriptors))
-                self._loop.add_writer(self._channel, self._send)
-                return
+            with contextlib.suppress(OSError):  # it is gone, which the event loop will see
+                self._channel.sendall(data[socket.send_fds(self._channel, [data], descriptors) :])
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _hear(self) -> None:
         data = b""
@@ -171,6 +161,7 @@ class ForkServer:
             news = json.loads(line)
             if "ready" in news:
                 self.ready.set()
+                self._send()
             elif "warning" in news:
                 self._on_warning(news["warning"])
             elif "started" in news:
@@ -319,22 +310,17 @@ class Server:
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> bool:
         """Whether this is the rank that was started."""
-        which, name, pid = request["start"], request["name"], -1
+        which = request["start"]
         if which == STORE:
             self._signal(STORE, signal.SIGKILL)
             self._running = {pid: each for pid, each in self._running.items() if each != STORE}  # nobody waits for it
-        try:
-            pid = self._fork(name)
-        except OSError as error:  # no more processes, no more memory
-            self.tell(warning=f"{name} can't be started: {error.strerror or error}")
-            self.tell(ended=which, code=FAULT)
-        if pid == 0 and which == STORE:
-            self._serve_store(socket.socket(fileno=descriptors[0]))
-        if pid == 0:
+        if (pid := self._fork(request["name"])) == 0:
+            if which == STORE:
+                self._serve_store(socket.socket(fileno=descriptors[0]))
             self._become(request, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if pid > 0:
+        if pid:
             self._running[pid] = which
             if which != STORE:
                 self.tell(started=which, pid=pid)
@@ -344,13 +330,10 @@ class Server:
         """As os.fork. The child has a session of its own, ends with the server, and has the signals blocked: one that
         comes before the child can notice it waits until it can."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
-        pid = -1
-        try:
-            pid = os.fork()
-        finally:
-            if pid:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if pid == 0:
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        else:
             os.setsid()
             die_with_parent(self.pid)
             signal.set_wakeup_fd(-1)
@@ -480,38 +463,24 @@ def _show(error: BaseException) -> int:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals in (globals(), vars(runpy)):
         trace = trace.tb_next
-    try:
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-    except BaseException:
-        sys.__excepthook__(type(error), error, trace)
-    return -signal.SIGINT if type(error) is KeyboardInterrupt else FAULT
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 128 + signal.SIGINT if type(error) is KeyboardInterrupt else FAULT
 
 
 def _end(code: int) -> NoReturn:
     """End as Python ends, but without taking everything apart.
 
     To free each object of torch would write to, and so copy, the memory that is shared: 20 times as long as all the
-    rest. `code`: minus a signal's number where it shall look as if that had ended the process.
+    rest.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
     atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    # What the script left open would be closed with its variables. The outer layers first, which write to the inner
-    # ones. Those of the server are frozen, so not among these objects
-    layers = (io.TextIOBase, io.BufferedIOBase)
-    files = [each for each in gc.get_objects() if issubclass(type(each), layers)]
-    files.sort(key=lambda each: isinstance(each, layers[1]) + isinstance(each, (io.BufferedWriter, io.BufferedRandom)))
-    for file in files:
-        # One that is only read loses nothing; and a thread that waits in it, as our own does for news, holds its lock
-        if file not in (sys.stdout, sys.stderr) and not isinstance(file, io.BufferedReader):
+    # What the script left open would be closed with its variables. Those of the server are frozen, so not among these
+    for file in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        if issubclass(type(file), (io.TextIOBase, io.BufferedWriter, io.BufferedRandom)):
             with contextlib.suppress(Exception):
-                file.close()
+                file.flush()
     ctypes.CDLL(None).fflush(None)
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 

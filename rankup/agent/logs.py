@@ -1,4 +1,5 @@
-"""What a process prints, by hand and by logging, in an agent as in a rank. No torch here.
+"""What a process prints, by hand and by logging, in an agent as in a rank; where stacks are written; and what the
+agent reads from the pipes of a script that does not import rankup. No torch here.
 
 Printing ends nothing and blocks nothing for long: a reader that has gone, a full disk or a disk that hangs costs lines,
 not the run. Each line carries its host and rank.
@@ -11,23 +12,34 @@ not the run. Each line carries its host and rank.
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
 import select
+import signal
 import socket
 import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rankup.agent.processes import start_of
 from rankup.errors import UserError
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
+STACKS = "stacks"  # the folder in that of the run
+MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
+TAIL = 400  # lines that are kept to explain the end of a rank
+LONGEST = 2000  # characters of such a line
+READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
+# The last line of a traceback, or what argparse says of a wrong argument
+EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failure)\b|\S+: error: ")
 
 
 def host_name() -> str:
@@ -41,7 +53,7 @@ def host_name() -> str:
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to: printing raises nothing, and waits PRINT_S at most.
 
-    Any thread and any fork of this process may print. On a disk that hangs one thread hangs with it; the others lose
+    Any thread may print. On a disk that hangs one thread hangs with it; the others lose
     their lines.
     """
 
@@ -50,10 +62,6 @@ class Output(io.RawIOBase):
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
         self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._begin_fork)
-
-    def _begin_fork(self) -> None:
-        self._lock = threading.Lock()  # the one who held it may not be here
 
     def fileno(self) -> int:
         return self._number
@@ -76,54 +84,20 @@ class Output(io.RawIOBase):
         return len(data)
 
     def _write(self, data: bytes) -> None:
-        dropped = self._dropped
         if stat.S_ISREG(os.fstat(self._number).st_mode):
             os.write(self._number, data)
-            self._dropped -= dropped
             return
+        dropped, room = self._dropped, select.poll()
         until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
         notice = f"\n[{dropped} lines were not printed: nobody read them]\n" if dropped else ""
         rest = notice.encode() + data
-        number, most = self._open()
-        try:
-            room = select.poll()
-            room.register(number, select.POLLOUT)
-            while rest:
-                if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
-                    self._dropped += max(1, data.count(b"\n"))
-                    return
-                with contextlib.suppress(BlockingIOError):  # another process has taken the room
-                    rest = rest[os.write(number, rest[:most]) :]
-            self._dropped -= dropped
-        finally:
-            os.close(number)
-
-    def _open(self) -> tuple[int, int]:
-        """The file once more, and how many bytes fit where it has room. Opened anew it does not block: the usual one
-        is shared with other processes, and to change it would change it for them."""
-        try:
-            return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
-        except OSError:  # a socket, another user's terminal, no /proc
-            return os.dup(self._number), select.PIPE_BUF
-
-
-class _Lines(io.TextIOWrapper):
-    """Text for an `Output`. What a thread prints goes there in whole lines, and no other thread's comes between."""
-
-    def __init__(self, output: Output, encoding: str) -> None:
-        super().__init__(output, encoding=encoding, errors="backslashreplace")
-        self._begun = threading.local()
-
-    def write(self, text: str) -> int:
-        self._begun.text = getattr(self._begun, "text", "") + text
-        if "\n" in text:
-            self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        text, self._begun.text = getattr(self._begun, "text", ""), ""
-        if text:
-            self.buffer.write(text.encode(self.encoding, "backslashreplace"))
+        room.register(self._number, select.POLLOUT)
+        while rest:
+            if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
+                self._dropped += max(1, data.count(b"\n"))
+                return
+            rest = rest[os.write(self._number, rest[: select.PIPE_BUF]) :]  # where there is room, so much fits
+        self._dropped -= dropped
 
 
 def guard(*names: str) -> None:
@@ -137,7 +111,7 @@ def guard(*names: str) -> None:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what was printed before would come last, or never
             number, encoding = (-1, "utf-8") if stream is None else (stream.fileno(), stream.encoding)
-            setattr(sys, name, _Lines(Output(number), encoding))
+            setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
@@ -233,3 +207,122 @@ def show(text: str, stream: TextIO) -> None:
             stack.enter_context(sys.modules["tqdm"].tqdm.external_write_mode(stream, nolock=True))
         stream.write(text)
         stream.flush()
+
+
+# Stacks ---------------------------------------------------------------------------------------------------------------
+
+
+def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What has a script write its stacks where it gets SIGRTMAX, whatever it does at that moment.
+
+    Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
+    """
+    path = run_dir / STACKS / f"rank-{rank}.txt"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
+    site = Path(__file__).with_name("script_site")
+    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
+
+
+def announce_stacks(
+    run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
+    signals: Iterable[int] = (signal.SIGRTMAX,),
+) -> Path:
+    """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
+
+    `thread`: the kernel's number of a thread that never hangs, and takes the signals. `main`: the main thread, as
+    faulthandler writes it, "" where nobody knows. `signals`: to try in turn.
+    """
+    writer = {
+        "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
+        "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
+    }
+    path = run_dir / STACKS / f"rank-{rank}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    large = path.exists() and path.stat().st_size > MOST_BYTES
+    with path.open("w" if large else "a", encoding="utf-8") as file:
+        file.write(f"# {json.dumps(writer)}\n")
+    return path
+
+
+# What a script prints that does not import rankup: it comes through pipes --------------------------------------------
+
+
+class Pump:
+    """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
+    host.
+
+    A rank that prints faster than the terminal and the disk take it waits at its full pipe.
+    """
+
+    def __init__(
+        self, stdout: int, stderr: int, *, rank: int, world_size: int, host: str = "", file: Output | None = None
+    ) -> None:
+        """Begin to read. `stdout`, `stderr`: the reading ends of the pipes, closed here."""
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._alone, self._file = world_size == 1, file
+        self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
+        self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
+        self._thread.start()
+
+    @property
+    def tail(self) -> str:
+        """The last lines that it printed."""
+        return "\n".join(self._tail.copy())
+
+    def drained(self, timeout_s: float) -> bool:
+        """Wait until all that the rank printed is written; False where processes that it left behind hold its output
+        open, or a disk hangs."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _read(self, pipes: dict[int, str]) -> None:
+        rest, poll = dict.fromkeys(pipes, b""), select.poll()
+        for pipe in pipes:
+            poll.register(pipe, select.POLLIN)
+        while rest:
+            for pipe, _ in poll.poll():
+                data = os.read(pipe, READ)
+                *whole, rest[pipe] = (rest[pipe] + data).split(b"\n")
+                if not data or len(rest[pipe]) > READ:
+                    whole, rest[pipe] = [*whole, rest[pipe]], b""
+                # Of a progress bar the newest state alone
+                states = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
+                self._take(data, [state for state in states if state.strip()], pipes[pipe])
+                if not data:
+                    del rest[pipe]
+                    poll.unregister(pipe)
+                    os.close(pipe)
+
+    def _take(self, data: bytes, lines: list[str], name: str) -> None:
+        self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
+        if lines and self._file is not None:
+            self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
+        if self._alone:
+            _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
+        elif lines:
+            show(headed(self._terminal_head, lines), getattr(sys, name))
+
+
+def _pass_on(data: bytes, stream: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        stream.flush()
+        stream.buffer.write(data)
+        stream.buffer.flush()
+
+
+def last_exception(tail: str, error_file: Path | None = None) -> str:
+    """The line that says how a rank failed: of what it printed last, or of the file that torch's @record writes.
+
+    "" where neither says it.
+    """
+    tail = re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE)  # torch's own, before each line
+    if found := [line for line in tail.splitlines() if EXCEPTION.match(line)]:
+        return found[-1][:500]
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(error_file.read_text()) if error_file is not None else None
+    message = content.get("message") if isinstance(content, dict) else None
+    text = message.get("message") if isinstance(message, dict) else message
+    return str(text or "").partition("\n")[0][:500]

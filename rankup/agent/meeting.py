@@ -32,11 +32,10 @@ from rankup.agent.protocol import (
     describe_late,
     describe_missing,
 )
-from rankup.agent.stop import StopAgreement
+from rankup.agent.record import StopAgreement
 from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
-from rankup.env.addresses import is_loopback
 from rankup.env.node_env import Limits
-from rankup.env.rank_env import ranges
+from rankup.env.rank_env import is_loopback, ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
 
 ENDED = "its process has ended"
@@ -250,6 +249,7 @@ class Leader:
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
                 seat.problem = str(message["problem"])
+                seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
                 self._late.remove(seat)
                 if mistake := str(message.get("mistake", "")):
                     self.refuse(mistake, code=USER_MISTAKE)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rankup.env.addresses import is_loopback
+from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError, LaunchError
 from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 

@@ -34,7 +34,6 @@ from rankup.agent.limits import read
 from rankup.timing import DUMP_S
 
 T = TypeVar("T")
-PARENT = "RANKUP_PARENT"  # the process without which this one shall not go on
 
 # Other processes ----------------------------------------------------------------------------------------------------
 

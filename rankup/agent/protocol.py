@@ -270,9 +270,9 @@ class Links:
 
     async def open(self) -> None:
         """Begin to listen. Nobody guesses the name, and other users are turned away."""
-        # An abstract name leaves nothing in the file system, however the agent ends
-        self.address = f"@rankup-{secrets.token_hex(16)}"
-        self._server = await asyncio.start_unix_server(self._attend, path_of(self.address), limit=LONGEST)
+        # An abstract name, which begins with a zero byte, leaves nothing in the file system, however the agent ends
+        self.address = f"\0rankup-{secrets.token_hex(16)}"
+        self._server = await asyncio.start_unix_server(self._attend, self.address, limit=LONGEST)
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link, local_rank = Link(reader, writer), -1
@@ -300,11 +300,6 @@ class Links:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-
-
-def path_of(address: str) -> str:
-    """As the system writes it: an abstract name begins with a zero byte."""
-    return f"\0{address[1:]}" if address.startswith("@") else address
 
 
 def _of_this_user(sock: socket.socket) -> bool:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -14,17 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
-from rankup.agent.ends import End, Verdict
+from rankup.agent.ends import End, Verdict, attempt_of, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.logs import host_name, open_log
+from rankup.agent.logs import (
+    STACKS,
+    Pump,
+    announce_stacks,
+    host_name,
+    last_exception,
+    open_log,
+    stacks_environment,
+)
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.output import Pump, last_exception
-from rankup.agent.processes import PARENT, has_handler, reap_orphans, state_of, within
+from rankup.agent.processes import has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Records, RecordWriter
-from rankup.agent.script import Script, own_imports, safe_imports
-from rankup.agent.status import STACKS, announce_stacks, attempt_of, stacks_environment, write_end
+from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
@@ -126,10 +133,9 @@ class Ranks:
 
     def _start_server(self) -> None:
         """It imports torch while the agents meet."""
-        file, fork = self.script.file or "", self.knows_us and self.options.start == "fork"
-        preload, folder = own_imports(file)
+        fork, (preload, folder) = self.knows_us and self.options.start == "fork", self.script.own_imports()
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self.server.start(safe_imports(file), env=env, preload=preload, folder=folder, fork=fork)
+        self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
     def _forget_server(self) -> None:
         if self.server.ready.is_set():
@@ -203,7 +209,7 @@ class Ranks:
         """
         commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
         # A script that imports rankup may know our settings by the environment, as where its cache lies
-        hidden = ("PET_", PARENT, SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
+        hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         by_default = {
             # torchrun takes one thread, whatever the machine has
@@ -253,7 +259,7 @@ class Ranks:
 
         async def read(pump: Pump) -> None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
-            await pump.drained(timing.PRINT_S + timing.LAST_WORD_S)
+            await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
             self._ended(local_rank, code)
 
         if (pump := self.ranks[local_rank].pump) is None:

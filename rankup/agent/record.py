@@ -2,7 +2,7 @@
 
 All records of an agent lie in one file without a name; a rank without an agent makes its own. A rank writes its own
 record, and so costs no system call; the agent reads it at any time, also after the rank was killed. One number goes the
-other way: the step at which to stop, see `rankup.agent.meeting`.
+other way: the step at which to stop.
 
 A container's health check finds the records of all ranks there:
 
@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +171,7 @@ class RecordWriter:
             self.clear(rank)
 
     def clear(self, rank: int | None = None) -> None:
-        """For a rank that will be started. `rank`: its number, where the record has none yet."""
+        """For a rank that will be started. `rank`: its new number."""
         cell = self._cell
         cell.rank = cell.rank if rank is None else rank
         cell.stop = cell.confirmed = NO_STOP
@@ -267,6 +267,49 @@ def _map(path: str) -> mmap.mmap:
         return mmap.mmap(file, 0)
     finally:
         os.close(file)
+
+
+# How all ranks stop before the same step ------------------------------------------------------------------------------
+
+MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
+
+
+class StopAgreement:
+    """The leader's side. A rank writes the step that it is about to begin, then reads the step before which to stop
+    (`may_begin`); a member writes the latter, then reads the former (`ask_to_stop`). So nobody waits in a step.
+
+    | prepare(n, stop)        | leader | let your ranks wait before step `stop`, and say how far they are         |
+    | standing(n, stop, step) | member | the furthest step that a rank of mine has begun, with `stop` before it   |
+    | confirm(n, stop)        | leader | no rank has begun `stop`, and so none will: stop before it               |
+    | late(n)                 | member | REACH_S later a rank of mine is not there: it waits for data or evaluates|
+    | leave(n)                | leader | keep the last finished step, and leave                                   |
+
+    `step`: before which to stop, the first one for no other purpose than to hear where all are. `confirmed`: no rank
+    will pass it.
+    """
+
+    def __init__(self, members: Iterable[object]) -> None:
+        self.members = frozenset(members)
+        self._waiting = set(self.members)
+        self.step, self.confirmed = 0, False
+        self._margin, self._furthest = MARGIN, -1
+
+    def hear(self, member: object, *, stop: int, step: int) -> bool:
+        """A member's `standing`. Returns whether all have answered: then there is another step to prepare, or this one
+        to confirm."""
+        if stop != self.step or self.confirmed or member not in self._waiting:
+            return False
+        self._waiting.remove(member)
+        self._furthest = max(self._furthest, step)
+        if self._waiting:
+            return False
+        if self._furthest < self.step:
+            self.confirmed = True
+        else:
+            self.step = self._furthest + self._margin
+            self._margin *= 2
+            self._waiting, self._furthest = set(self.members), -1
+        return True
 
 
 # The health check -----------------------------------------------------------------------------------------------------

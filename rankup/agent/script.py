@@ -98,6 +98,46 @@ class Script:
             arguments = [f"--{found[1]}={local_rank}", *arguments]
         return [*script, *arguments]
 
+    def safe_imports(self) -> list[str]:
+        """What the server may import in its place: of its first imports, up to another statement, those of SAFE.
+
+        Nothing is imported here. A name may also be a class of a module. A package is left out where the script would
+        find one of the user's: in the script's folder, or in the current one.
+        """
+        names: list[str] = []
+        for statement in _body(self.file):
+            if isinstance(statement, ast.Import):
+                names += [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+                names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
+            elif not isinstance(statement, ast.ImportFrom) and ast.get_docstring(ast.Module([statement], [])) is None:
+                break
+        folders = {str((self.file or Path()).resolve().parent), os.getcwd()}
+        path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
+        installed = {
+            package for package in SAFE & {name.partition(".")[0] for name in names}
+            if PathFinder.find_spec(package, [*folders]) is None and PathFinder.find_spec(package, path) is not None
+        }
+        return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
+
+    def own_imports(self) -> tuple[list[str], str]:
+        """What it lets the server import itself, by a line `__preload__ = ["package.module"]`; and their folder.
+
+        Such a module must neither start threads nor read who the rank is. ".module" is one beside the script, in a
+        package. The folder is that of the script, or of the package that the script is part of.
+        """
+        names: list[str] = []
+        for statement in _body(self.file):
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
+                with contextlib.suppress(ValueError):
+                    names = [str(name) for name in ast.literal_eval(statement.value)]
+        folder, root = (self.file or Path()).resolve().parent, self._roots[-1]
+        package = ""
+        if os.path.isfile(root / "__init__.py"):
+            package = ".".join([root.name, *folder.relative_to(root).parts])
+            folder = root.parent
+        return [f"{package}{name}".lstrip(".") if name.startswith(".") else name for name in names], str(folder)
+
     @functools.cached_property
     def _roots(self) -> list[Path]:
         """The first folder of Python's path, and the folder of the package that the script is a part of, if any: such a
@@ -178,46 +218,3 @@ def _file_of(module: str) -> Path | None:
             return Path(spec.origin) if spec is not None and spec.origin and at > len(names) - 3 else None
         path = spec.submodule_search_locations
     return None
-
-
-def safe_imports(script: str | Path) -> list[str]:
-    """What the server may import in place of `script`: of its first imports, up to another statement, those of SAFE.
-
-    Nothing is imported here. A name may also be a class of a module. A package is left out where the script would find
-    one of the user's: in the script's folder, or in the current one.
-    """
-    names: list[str] = []
-    for statement in _body(Path(script)):
-        if isinstance(statement, ast.Import):
-            names += [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
-            names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
-        elif not isinstance(statement, ast.ImportFrom) and ast.get_docstring(ast.Module([statement], [])) is None:
-            break
-    folders = {str(Path(script).resolve().parent), os.getcwd()}
-    packages = SAFE & {name.partition(".")[0] for name in names}
-    installed = {package for package in packages if _installed(package, folders)}
-    return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
-
-
-def own_imports(script: str | Path) -> tuple[list[str], str]:
-    """What the script itself lets the server import, by a line `__preload__ = ["package.module"]`; and their folder.
-
-    Such a module must neither start threads nor read who the rank is. ".module" is one beside the script, in a package.
-    The folder is that of the script, or of the package that the script is part of.
-    """
-    names: list[str] = []
-    for statement in _body(Path(script)):
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
-            with contextlib.suppress(ValueError):
-                names = [str(name) for name in ast.literal_eval(statement.value)]
-    folder, package = Path(script).resolve().parent, ""
-    while (folder / "__init__.py").is_file():
-        folder, package = folder.parent, f"{folder.name}.{package}"
-    return [package + name.removeprefix(".") if name.startswith(".") else name for name in names], str(folder)
-
-
-def _installed(package: str, folders: set[str]) -> bool:
-    """Whether it lies somewhere on Python's path, and in none of the script's folders."""
-    path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
-    return PathFinder.find_spec(package, sorted(folders)) is None and PathFinder.find_spec(package, path) is not None

@@ -3,20 +3,22 @@
 The limits take milliseconds to check: every training looks at them first. The doctor runs all checks.
 """
 
+import importlib
 import logging
 import math
 import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
-from rankup.doctor import gpus
-from rankup.doctor.report import CODES, INCOMPLETE, OK, UNFIT, VERDICTS, WARNING, Finding, Report
+from rankup.doctor.report import CODES, OK, VERDICTS, WARNING, Finding, Report, problem
+from rankup.env.rank_env import ranges
 from rankup.errors import FINISHED
 
 MIB = 2**20
@@ -25,32 +27,29 @@ LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take ab
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
 LEAST_FILES = 1024
-ENLARGE_SHM = "Enlarge it (docker run --shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm)"
 DISK_S = 30.0  # a network disk may never answer,
 GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
 
 
 def check_machine(
     report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
-    local_rank: int | None = None, devices: Callable[[], Iterable[Finding]] = tuple,
+    local_rank: int | None = None,
 ) -> None:
     """Add to `report` what this process sees of its machine, each check within its time limit.
 
     `ranks`: on this node, with `threads` threads and `num_workers` DataLoader workers each. `local_rank`: whose GPU to
-    look at, None: all. `devices`: a check of them that needs torch.
+    look at, None: all.
     """
     def bounded(stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
         found = within(timeout_s, lambda: list(check()))
         if found is None:
-            remedy = "Correct that first: training would hang."
-            found = [Finding(stage, INCOMPLETE, f"no answer within {timeout_s:g} s", silent, remedy)]
+            found = [problem("silent", of=stage, timeout_s=timeout_s, why=silent)]
         report.add(*found)
 
     report.add(*limits(ranks=ranks, threads=threads))
     report.add(*shared_memory(num_workers=num_workers))
     if has_gpus:
-        bounded("gpus", GPU_S, lambda: gpus.gpus(local_rank), "the driver of the GPUs gives no answer.")
-    report.add(*devices())
+        bounded("gpus", GPU_S, lambda: gpus(local_rank), "the driver of the GPUs gives no answer.")
     bounded("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer.")
 
 
@@ -74,33 +73,18 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
     `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
     """
     cpus = cpu_quota(root)
-    if crowded := crowded_cpus(ranks, threads, cpus):
-        yield Finding("limits", WARNING, crowded, "threads that wait for a CPU make every step of all ranks slower.")
-    else:
-        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
+    crowded = crowded_cpus(ranks, threads, cpus)
+    seen = f"{cpus:g} CPUs for {ranks} x {threads} threads"
+    yield problem("cpus", words=crowded) if crowded else Finding("limits", OK, seen)
     memory = memory_limit(root)
     if memory is not None and memory < LEAST_MEMORY * ranks:
-        yield Finding(
-            "limits", WARNING, f"{memory / MIB:.0f} MiB of memory for {ranks} ranks",
-            "a process that needs more is killed without a word: exit code 137, and no traceback.",
-            "Allow 1 GiB a rank or more (compose: MEMORY=4g; elsewhere the memory limit of the job).",
-        )
+        yield problem("memory", mib=memory / MIB, ranks=ranks)
     # Without a limit the kernel counts for the whole machine: any process, at any time
     if memory is not None and (killed := oom_kills(root)):
-        were = "was" if killed == 1 else "were"
-        yield Finding(
-            "limits", WARNING,
-            f"{_processes(killed)} of this container or job {were} killed because the memory was not enough",
-            "the next run of the same size ends the same way: exit code 137, and no traceback.",
-            "Raise the memory limit, or use a smaller batch or fewer DataLoader workers.",
-        )
+        yield problem("killed", count=killed)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield Finding(
-            "limits", WARNING, f"only {soft} open files are allowed (ulimit -n)",
-            "each connection to a rank and each batch of a DataLoader worker is one: \"Too many open files\".",
-            "ulimit -n 16384 in the shell that starts it, or nofile in its limits.",
-        )
+        yield problem("files", soft=soft)
 
 
 def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
@@ -109,17 +93,9 @@ def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Fin
         return
     system = os.statvfs(folder)
     free, total = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
-    least = LEAST_SHM + num_workers * SHM_PER_WORKER
     seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
-    if free >= least:
-        yield Finding("memory", OK, seen)
-        return
-    full = f" It is full: look what lies there (ls -la {folder}), and remove what ended jobs left."
-    yield Finding(
-        "memory", WARNING, seen,
-        'workers end with "Bus error" or "No space left on device (28)", and nccl with "unhandled system error".',
-        f"{ENLARGE_SHM}, or use no DataLoader workers.{full if total >= least else ''}",
-    )
+    little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
+    yield problem("small-shm", seen=seen, folder=folder) if little else Finding("memory", OK, seen)
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:
@@ -128,24 +104,98 @@ def disk(run_dir: Path) -> Iterator[Finding]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
-        if free < LEAST_DISK:
-            yield Finding(
-                "storage", WARNING, f"{folder.parent}: {free / MIB:.0f} MiB free",
-                "a checkpoint that can't be written ends the training (exit code 2).",
-                "Make room, or set --run-dir elsewhere.",
-            )
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"seen")
             file.flush()
             os.fsync(file.fileno())
-        if free >= LEAST_DISK:
-            yield Finding("storage", OK, f"{folder.parent}: {free / 2**30:.1f} GiB free")
     except OSError as error:
-        yield Finding(
-            "storage", UNFIT, f"{error.filename or folder} can't be written: {error.strerror}",
-            "logs, metrics and checkpoints go there.",
-            "Set --run-dir to a directory this user owns, or change its owner.",
-        )
+        yield problem("no-disk", folder=error.filename or folder, error=error.strerror)
+        return
+    seen = f"{run_dir}: {free / 2**30:.1f} GiB free"
+    little = free < LEAST_DISK
+    yield problem("little-disk", folder=run_dir, mib=free / MIB) if little else Finding("storage", OK, seen)
+
+
+# GPUs ---------------------------------------------------------------------------------------------------------------
+
+
+def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
+    """The health of the GPUs that this process may use: all of them, or that of `local_rank` among several ranks.
+
+    NVML, the driver's library, says what the driver knows already: nothing is measured, and no GPU is used. Without
+    NVIDIA's driver there is nothing to say. `environ` and `nvml` (in place of pynvml) are for tests.
+    """
+    nvml = nvml or importlib.import_module("pynvml")  # slow: only where it is asked
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
+            yield problem("driver", error=error)
+        return
+    found: dict[tuple[str, str], list[int]] = {}  # GPUs by the name of their problem, and more on it
+    names = []
+    try:
+        for number, place in enumerate(_places(nvml, local_rank, environ)):
+            index = int(place) if place.isdigit() else number
+            try:
+                index, name, problems = _look(nvml, place)
+                names.append(name)
+            except nvml.NVMLError as error:
+                if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
+                    break  # no such GPU: CUDA too takes those before it alone
+                problems = [("lost", str(error))]
+            for each in problems:
+                found.setdefault(each, []).append(index)
+        # One finding for all GPUs that have it: eight of them get hot together
+        for (problem_name, more), indexes in found.items():
+            yield problem(problem_name, gpu=ranges(indexes), more=more)
+        if names and not found:
+            kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
+            yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _places(nvml: Any, local_rank: int | None, environ: Mapping[str, str]) -> list[str]:
+    """The numbers or UUIDs of the GPUs to look at."""
+    # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
+    every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    places = every if named is None else [place.strip() for place in named.split(",")]
+    return [places[local_rank]] if local_rank is not None and local_rank < len(places) else places
+
+
+def _look(nvml: Any, place: str) -> tuple[int, str, list[tuple[str, str]]]:
+    """nvidia-smi's number of a GPU, its name, and what is wrong with it. Raises NVMLError where it does not answer."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
+
+    def ask(name: str, *more: Any) -> Any:
+        """NVML's answer, None where this GPU or driver does not know it."""
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *more)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                raise
+            return None
+
+    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask))
+
+
+def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """Names in findings.toml, and more on each."""
+    *_, pending, failed = ask("RemappedRows") or (0, 0)
+    if pending or failed:
+        yield ("row-failed" if failed else "row-pending"), ""
+    if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
+        yield "ecc", str(errors)
+    reasons = ask("CurrentClocksEventReasons") or 0
+    if reasons & (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown):
+        yield "hot", ""
+    elif reasons & (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown):
+        yield "power", ""
+    # A container may not see the programs of others
+    if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
+        yield "in-use", ", ".join(others)
 
 
 # Before a training -------------------------------------------------------------------------------------------------
@@ -162,16 +212,11 @@ def crowded_cpus(ranks: int, threads: int, cpus: float) -> str:
     wanted = ranks * threads
     if wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus:
         return ""
-    if wanted == 1:
-        return (
-            f"1 process of 1 thread, but only {cpus:g} CPUs to use (the container's limit): it will often stand still. "
-            "Allow more CPUs."
-        )
     share = max(1, math.floor(cpus) // ranks)
     way_out = f"Set --num-threads {share}" if share < threads else "Start fewer processes here"
     return (
         f"{_processes(ranks)} x {threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
-        f"the container's limit): they will wait for each other. {way_out}, or allow more CPUs."
+        f"the container's limit): threads will often stand still. {way_out}, or allow more CPUs."
     )
 
 

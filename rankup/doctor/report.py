@@ -7,8 +7,10 @@ import shutil
 import sys
 import textwrap
 import time
+import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,6 +43,17 @@ class Finding:
     @property
     def is_problem(self) -> bool:
         return self.level not in (OK, NOTE)
+
+
+@cache
+def _table() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+
+
+def problem(name: str, **words: Any) -> Finding:
+    """That entry of findings.toml, with these words."""
+    entry = {part: text.format_map(words) for part, text in _table()[name].items()}
+    return Finding(entry["stage"], entry["level"], entry["seen"], entry["why"], entry.get("remedy", ""))
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -7,27 +7,42 @@ join, each rank prints its own findings.
 import contextlib
 import logging
 import os
+import platform
+import re
+import statistics
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from rankup.agent.ends import StatusFile
+from rankup.agent.limits import read
+from rankup.agent.logs import host_name
 from rankup.agent.protocol import HINT
-from rankup.agent.status import StatusFile
-from rankup.doctor import group as together
 from rankup.doctor.machine import check_machine
-from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, Report
+from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, Report, problem
 from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
-from rankup.group.line import Suspect
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Suspect
 
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
+SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
+APART = 5.0  # times slower than the median of its kind
+PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
+FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
+LONG_S = 0.1  # while the next larger one is not expected to take longer than this
+TRANSFERS = 3  # of each size
+REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +76,8 @@ def doctor(
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if isinstance(found, UserError):
             report = Report(log, rank=0, world_size=1, json_out=json_out)
-            why, report.facts = "no process group can be formed with it.", {}
-            report.add(*(Finding("environment", UNFIT, text, why) for text in str(found).splitlines()))
+            report.facts = {}
+            report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end_alone()
         report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
         return _Doctor(found, run_dir, plan, report, stop, log).run()
@@ -87,19 +102,20 @@ class _Doctor:
         check_machine(
             self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=plan.num_threads,
             num_workers=plan.num_workers, has_gpus=not (plan.device or "").startswith("cpu"),
-            local_rank=launch.local_rank if launch.world_size > 1 else None, devices=lambda: together.devices(launch),
+            local_rank=launch.local_rank if launch.world_size > 1 else None,
         )
+        self.report.add(*devices(launch))
         try:
             with start(
                 launch, settings=plan.settings, device=plan.device, backend=plan.backend,
                 status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log, leaving=self._leave,
             ) as group:
-                self._check(group, "repetition", together.repetition(group.device))
+                self._check(group, "repetition", repetition(group.device))
                 if group.world_size > 1:
                     self._join(group)
-                    self._check(group, "versions", together.versions(group))
-                    self._check(group, "collective", together.collective(group))
-                    self._check(group, "links", together.links(group, self.report.facts))
+                    self._check(group, "versions", versions(group))
+                    self._check(group, "collective", collective(group))
+                    self._check(group, "links", links(group, self.report.facts))
                 else:
                     seen = "a single process: nothing was checked that needs several ranks"
                     self.report.add(Finding("joined", NOTE, seen))
@@ -143,24 +159,221 @@ class _Doctor:
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
         """A training would end here with `code`: a deadline has passed, or a peer is lost."""
         gone = suspect is not None and not suspect.alive
-        self.report.add((_death if gone else _hang)(self.stage, why))
+        self.report.add(problem("died" if gone else "hung", of=self.stage, why=why))
         return self.report.end_alone()
 
     def _explain(self, error: Exception) -> Finding:
         """The finding that an error of the current stage means."""
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
-            return (_hang if error.nobody_died else _death)(self.stage, str(error))
+            return problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
         if isinstance(error, UserError | JoinError):
             # Most say themselves what to do. Who looks for a missing rank asks the launcher
             remedy = how_to_start(self.launch) if isinstance(error, JoinError) and HINT not in str(error) else ""
-            return Finding(self.stage, UNFIT, str(error), "a training ends here too.", remedy)
-        return Finding(self.stage, INCOMPLETE, reason(error), "the check itself failed.",
-                       "Start the training to see the error where it happens.")
+            return problem("refused", of=self.stage, why=error, remedy=remedy)
+        return problem("check-failed", of=self.stage, why=reason(error))
 
 
-def _death(stage: str, why: str) -> Finding:
-    return Finding(stage, UNFIT, why, "a rank that dies ends all others.", "Read what that rank printed last.")
+# What the ranks look at -----------------------------------------------------------------------------------------------
+# Each function that takes a group is collective: every rank calls it. Most findings are rank 0's
 
 
-def _hang(stage: str, why: str) -> Finding:
-    return Finding(stage, INCOMPLETE, why, "in training it would be a hang.", "Look at the suspected rank.")
+def devices(launch: RankEnv) -> Iterator[Finding]:
+    """This process's own devices: how many, and for how many processes. Needs no group."""
+    if not torch.cuda.is_available():
+        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
+        return
+    count, local = torch.cuda.device_count(), launch.local_world_size or 1
+    yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+    if count < local:
+        yield problem("few-devices", local=local, count=count)
+
+
+def repetition(device: torch.device) -> Iterator[Finding]:
+    """Whether this rank's device gives the same bits each time that it computes the same thing. Needs no group."""
+    first, times, until_s = work(device), 1, time.monotonic() + REPEAT_S
+    while times < 2 or time.monotonic() < until_s:
+        times += 1
+        if work(device) != first:
+            yield problem("two-results", device=device, times=times, host=host_name(), kind=device.type.upper())
+            return
+    yield Finding("repetition", OK, f"the same computation gave the same bits {times} times on {device}")
+
+
+def work(device: torch.device) -> int:
+    """A digest of some matrix products, from the same numbers each time: all cores, vector units and some memory."""
+    size = 512 if device.type == "cpu" else 4096
+    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device) / size**0.5
+    state = weight
+    for _ in range(8):
+        state = torch.sin(4 * state @ weight)
+    return int(torch.hash_tensor(state).item())
+
+
+def versions(group: Group) -> Iterator[Finding]:
+    """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
+    on_gpu = group.device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
+    compared = {
+        "nccl": (".".join(map(str, nccl)), UNFIT), "CUDA": (torch.version.cuda or "", UNFIT),
+        "Python": (platform.python_version(), WARNING), "GPU driver": (driver_version(), WARNING),
+        "CPU": (cpu_model(), NOTE), "GPU": (torch.cuda.get_device_name(group.device) if on_gpu else "", NOTE),
+    }
+    gathered = group.gather({name: own for name, (own, _) in compared.items()})
+    for name, (_, level) in compared.items() if group.rank == 0 else ():
+        holders: dict[str, list[int]] = {}
+        for rank, versions_there in enumerate(gathered):
+            holders.setdefault(versions_there[name], []).append(rank)
+        if len(holders) > 1:
+            seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
+            weights = f"; weights are the same to the bit on one kind of {name} only" if level == NOTE else ""
+            why = "what works on one node may fail or hang on another."
+            yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, "Install the same on all nodes.")
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """The version of NVIDIA's kernel driver, such as 570.124.06, also in a container; "" where there is none."""
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", read(root / "proc/driver/nvidia/version"))
+    return found[0] if found else ""
+
+
+def cpu_model() -> str:
+    """The CPU's name, such as "Intel(R) Xeon(R) Processor @ 2.50GHz"; at least its architecture."""
+    # Linux only; platform.processor() is empty there
+    names = [line for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
+def collective(group: Group) -> Iterator[Finding]:
+    """Whether each collective that training uses gives the right numbers."""
+    if wrong := wrong_collectives(group):
+        yield problem("wrong-sum", wrong=", ".join(wrong), host=host_name())
+    elif group.rank == 0:
+        yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
+
+
+def wrong_collectives(group: Group) -> list[str]:
+    """Each collective that gave a wrong result on this rank; empty if all are right.
+
+    The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
+    """
+    rank, size, device, wrong = group.rank, group.world_size, group.device, []
+
+    def check(name: str, call: Callable[[torch.Tensor], Any], own: torch.Tensor, expected: torch.Tensor) -> None:
+        group.collective(lambda: call(own))
+        if not torch.equal(own, expected):
+            wrong.append(name)
+
+    for length in (1, 1000, 2**18 + 1):
+        base = torch.arange(length, device=device, dtype=torch.float32) % 997
+        total = base * size + size * (size - 1) / 2
+        check(f"all_reduce of {length} numbers", lambda numbers: dist.all_reduce(numbers), base + rank, total)
+        for source in {0, size - 1}:
+            check(f"broadcast of {length} numbers from rank {source}",
+                  lambda numbers, source=source: dist.broadcast(numbers, src=source),  # type: ignore[misc]
+                  base + rank, base + source)
+    own = torch.full((3,), float(rank), device=device)
+    parts = torch.zeros(size, 3, device=device)
+    expected = torch.arange(size, device=device, dtype=torch.float32)[:, None].expand(size, 3)
+    check("all_gather", lambda into: dist.all_gather(list(into), own), parts, expected)
+    return wrong
+
+
+# Links --------------------------------------------------------------------------------------------------------------
+# In a ring: each node's first rank with that of the next node, and inside a node each rank with the next one, as
+# gradients go. No rank takes part in two measurements at a time
+
+
+class LinkSpeed(NamedTuple):
+    """One link between two ranks: the best of several tries, as other traffic of a moment is not the link's fault."""
+
+    ranks: Sequence[int]  # two
+    latency_s: float  # one way: half of a round trip of 8 bytes
+    bandwidth: float  # bytes/s, the mean of both directions
+    between_nodes: bool
+
+
+def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Latency and bandwidth of the links. Writes all of them to `facts` on rank 0."""
+    own = []
+    for pairs, between in rounds(group.hosts):
+        for low, high in pairs:
+            if group.rank == low:
+                own.append(LinkSpeed((low, high), *_measure_link(high, group.device, first=True), between))
+            elif group.rank == high:
+                _measure_link(low, group.device, first=False)
+    found = [LinkSpeed(*link) for part in group.gather(own) for link in part]
+    if group.rank == 0:
+        facts["links"] = [link._asdict() for link in found]
+        for between, words in ((True, "between nodes"), (False, "inside a node")):
+            if kind := [link for link in found if link.between_nodes is between]:
+                yield judge(kind, words, group.hosts)
+
+
+def judge(kind: Sequence[LinkSpeed], words: str, hosts: Sequence[str]) -> Finding:
+    """The slowest of links of one kind: a warning where it is below SLOWEST_LINK, or far below the others and slow."""
+    slowest, median = min(kind, key=lambda link: link.bandwidth), statistics.median(link.bandwidth for link in kind)
+    low, high = slowest.ranks
+    seen = (
+        f"{len(kind)} {words}: slowest {_rate(slowest.bandwidth)}, ranks {low} on {hosts[low]} and {high} on "
+        f"{hosts[high]}; median {_rate(median)}; longest latency {max(link.latency_s for link in kind) * 1e6:.0f} us"
+    )
+    # Beside a link inside one chip any cable looks slow
+    if slowest.bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):
+        return Finding("links", OK, seen)
+    return problem("slow-link", seen=seen, ring_s=200e6 / slowest.bandwidth)
+
+
+def rounds(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
+    """Rounds of pairs of ranks, and whether these are between nodes. The same on every rank. `hosts`: of each rank.
+
+    >>> rounds(["a", "b", "c"])
+    [([(0, 1)], True), ([(1, 2)], True), ([(0, 2)], True)]
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    found = []
+    for between, rings in (True, [[ranks[0] for ranks in nodes.values()]]), (False, list(nodes.values())):
+        for number in range(3):
+            pairs = [pair for ring in rings for pair in _round(ring, number)]
+            found += [(pairs, between)] if pairs else []
+    return found
+
+
+def _round(ring: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Of the first three rounds, in which each meets its two neighbours: the last one closes the ring."""
+    if number == 2:
+        return [(ring[0], ring[-1])] if len(ring) > 2 else []
+    return list(pairwise(ring))[number::2]
+
+
+def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
+    """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ.
+
+    It sends each message, the other end echoes it, and the fastest of several round trips counts: what else uses the
+    machine only makes one slower. No clock of two machines is exact enough to time one way alone.
+    """
+    def round_trip_s(size: int, count: int) -> float:
+        message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
+        for _ in range(count):
+            began_s = time.perf_counter()
+            for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+                call(message, other)
+            if device.type != "cpu":  # calls only queue work there, and return at once
+                torch.accelerator.synchronize(device)
+            best_s = min(best_s, time.perf_counter() - began_s)
+        return best_s
+
+    ping_s, size = round_trip_s(PING_BYTES, PINGS), FIRST_BYTES
+    while True:
+        taken_s = round_trip_s(size, TRANSFERS)
+        larger = torch.tensor([size < MAX_BYTES and GROWTH * taken_s < LONG_S], dtype=torch.uint8, device=device)
+        (dist.send if first else dist.recv)(larger, other)
+        if not larger.item():
+            return ping_s / 2, 2 * size / max(taken_s - ping_s, 1e-9)
+        size *= GROWTH
+
+
+def _rate(bandwidth: float) -> str:
+    """`bandwidth` in bytes/s."""
+    return f"{bandwidth / 1e6:.0f} MB/s" if bandwidth < 1e9 else f"{bandwidth / 1e9:.1f} GB/s"

@@ -1,14 +1,15 @@
-"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubeflow's operator.
+"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubeflow's operator. And ports that do not collide.
 
-`Variables` is RANK and its companions as strings, and who set each, before they are checked.
+`Variables` is RANK and its companions as strings, before they are checked.
 """
 
+import random
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rankup.env.addresses import port_for
 from rankup.errors import LaunchError
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -16,7 +17,6 @@ NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 TORCHRUN = "torchrun -m train.main train ..."
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-STEP = "Slurm step"  # who set a variable
 # Launchers whose ranks we adopt by a prefix: name, prefix, variables of which one names the job, what several nodes
 # lack. horovodrun may run inside mpirun, so it comes first
 BY_PREFIX = (
@@ -37,15 +37,14 @@ class Variables:
 
     launcher: str
     values: dict[str, str] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)  # variable -> who set it
     warnings: list[str] = field(default_factory=list)
 
-    def add(self, name: str, value: object, origin: str) -> None:
+    def add(self, name: str, value: object) -> None:
         """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
-        if value is not None and name not in self.values:
-            self.values[name], self.origins[name] = str(value), origin
+        if value is not None:
+            self.values.setdefault(name, str(value))
 
-    def adopt(self, environ: Mapping[str, str], names: Mapping[str, str], origin: str) -> None:
+    def adopt(self, environ: Mapping[str, str], names: Mapping[str, str]) -> None:
         """Take each variable (key) from the launcher's own one (value).
 
         Raises LaunchError where an explicit value contradicts it: two launchers are mixed.
@@ -56,13 +55,12 @@ class Variables:
                     f"{name}={self.values[name]} but {theirs}={environ[theirs]}, and RANK is not set: two launchers "
                     f"are mixed. Unset {name}, or set {' '.join(FIVE)} all."
                 )
-            self.add(name, environ.get(theirs), origin)
+            self.add(name, environ.get(theirs))
 
 
 def given(environ: Mapping[str, str], launcher: str, names: tuple[str, ...] = FIVE) -> Variables:
     """Those of `names` that are set already."""
-    values = {name: environ[name] for name in names if name in environ}
-    return Variables(launcher, values, dict.fromkeys(values, "environment"))
+    return Variables(launcher, {name: environ[name] for name in names if name in environ})
 
 
 def count(environ: Mapping[str, str], name: str) -> int | None:
@@ -107,17 +105,17 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
         )
     found = given(environ, "slurm")
     names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-    found.adopt(environ, names, STEP)
+    found.adopt(environ, names)
     _add_place(environ, found)
     if nodes == 1:
         # A container may not resolve its host's name
-        found.add("MASTER_ADDR", "127.0.0.1", "Slurm step (one node)")
+        found.add("MASTER_ADDR", "127.0.0.1")
     elif hosts := environ.get("SLURM_STEP_NODELIST"):
-        found.add("MASTER_ADDR", first_host(hosts), "derived from SLURM_STEP_NODELIST")
+        found.add("MASTER_ADDR", first_host(hosts))
     # From the job's own id, not the array's: the last task of an array has the array's id as its own
     if (job_id := count(environ, "SLURM_JOB_ID")) is not None:
         restart = count(environ, "SLURM_RESTART_COUNT") or 0
-        found.add("MASTER_PORT", port_for(job_id, restart=restart, step=step), "derived from SLURM_JOB_ID")
+        found.add("MASTER_PORT", port_for(job_id, restart=restart, step=step))
     return found
 
 
@@ -135,7 +133,7 @@ def complete_slurm(environ: Mapping[str, str], found: Variables) -> None:
                 "processes. Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
             )
     elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
-        found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"), STEP)
+        found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"))
         _add_place(environ, found)
     elif tasks > 1:
         found.warnings.append(
@@ -153,10 +151,10 @@ def run_name(environ: Mapping[str, str]) -> str | None:
 
 def _add_place(environ: Mapping[str, str], found: Variables) -> None:
     """Add what Slurm says about this node, and the tasks of each node where all have as many."""
-    found.add("GROUP_RANK", count(environ, "SLURM_NODEID"), STEP)
-    found.add("GROUP_WORLD_SIZE", count(environ, "SLURM_STEP_NUM_NODES"), STEP)
+    found.add("GROUP_RANK", count(environ, "SLURM_NODEID"))
+    found.add("GROUP_WORLD_SIZE", count(environ, "SLURM_STEP_NUM_NODES"))
     if share := re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        found.add("LOCAL_WORLD_SIZE", share[1], STEP)
+        found.add("LOCAL_WORLD_SIZE", share[1])
 
 
 def first_host(nodelist: str) -> str:
@@ -178,15 +176,15 @@ def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
             continue
         found = given(environ, launcher)
         theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-        found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()}, launcher)
+        found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()})
         if found.values.get("LOCAL_WORLD_SIZE") == str(size):
-            found.add("MASTER_ADDR", "127.0.0.1", f"{launcher} (one node)")
+            found.add("MASTER_ADDR", "127.0.0.1")
         elif "MASTER_ADDR" not in found.values:
             raise LaunchError(
                 f"{prefix}SIZE={size} on several nodes, but {launcher} does not say where rank 0 is. {way_out}"
             )
         for job in (job for job in jobs if environ.get(job)):
-            found.add("MASTER_PORT", port_for(zlib.crc32(environ[job].encode())), f"derived from {job}")
+            found.add("MASTER_PORT", port_for(zlib.crc32(environ[job].encode())))
         return found
     return None
 
@@ -228,11 +226,10 @@ def complete_pod(environ: Mapping[str, str], found: Variables) -> None:
         )
     if environ.get("PET_NODE_RANK") == environ["RANK"]:
         found.launcher = "kubeflow"
-        found.origins = dict.fromkeys(found.values, "PyTorchJob operator (PET_*)")
         # Not PET_NNODES: with an elasticPolicy it counts the Workers alone
         nodes = environ.get("WORLD_SIZE")
         for name, value in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", environ["RANK"]), ("GROUP_WORLD_SIZE", nodes)):
-            found.add(name, value, "one process a pod")
+            found.add(name, value)
 
 
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
@@ -258,3 +255,37 @@ def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Ma
         refuse_pod(environ)
     # auto, gpu and cpu are torchrun's
     return left, int(per_pod) if re.fullmatch(r"[1-9][0-9]{0,6}", per_pod) else None
+
+
+# Ports ----------------------------------------------------------------------------------------------------------------
+
+# torchrun's default too. The nodes of a launch by hand must agree on a port without talking to each other first.
+PORT_OF_LAUNCH = 29400
+# Services one meets on cluster nodes: Webmin, node agents, memcached, Ollama, RabbitMQ, API servers, the default of a
+# training operator, GlusterFS, Redis Sentinel, FlexLM, MongoDB and torch's own defaults.
+_TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, PORT_OF_LAUNCH, 29500}
+_TAKEN |= set(range(27000, 27020))
+# Below those that Linux gives to outgoing connections, from 32768 on; above the ports that need root.
+_PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
+
+
+def port_for(job_id: int, *, restart: int = 0, step: int = 0) -> int:
+    """A port for rank 0, the same on every node of a job, away from well-known services.
+
+    Jobs whose ids are less than 19000 apart get different ports, and so do a job's restarts, as the earlier attempt may
+    still hold its port.
+    """
+    # Primes, so that neighbouring jobs, restarts and steps differ
+    return _PORTS[(job_id + 7919 * restart + 3571 * step) % len(_PORTS)]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now. Raises OSError where there is no free one among 100."""
+    for port in random.Random().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port from 10000 to 29999")

@@ -7,8 +7,7 @@ that finds LOCAL_RANK was started once for each rank, so it starts one.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankup.env.addresses import PORT_OF_LAUNCH
-from rankup.env.launchers import STEP, adopt_slurm, count, count_pods
+from rankup.env.launchers import PORT_OF_LAUNCH, adopt_slurm, count, count_pods
 from rankup.env.rank_env import read_rank_env, who_set_rank
 from rankup.errors import LaunchError
 
@@ -98,10 +97,10 @@ def read_node_env(
     ):
         if option is not None and option != number and not (limits is not None and name == "WORLD_SIZE"):
             raise LaunchError(
-                f"{flag} must be {name}={number} (from {env.origins[name]}), got {option}. Leave {flag} out."
+                f"{flag} must be {name}={number} (from {env.launcher}), got {option}. Leave {flag} out."
             )
     # Several agents on a machine would each start several ranks, which share its devices
-    if nproc > 1 and env.origins.get("GROUP_WORLD_SIZE") == STEP and env.world_size > (env.num_nodes or 1):
+    if nproc > 1 and "SLURM_STEP_ID" in environ and env.world_size > (env.num_nodes or env.world_size):
         raise LaunchError(
             f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {env.num_nodes} nodes: that "
             "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."

@@ -5,15 +5,17 @@ starts one process. Without RANK, what a launcher sets is adopted where it certa
 refused: the alternative is a job that trains alone on every node and reports success.
 """
 
+import ipaddress
 import json
 import os
 import re
+import urllib.parse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rankup.env import launchers
-from rankup.env.addresses import is_host, is_loopback, parse_url
 from rankup.env.launchers import FIVE, NAMES, Variables, given
 from rankup.errors import LaunchError
 
@@ -47,7 +49,6 @@ class RankEnv:
     master_port: int = 0  # 0 only for a single process, which listens nowhere
     launcher: str = "python"  # or "environment" (by hand), or the one that was recognised
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
-    origins: dict[str, str] = field(default_factory=lambda: dict.fromkeys(FIVE, "default"))  # variable -> who set it
     warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or our agents; the requeues of a scheduler are not among them
     agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and what that says of the others
@@ -77,17 +78,16 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     Beside it only the parent's process id is read. Raises LaunchError with every mistake, one
     on a line.
     """
-    agent, parent = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_PARENT", "")
-    commit, file = agent["commit"] if agent else {}, environ.get("RANKUP_FILE", "")
+    agent, file = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_FILE", "")
+    commit = agent["commit"] if agent else {}
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
     ours: dict[str, Any] = {
         "agent": agent, "agent_store": agent is not None, "restart_count": commit.get("restarts", 0),
         "attempt": f"{commit['job']}-{commit['restarts']}" if agent else "",
         "start": environ.get("RANKUP_START", ""), "run_name": launchers.run_name(environ),
-        "parent_pid": int(parent) if parent.isdecimal() else None,
+        # These leave their processes running where they are killed
+        "parent_pid": os.getppid() if found.launcher in ("torchrun", "open mpi") else None,
     }
-    if found.launcher in ("torchrun", "open mpi") and ours["parent_pid"] is None:
-        ours["parent_pid"] = os.getppid()  # these leave their processes running where they are killed
     if found.launcher == "python":
         return RankEnv(warnings=tuple(found.warnings), **ours)
     if found.launcher == "torchrun":
@@ -95,7 +95,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         ours["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     numbers = _checked(found)
     return RankEnv(
-        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher, origins=found.origins,
+        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher,
         warnings=tuple(found.warnings), file=file, **numbers, **ours,
     )
 
@@ -112,8 +112,6 @@ def who_set_rank(environ: Mapping[str, str]) -> str:
 def _with_rank(environ: Mapping[str, str]) -> Variables:
     """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
     found = given(environ, who_set_rank(environ), NAMES)
-    if found.launcher != "environment":
-        found.origins = dict.fromkeys(found.values, found.launcher)
     launchers.complete_slurm(environ, found)
     launchers.complete_pod(environ, found)
     return found
@@ -153,26 +151,26 @@ def _checked(found: Variables) -> dict[str, Any]:
         raise LaunchError(
             f"{' '.join(shown)} but {gap}. {WHO_SETS_THEM} For a single process unset {' '.join(values)}."
         )
-    found.add("LOCAL_RANK", 0, "default")  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
+    found.add("LOCAL_RANK", 0)  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
     numbers = {name: int(text) for name, text in values.items() if re.fullmatch(r"-?[0-9]{1,18}", text)}
-    rank, world, local, groups = (
-        max(0, numbers.get(name, MANY)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    world, local, groups = (
+        max(0, numbers.get(name, MANY)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     )
     bounds = {
-        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "GROUP_RANK": (0, groups - 1),
-        "WORLD_SIZE": (1, MANY), "LOCAL_WORLD_SIZE": (1, world), "GROUP_WORLD_SIZE": (1, world),
-        "MASTER_PORT": (1, 65535),
+        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(numbers.get("RANK", MANY), local - 1)),
+        "GROUP_RANK": (0, groups - 1), "WORLD_SIZE": (1, MANY), "LOCAL_WORLD_SIZE": (1, world),
+        "GROUP_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
     }
     mistakes = []
     for name, text in values.items():
-        least, most = bounds.get(name, (0, 0))
         if name == "MASTER_ADDR":
             rule = "" if is_host(text) else "a host name or an address, without a port"
         else:
+            least, most = bounds[name]
             rule = "" if least <= numbers.get(name, -1) <= most else f"a whole number from {least} to {most}"
-        if rule:
             rule = rule.replace(f" from {least} to {MANY}", f" >= {least}")
-            mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.origins[name]}). {WHO_SETS_THEM}")
+        if rule:
+            mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.launcher}). {WHO_SETS_THEM}")
     if mistakes:
         raise LaunchError("\n".join(mistakes))
     world_size, local_world_size = numbers["WORLD_SIZE"], numbers.get("LOCAL_WORLD_SIZE")
@@ -187,6 +185,48 @@ def _checked(found: Variables) -> dict[str, Any]:
         "num_nodes": num_nodes, "node_rank": 0 if num_nodes == 1 else numbers.get("GROUP_RANK"),
         "master_port": numbers["MASTER_PORT"],
     }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address means "this machine" on every machine."""
+    if host.lower().rstrip(".") in {"localhost", "localhost.localdomain", "ip6-localhost"}:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback or address.is_unspecified
+
+
+def is_host(text: str) -> bool:
+    """Whether that can be a host name, or an address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text))
+    return True
+
+
+def parse_url(url: str) -> dict[str, str]:
+    """The variables that --init-method stands for.
+
+    `tcp://host:port` is two of them in another form. With `file:///path` rank 0 opens a free port and writes its
+    address into that file, which all ranks can read; it is removed once they have met. torch's own file store keeps
+    everything in the file, and waits without end where an earlier run left one. Raises LaunchError for a URL of another
+    kind and for a file in no folder.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
+        path = Path(urllib.parse.unquote(parts.path))
+        if not path.parent.is_dir() or path.is_dir():
+            raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
+        # No address is known yet: these pass the checks of the five variables, and nobody opens the port
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANKUP_FILE": str(path)}
+    address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
+    if parts.scheme == "tcp" and address and not parts.query:
+        return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
+    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")
 
 
 def check_loopback(env: RankEnv, simulated_nodes: bool) -> None:
@@ -221,11 +261,6 @@ def with_options(
     return {**environ, **counts, **given_by_url}
 
 
-def without_launcher(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """What is left of `environ` for a process that shall be no rank, but still ends with its parent."""
-    return {name: environ[name] for name in ("RANKUP_PARENT",) if name in environ}
-
-
 def cache_folder() -> str:
     """Where the user wants downloads to be kept, or an empty string."""
     return os.environ.get("RANKUP_CACHE", "")
@@ -243,7 +278,7 @@ def how_to_start(env: RankEnv) -> str:
 
 
 def describe(env: RankEnv) -> str:
-    """One line: which rank this is, where the group meets, and who set each variable."""
+    """One line: which rank this is, where the group meets, and who started it."""
     if not env.distributed:
         return "rank 0 of 1: a single process, as no launcher gave a rank"
     places = [
@@ -255,13 +290,7 @@ def describe(env: RankEnv) -> str:
     ]
     host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
     meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"
-    names: dict[str, list[str]] = {}
-    for name in FIVE[:3] if env.file else FIVE:
-        origin = env.origins[name]
-        says = "by default" if origin == "default" else origin if origin.startswith("derived") else f"from {origin}"
-        names.setdefault(says, []).append(name)
-    origins = ", ".join(f"{' '.join(those)} {says}" for says, those in names.items())
-    return f"rank {env.rank} of {env.world_size} ({', '.join(places)}), {meets}; {origins}"
+    return f"rank {env.rank} of {env.world_size} ({', '.join(places)}), {meets}; from {env.launcher}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -4,7 +4,6 @@ A log is read line by line, so its size does not matter: one of 10 GB needs no m
 """
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 # LOG_DIR/ID_RANDOM/attempt_0/LOCAL_RANK/stderr.log, as torchrun writes it. Beside the ranks' folders it keeps copies of
 # what it showed: filtered_stdout.log
 TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/[^/]+")
-TORCHRUN_ERROR = "error.json"
 MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
 MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -69,8 +67,8 @@ class LogFile:
 
     def lines(self) -> Iterator[str]:
         """Its lines. Bytes that are not UTF-8 become question marks. Raises OSError."""
-        if self.ends or self.path.name == TORCHRUN_ERROR:
-            yield from self.ends or _error_lines(self.path)
+        if self.ends:
+            yield from self.ends
             return
         is_input = str(self.path) == STDIN
         file_or_number = sys.stdin.fileno() if is_input else self.path
@@ -168,16 +166,6 @@ def _is_text(path: Path) -> bool:
             return b"\0" not in file.read(1024)
     except OSError:
         return True  # whoever reads it gets the reason
-
-
-def _error_lines(path: Path) -> Iterator[str]:
-    """The traceback that torch's `@record` keeps, with its time."""
-    message = _read_object(path).get("message")
-    more = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-        yield f"{datetime.fromtimestamp(int(more['timestamp'])).isoformat()}\n"
-    text = more.get("py_callstack") or (message if isinstance(message, str) else json.dumps(message))
-    yield from (f"{line}\n" for line in str(text).splitlines())
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,34 +1,42 @@
-"""The group of ranks: this rank's place in it, and the few collectives over host memory that keep the ranks in step.
+"""The group of ranks: this rank's place in it, the few collectives over host memory that keep the ranks in step, and
+the store by which torch sets a group up.
 
 Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's own collectives of objects unpickle
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
 import contextlib
+import ctypes
 import dis
+import hashlib
 import io
 import json
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rankup.agent.ends import LOST_PEER
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
-from rankup.agent.status import tell_torchrun
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.line import Suspect, describe, root_exit_code
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Watchdog
+from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
+SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 
 
 class Group:
@@ -38,8 +46,7 @@ class Group:
     the end of the block turns that into a PeerLost which names the rank.
 
     `hosts`: by rank. `restarted`: any rank's process. `settings`: what must be the same on all ranks. `backend`: of
-    torch's process group. `store`: torch's, once the ranks have met. `all_done`: all ranks are known to have come to
-    their end.
+    torch's process group. `store`: once the ranks have met.
     """
 
     settings: Mapping[str, str]
@@ -56,7 +63,6 @@ class Group:
         self.restarted = launch.restart_count > 0
         self.store: Any = None
         self.until_formed = contextlib.ExitStack()
-        self.all_done = False
         self.record = watch.record
 
     @property
@@ -120,8 +126,7 @@ class Group:
         Raises what `fail` returns where another rank does not come.
         """
         try:
-            if not self.all_done:
-                self.barrier()
+            self.barrier()
             self.watch.all_done()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -215,12 +220,8 @@ class Group:
         return json.loads(self.broadcast_bytes(data, source=source))
 
     def broadcast_tensors(self, value: Any, *, source: int = 0) -> Any:
-        """The `value` of rank `source`, tensors and plain values in lists and dicts, on all ranks, on the CPU.
-
-        What the other ranks pass is not looked at.
-        """
-        data = pack(value) if self.rank == source else b""
-        return unpack(self.broadcast_bytes(data, source=source))
+        """The same with tensors and plain values in lists and dicts, which arrive on the CPU."""
+        return unpack(self.broadcast_bytes(pack(value) if self.rank == source else b"", source=source))
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
         """The `data` of rank `source` on all ranks. What the other ranks pass is not looked at."""
@@ -314,3 +315,47 @@ def _raised_by_python(error: BaseException) -> bool:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+
+
+def digest(settings: Mapping[str, str]) -> str:
+    """Of what must be the same on all ranks."""
+    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
+
+
+# torch's store --------------------------------------------------------------------------------------------------------
+
+
+def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
+    with no_name_lookups():
+        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def no_name_lookups() -> Iterator[None]:
+    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+
+    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
+    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
+    lets a program replace the line of nsswitch.conf.
+    """
+    _ask_for_names("files")
+    try:
+        yield
+    finally:
+        _ask_for_names(_configured_services())
+
+
+def _ask_for_names(services: str) -> None:
+    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", services.encode())
+
+
+def _configured_services() -> str:
+    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE):
+            return found[1].strip()
+    return "files dns"

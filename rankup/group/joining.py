@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rankup
+from rankup.agent.ends import StatusFile
 from rankup.agent.protocol import HINT, Member, describe_differences
 from rankup.agent.record import RecordWriter
-from rankup.agent.status import StatusFile
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
-from rankup.group.group import Group
-from rankup.group.line import AgentLine, Line, Suspect, describe
-from rankup.group.meeting import MemberLine, connect_store, digest
+from rankup.group.group import Group, connect_store, digest
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Watchdog
+from rankup.group.watchdog import AgentLine, Line, Suspect, Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
 
 
@@ -101,6 +99,8 @@ def meet(group: Group, *, timeout_s: float) -> None:
         line = AgentLine(agent, group.rank, group.stop)
         group.store = connect_store(commit["ip"], group.launch.master_port, timeout_s=timeout_s)
     else:
+        from rankup.group.meeting import MemberLine  # it brings the whole meeting along
+
         line = member = MemberLine(
             group.launch, group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
             record=group.record, stop=group.stop, until_formed=group.until_formed,

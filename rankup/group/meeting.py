@@ -1,9 +1,8 @@
-"""Meeting the others without an agent: who belongs to the group, and torch's store for its set-up."""
+"""Meeting the others without an agent: who belongs to the group, and torch's store for its set-up. Ranks that an agent
+has started do not import this file."""
 
 import asyncio
 import contextlib
-import ctypes
-import hashlib
 import json
 import logging
 import math
@@ -29,22 +28,15 @@ from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, choose_interface, chosen_address, in_thread, listen, open_port
 from rankup.agent.protocol import RANKS, Member
 from rankup.agent.record import RecordWriter
-from rankup.env.addresses import is_loopback
-from rankup.env.rank_env import RankEnv
+from rankup.env.rank_env import RankEnv, is_loopback
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
-from rankup.group.line import Line
+from rankup.group.group import connect_store, digest, no_name_lookups
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Line
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
-SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
-OTHER_FILES = 512  # that a process needs open beside the connections of its group
-
-
-def digest(settings: Mapping[str, str]) -> str:
-    """Of what must be the same on all ranks."""
-    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class MemberLine(Line):
@@ -92,7 +84,9 @@ class MemberLine(Line):
         """
         if self.launch.rank == 0:
             self.log.info(f"waiting for {self.launch.world_size} ranks at {self.address}")
-        allow_connections(2 * self.launch.world_size)
+        # Rank 0 holds several connections of each rank. Most systems allow 1,024 at first and many times that if asked
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         threading.Thread(target=self._run, name="line", daemon=True).start()
         found = self._commit.get()
         if isinstance(found, Exception):
@@ -245,7 +239,7 @@ def read_place(file: Path) -> tuple[str, int] | None:
         ) from None
 
 
-# torch's store, and what it asks of the operating system --------------------------------------------------------------
+# torch's store --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -266,53 +260,3 @@ def _address_behind(host: str, port: int) -> str:
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S) as found:
         return str(found.getpeername()[0])
     return host
-
-
-def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
-    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
-    with no_name_lookups():
-        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-@contextlib.contextmanager
-def no_name_lookups() -> Iterator[None]:
-    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
-
-    torch asks for the name of both ends of each connection of a store, only to print it: the client twice, the server
-    once, in its one thread, so that all ranks wait for each answer. With a resolver that takes 5 s to say that it does
-    not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc lets a program
-    replace the line of nsswitch.conf. With another library than glibc nothing changes.
-    """
-    _ask_for_names("files")
-    try:
-        yield
-    finally:
-        _ask_for_names(_configured_services())
-
-
-def _ask_for_names(services: str) -> None:
-    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
-    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
-    if configure is not None:
-        configure(b"hosts", services.encode())
-
-
-def _configured_services() -> str:
-    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
-    with contextlib.suppress(OSError):
-        for line in SWITCH.read_text().splitlines():
-            database, colon, services = line.partition("#")[0].partition(":")
-            if colon and database.strip() == "hosts" and services.strip():
-                return services.strip()
-    return "files dns"
-
-
-def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files so far that it can hold `count` connections, where the system lets us.
-
-    Most systems allow 1,024 at first and many times that if asked: rank 0 holds several connections of each rank.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + OTHER_FILES if hard == resource.RLIM_INFINITY else min(count + OTHER_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

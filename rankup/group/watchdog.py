@@ -1,42 +1,182 @@
-"""Deadlines, and the report of how this rank ends: a hang always turns into an exit that names the suspect, and so does
-a lost rank.
+"""Deadlines, lost ranks, and the report of how this rank ends: a hang always turns into an exit that names the suspect.
 
-The thread of `rankup.group.stop` looks at the clock, and at what the line to the others has said; it does nothing that
-could block it. A rank that has to go does so in a thread of its own. A process that is stopped itself (SIGSTOP, a
-frozen node) does none of that: the others find it by its silence.
+A rank's line leads to the others, beside what is training: who is lost, who asks to stop, where everybody is. Under an
+agent it is a local socket to it. Without one the rank is a member of the meeting itself (`rankup.group.meeting`).
+
+The thread of `rankup.group.stop` looks at the clock, and at what the line has said; it does nothing that could block
+it. A rank that has to go does so in a thread of its own. A process that is stopped itself (SIGSTOP, a frozen node) does
+none of that: the others find it by its silence. No torch here.
 """
 
+import contextlib
+import json
 import logging
 import math
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rankup.agent.ends import End
+from rankup import timing
+from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
+from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, RecordWriter
-from rankup.agent.status import StatusFile, tell_torchrun, write_end
-from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
-from rankup.group import stacks
-from rankup.group.line import Line, Suspect, describe, root_exit_code
-from rankup.group.stacks import compare, moment, own_place
-from rankup.group.stop import StopRequest
-from rankup.timing import (
-    ALIVE_S,
-    CAUSE_S,
-    FAILED_S,
-    FAILED_WAITING_S,
-    GONE_S,
-    LEAVING_S,
-    LINGER_S,
-    LOCKED_GRACE_S,
-    REARM_S,
-    REPORT_END_S,
-    STACKS_S,
-    TICK_S,
-)
+from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
+from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
+
+# The line to the others -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A rank that may be the cause, and why. `code`: that it ended with, where somebody knows. `alive`: it keeps the
+    others waiting."""
+
+    rank: int
+    why: str
+    code: int | None = None
+    alive: bool = False
+
+
+class Line:
+    """What was heard so far, and what follows from it.
+
+    `heard`: is set once a rank is lost, or the line itself. `must_leave`: for a stop, as the ranks do not come to the
+    step that all stop at.
+    """
+
+    def __init__(self, rank: int, stop: StopRequest) -> None:
+        self._rank, self._stop = rank, stop
+        self.heard = threading.Event()
+        self.must_leave = False
+        self._answered = threading.Event()
+        self._lost: Mapping[str, Any] = {}
+        self._signs: list[dict[str, Any]] = []
+        self.nodes: list[dict[str, Any]] = []  # where their number may change, as they were said with the last signs
+
+    def say(self, kind: str, **values: Any) -> bool:
+        """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
+        return False
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """The others say: lost, gone, stop, leave, ranks. In one thread."""
+        if message["is"] in ("lost", "gone") and not self._lost:
+            self._lost = message
+            self.heard.set()
+            self._stop.wake()
+        elif message["is"] == "stop":
+            self._stop.ask(str(message["signal"]))
+        elif message["is"] == "leave":
+            self.must_leave = True
+        elif message["is"] == "ranks":
+            self._signs, self.nodes = message["ranks"], message.get("nodes", [])
+            self._answered.set()
+
+    def signs(self, *, timeout_s: float = timing.WHERE_S) -> list[dict[str, Any]]:
+        """Where each rank was when it last said so, see `Leader.signs`. Any thread but that of `hear`; what is known
+        where nobody answers in time."""
+        self._answered.clear()
+        if self.say("ask"):
+            self._answered.wait(timeout_s)
+        return self._signs
+
+    @property
+    def gone(self) -> bool:
+        """Whether somebody's process has ended by itself: a collective with it breaks, or never comes to an end."""
+        return self._lost.get("code") == KILLED
+
+    @property
+    def hang(self) -> bool:
+        """Whether somebody is late, and nobody has ended."""
+        return bool(self._lost.get("alive"))
+
+    def reported(self) -> list[tuple[int, int, str]]:
+        """Rank, code and reason of who has said itself how it ends."""
+        if self._lost.get("code") in (None, KILLED):
+            return []
+        return [(rank, self._lost["code"], self._lost["why"]) for rank in self._lost["ranks"]]
+
+    def suspects(self, *, waiting: bool, overdue: bool) -> list[Suspect]:
+        """The most likely first; empty where all ranks wait for each other. `waiting`: this rank waits in a collective
+        itself. `overdue`: its own deadline has passed."""
+        late = self._late() if not self._lost else []
+        if not (lost := self._lost):  # which may have come meanwhile, and says more
+            return late or ([] if waiting else [Suspect(self._rank, "the others wait for it", alive=True)])
+        if lost["is"] == "gone" and overdue and not waiting:
+            # This rank is the one that takes too long: those that waited for it have left, rank 0 among them
+            return [Suspect(self._rank, "the others have left", alive=True)]
+        ranks, alive = lost.get("ranks", [0]), bool(lost.get("alive"))
+        return [Suspect(rank, lost["why"], code=lost.get("code"), alive=alive) for rank in ranks]
+
+    def _late(self) -> list[Suspect]:
+        """Where nobody has ended: who gave no sign of life, else who does not wait for others."""
+        signs = [sign for sign in self.signs() if sign["rank"] != self._rank]
+        if not self._answered.is_set():
+            return [Suspect(0, "it does not answer")]
+        silent = [sign for sign in signs if time.time() - sign["seen"] > timing.QUIET_S]
+        if silent:
+            return [Suspect(sign["rank"], "gave no sign of life") for sign in silent]
+        busy = [sign for sign in signs if not sign["waiting"]]
+        return [Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy]
+
+
+class AgentLine(Line):
+    """To the agent of this node. `agent`: what it has put into RANKUP_AGENT."""
+
+    def __init__(self, agent: Mapping[str, Any], rank: int, stop: StopRequest) -> None:
+        super().__init__(rank, stop)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(agent["socket"])
+        self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
+        stop.hear(self._socket.fileno(), self.receive)
+        self.say("rank", local_rank=agent["local_rank"])
+
+    def receive(self) -> bool:
+        """Hear what has come. Returns False where nothing more will. In the thread of `StopRequest`."""
+        try:
+            data = self._socket.recv(1 << 16)
+            *whole, self._begun = (self._begun + data).split(b"\n")
+            for line in whole:
+                self.hear(json.loads(line))
+        except (OSError, ValueError):
+            return False
+        return bool(data)
+
+    def say(self, kind: str, **values: Any) -> bool:
+        data = json.dumps({"is": kind, **values}).encode() + b"\n"
+        if self._lock.acquire(timeout=timing.SAY_S):
+            try:
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(data)
+                    return True
+            finally:
+                self._lock.release()
+        return False
+
+
+def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
+    """The exit code of a rank that lost others: the code of the likeliest suspect where that forbids a restart.
+
+    A mistake or a fault on one rank ends all ranks so, and so does a rank that was asked to stop and left without them.
+    """
+    reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]
+    code = root_cause([*reported, otherwise])
+    return otherwise if worth_restarting(code) else code
+
+
+def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:
+    """One clause: "rank 3 on node1 (its process has ended)"; "suspected: ..." where its end is not known."""
+    if not suspects:
+        return "suspected: nobody, all ranks wait for each other"
+    named = ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])
+    return named if suspects[0].code is not None else f"suspected: {named}"
+
+
+# Deadlines and the end ------------------------------------------------------------------------------------------------
 
 
 class Keeper(Protocol):
@@ -70,7 +210,8 @@ class Watchdog:
         self.status, self.stop, self.record, self.log, self.leaving = status, stop, record, log, leaving
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
-        self._line: Line | None = None  # once the ranks have met
+        self._line = Line(status.rank, stop)  # it reaches nobody until the ranks have met
+        self._met = False
         self._quiet = False  # all ranks are done
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._keeper: Keeper | None = None
@@ -79,14 +220,14 @@ class Watchdog:
         self._stopping = False  # it ends for a stop, and has kept the state for that
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
-        stacks.follow(record)
+        follow(record)
         stop.watch = self
         stop.wake()
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
         """Of a job whose number of nodes may change, as they were said with the last signs of life."""
-        return self._line.nodes if self._line is not None else []
+        return self._line.nodes
 
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, in the order of the ranks.
@@ -96,8 +237,8 @@ class Watchdog:
         """
         self.record.set_place(self._place())
         own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
-        others = self._line.signs() if self._line is not None else []
-        return sorted([own, *(sign for sign in others if sign["rank"] != self.rank)], key=lambda sign: sign["rank"])
+        others = [sign for sign in self._line.signs() if sign["rank"] != self.rank]
+        return sorted([own, *others], key=lambda sign: int(sign["rank"]))
 
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
@@ -109,16 +250,11 @@ class Watchdog:
         if timeout_s == 0:
             clear_hard_deadline()
         elif phase != self.clock.present()[0]:  # no read of the whole record: this is called in every step
-            set_hard_deadline(timeout_s + LOCKED_GRACE_S)
+            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
             self.record.begin(step)
-
-    @property
-    def lost_a_peer(self) -> bool:
-        """Whether another rank is gone, as far as this one has heard. Any thread."""
-        return self._line is not None and self._line.gone
 
     @property
     def at_step(self) -> str:
@@ -131,7 +267,7 @@ class Watchdog:
 
     def connect(self, line: Line, hosts: Sequence[str]) -> None:
         """The ranks have met: look for losses, and report to the others from now on."""
-        self.hosts, self._line = hosts, line
+        self.hosts, self._line, self._met = hosts, line, True
         self.stop.wake()
 
     def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
@@ -160,11 +296,11 @@ class Watchdog:
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         self._leaving = code
-        self._extend(LEAVING_S)
+        self._extend(timing.LEAVING_S)
 
     def _extend(self, timeout_s: float) -> None:
         """A new deadline for the same phase: the others still see what this rank was doing."""
-        set_hard_deadline(timeout_s + LOCKED_GRACE_S)
+        set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
         self.record.extend(timeout_s)
 
     def end(self) -> None:
@@ -173,8 +309,6 @@ class Watchdog:
         self.stop.watch = None
         clear_hard_deadline()
 
-    # The end ----------------------------------------------------------------------------------------------------
-
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say that this rank ends with `code`, and `why`, to the other ranks and in the files of the run.
 
@@ -182,24 +316,19 @@ class Watchdog:
         """
         step = self.record.read().step
         own = End(self.rank, host_name(), code, why, step, suspect=suspect)
-        if self._line is not None:
-            self._line.say("end", **own.message())
+        self._line.say("end", **own.message())
         write_end(self.status.run_dir, self.status.attempt, own)
-        others = self._line.reported() if self._line is not None else []
-        ends = [own, *(
-            End(each.rank, self.hosts[each.rank], each.code, each.why, step)
-            for each in others if each.code is not None and each.rank != self.rank
-        )]
         if together:
             ends = [End(rank, host, code, why, step) for rank, host in enumerate(self.hosts)]
-        self.status.write_summary(ends)
+        else:
+            ends = [*(End(rank, self.hosts[rank], code, why, step) for rank, code, why in self._line.reported()), own]
+        self.status.write_summary({end.rank: end for end in ends}.values())
 
     # The thread -----------------------------------------------------------------------------------------------
 
     def tell_others(self, name: str) -> None:
         """A signal has come to this process, which asks the whole job to stop."""
-        if self._line is not None:
-            self._line.say("stop", signal=name)
+        self._line.say("stop", signal=name)
 
     def last_word(self, why: str, *, together: bool = False) -> None:
         """This rank leaves for a stop."""
@@ -209,27 +338,27 @@ class Watchdog:
     def tick(self) -> float:
         """Give a sign of life, and look whether this rank has to go. Returns in how many seconds to look again."""
         now_s, now, line = time.monotonic(), self.record.read(), self._line
-        if now_s - self._placed_s > ALIVE_S:
+        if now_s - self._placed_s > timing.ALIVE_S:
             self.record.set_place(self._place())
             self._placed_s = now_s
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
             leave(self._leaving)
-        if line is not None and line.heard.is_set():
+        if line.heard.is_set():
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
-            return TICK_S  # it goes already
-        if now.until_s < NO_LIMIT and now_s - self._armed_s > REARM_S:
-            set_hard_deadline(max(0.0, now.until_s - now_s) + LOCKED_GRACE_S)
+            return timing.TICK_S  # it goes already
+        if now.until_s < NO_LIMIT and now_s - self._armed_s > timing.REARM_S:
+            set_hard_deadline(max(0.0, now.until_s - now_s) + timing.LOCKED_GRACE_S)
             self._armed_s = now_s
         if overdue:
             self._aside(lambda: self._leave(""))
-        elif line is not None and line.must_leave:
+        elif line.must_leave:
             line.must_leave = False
             self._aside(self._leave_for_stop)
-        elif line is not None and self._lost_s and now_s - self._lost_s > self._patience_s(line):
+        elif self._lost_s and now_s - self._lost_s > self._patience_s(line):
             self._aside(lambda: self._leave(f"lost a peer{self.at_step}", hung=line.hang))
-        return GONE_S if self._lost_s else TICK_S
+        return timing.GONE_S if self._lost_s else timing.TICK_S
 
     def _aside(self, work: Callable[[], None]) -> None:
         self._leaver = threading.Thread(target=work, name="leaves", daemon=True)
@@ -241,13 +370,13 @@ class Watchdog:
             keeper = self._keeper
             if keeper is None or self.record.read().settled:
                 return
-            self._extend(self._keep_timeout_s + LEAVING_S)
+            self._extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
             if why == "":  # it takes all ranks, so they go on until they come to that step
                 return
             self._stopping = True
         why = why or f"{self.stop.signal_name}: the state could not be kept"
-        leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=REPORT_END_S)
+        leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=timing.REPORT_END_S)
 
     def _patience_s(self, line: Line) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
@@ -258,14 +387,14 @@ class Watchdog:
         # Without a keeper the checkpoint that this rank writes is all that will be left
         if line.hang or (line.gone and (waiting or now.phase != "save" or self._keeper is not None)):
             return 0.0
-        return FAILED_WAITING_S if waiting else FAILED_S
+        return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
     def _leave(self, what: str, *, hung: bool = True) -> None:
         """Dump the stacks, name the suspect, tell the others, and end this process at once.
 
         `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
         """
-        set_hard_deadline(STACKS_S + REPORT_END_S + LOCKED_GRACE_S)
+        set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
         if overdue := now.until_s < time.monotonic() and self._leaving is None:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
@@ -284,10 +413,10 @@ class Watchdog:
             self.report(code, why, suspect.rank if suspect is not None else None)
             changed = self.leaving(code, why, suspect)
             if overdue and self.world_size > 1:
-                time.sleep(LINGER_S)
+                time.sleep(timing.LINGER_S)
             return changed
 
-        leave(code, last_words, timeout_s=REPORT_END_S)
+        leave(code, last_words, timeout_s=timing.REPORT_END_S)
 
     def _take_stacks(self, why: str, *, hung: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
@@ -295,7 +424,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(STACKS_S, lambda: stacks.dump(why))  # first: an answer of the others takes longer
+        file = within(timing.STACKS_S, lambda: dump(why))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")
@@ -309,13 +438,13 @@ class Watchdog:
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Keep what this rank holds, and find out which rank was lost; the most likely suspect first.
 
-        `overdue`: this rank's own deadline has passed. Else the line may be about to say it.
+        `overdue`: this rank's own deadline has passed. Else the line may be about to say who it is.
         """
         self._keep()
-        if self._line is None:
+        if not self._met:
             return []
         if not overdue:
-            self._line.heard.wait(CAUSE_S)
+            self._line.heard.wait(timing.CAUSE_S)
         return self._line.suspects(waiting=self.record.read().waiting, overdue=overdue)
 
     def _keep(self) -> None:
@@ -324,6 +453,6 @@ class Watchdog:
             keeper, self._keeper = self._keeper, None
             if keeper is None:
                 return
-            self._extend(self._keep_timeout_s + LEAVING_S)
+            self._extend(self._keep_timeout_s + timing.LEAVING_S)
             within(self._keep_timeout_s, keeper.keep)
-            self._extend(LEAVING_S)
+            self._extend(timing.LEAVING_S)

@@ -25,7 +25,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rankup import Job
-from rankup.loop.layout import fix_bucket_order
+from rankup.loop.tracked import fix_bucket_order
 from rankup.seeds import derive_seed, seed_everything
 
 

@@ -132,7 +132,7 @@ class Agreement:
             with open_regular(self._path) as file:
                 rows = [json.loads(line) for line in file]
             return [{name: row[name] for name in ("step", "sound", "digests", "odd")} for row in rows
-                    if row["run"] == self._run and len(row["digests"]) == self.group.world_size]
+                    if row["run"] == self._run and len(row.get("digests", ())) == self.group.world_size]
         except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it only helps to name a rank
             return []
 
@@ -192,6 +192,7 @@ class Agreement:
         odd = unsteady or odd
         with self._deciding:
             self._be_wrong()
+        self._note(step, odd, computed=[row[0] for row in first], again=[row[0] for row in second])
         raise PeerLost(
             f"silent corruption before step {step + 1}: {self._names(odd)} computed other gradients from the same "
             "batch. Earlier steps may be wrong too: run rankup doctor there. The job goes on from the newest copy.",
@@ -232,7 +233,7 @@ class Agreement:
 
     def _wrong(self, step: int, odd: list[int], before: dict[str, Any] | None, more: dict[str, Any]) -> PeerLost:
         """What to raise where the ranks `odd` differ from the others. `before`: the row of an earlier attempt."""
-        group, again = self.group, ""
+        again = ""
         if before is not None:
             again = (
                 " It has been so before: a lasting fault, or machines of different kinds, for which "
@@ -241,17 +242,22 @@ class Agreement:
             if before["odd"] and len(odd) > 1:
                 odd = before["odd"]
         alone = len(odd) == 1
-        if group.is_rank0:
-            row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts],
-                   "device": str(group.device), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            try:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(f"{json.dumps(row)}\n")
-            except OSError as error:  # then the next attempt knows nothing of it
-                group.log.warning(f"{self._path}: {error.strerror}")
+        self._note(step, odd, **more)
         verb = "is not in the state of the other ranks" if alone else "are in different states"
         return PeerLost(
             f"silent corruption after step {step}: {self._names(odd)} {verb}. The job goes on from the newest copy, "
             f"which was compared.{again}",
             suspect=odd[0] if alone else None, nobody_died=True,
         )
+
+    def _note(self, step: int, odd: list[int], **more: Any) -> None:
+        """Add a row to the record: the ranks `odd` differ from the others."""
+        group = self.group
+        row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts], "device": str(group.device),
+               "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        if group.is_rank0:
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(f"{json.dumps(row)}\n")
+            except OSError as error:  # then the next attempt knows nothing of it
+                group.log.warning(f"{self._path}: {error.strerror}")

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
+from rankup.loop.workers import Workers
 from rankup.seeds import AHEAD, derive_seed, drawn_apart, host_state, seed_host, set_host_state
 
 NO_ORDER = "Set any_order=True where the order of its batches does not matter."
@@ -108,8 +109,7 @@ class Split(Source):
         weights: deque[float] = deque()
         self._parts.source = self._split(islice(self._draw(seed, epoch), skip, None), seed, weights)
         self._own.generator.manual_seed(seed)
-        iterator = iter(self._own)
-        return ((batch, weights.popleft()) for batch in iterator)
+        return ((batch, weights.popleft()) for batch in Workers(self._own))
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -160,7 +160,7 @@ class Whole(Source):
         if self._tells and state is not None:
             self.loader.load_state_dict(state)
             first = skip
-        iterator = iter(self.loader)
+        iterator: Iterator[Any] = Workers(self.loader)
         if not getattr(self.loader, "num_workers", 0):
             # Loading in this process may draw random numbers, whatever the training drew meanwhile
             iterator = _seeded_by_number(iterator, own, first)
@@ -210,7 +210,7 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     seed_host(seed)
     _prepare(loader, seed, EVALUATION)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        yield from ((batch, 1.0) for batch in islice(loader, rank, None, world_size))
+        yield from ((batch, 1.0) for batch in islice(Workers(loader), rank, None, world_size))
         return
     dataset: Any = loader.dataset
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -221,7 +221,7 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
     parts = _Parts()
     parts.source = iter([_for_workers(part, seed, loader) for part in (*own, *padding)])
-    for number, batch in enumerate(_like(loader, parts, persistent=False)):
+    for number, batch in enumerate(Workers(_like(loader, parts, persistent=False))):
         yield batch, 1.0 if number < len(own) else 0.0
 
 

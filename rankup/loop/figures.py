@@ -7,14 +7,11 @@ import torch
 
 from rankup.errors import disk_error
 from rankup.group.group import Group
-from rankup.loop.record import Position, versions
+from rankup.loop.record import Position, Settings, versions
 from rankup.loop.saving import Saving
-from rankup.loop.settings import Settings
-from rankup.observe.goodput import one_line
+from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, entry
-from rankup.observe.reporter import Course, Reporter, speed
-from rankup.observe.step_clock import StepClock
-from rankup.observe.stragglers import RankReports
+from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_json
 from rankup.places.lease import RESULT

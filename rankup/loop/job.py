@@ -12,15 +12,12 @@ from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Source, evaluation_batches
-from rankup.loop.ends import Ends
 from rankup.loop.figures import Figures, number_of
-from rankup.loop.layout import fix_bucket_order
 from rankup.loop.passes import Batches, Live
-from rankup.loop.record import Position
+from rankup.loop.record import Position, Settings
 from rankup.loop.saving import Saving
-from rankup.loop.settings import Settings
-from rankup.loop.tracked import Tracked, copied
-from rankup.observe.step_clock import COMPUTE, DATA, WAITING
+from rankup.loop.tracked import Tracked, copied, fix_bucket_order
+from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.reading import check_shared
@@ -55,7 +52,7 @@ class Job:
         self.figures = Figures(group, run, settings, self.saving)
         self.clock, self.course = self.figures.clock, self.figures.course
         self.live = Live(self.position, self.saving.loader_states)
-        self._ends: Ends | None = None
+        self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
         self._begun = self._inside = self._broken = False
 
@@ -319,7 +316,6 @@ class Job:
         self.clock.start()
         with self.group.watch.clock.during("data"):
             yield
-        self.clock.lap(DATA)
         self.clock.has_batch()
 
     @contextlib.contextmanager

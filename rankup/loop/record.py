@@ -9,6 +9,7 @@ import torch
 
 from rankup.errors import UserError
 from rankup.state.copies import STATE, to_json
+from rankup.state.saver import Options
 
 # Raise it when a field is added, removed or changes its meaning. A copy of another format is refused, because guessing
 # what a missing field was would change the weights of the resumed run without a word.
@@ -95,3 +96,25 @@ def check_random_scheme(path: Path, record: dict[str, Any], *, begin_anew: str =
             f"another scheme ({record['random']}). Go on with the version of this program that wrote it, or "
             f"{begin_anew}."
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Options):
+    """The arguments of `init`, and what else a program may set that opens its job itself.
+
+    `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
+    rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings
+    `shown`. `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
+    """
+
+    seed: int
+    save_every_steps: int | None = None
+    log_every_steps: int = 10
+    tensorboard: bool = True
+    step_timeout_s: float = 600.0
+    share_all: bool = False
+    can_rescue: bool = True
+    tracker: str = "none"
+    shown: dict[str, Any] = field(default_factory=dict)
+    begin_anew: str = BEGIN_ANEW
+    again: str = "The same command"

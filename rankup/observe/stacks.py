@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankup.agent.logs import host_name
+from rankup.agent.logs import STACKS, host_name
 from rankup.agent.processes import has_handler, start_of, state_of
-from rankup.agent.status import STACKS
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.group.stacks import Frame, Stack, compare, moment, place
+from rankup.group.stop import Frame, Stack, compare, moment, place
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
 # By the letters that /proc has
@@ -196,24 +195,20 @@ def written(run_dir: Path) -> list[Answer]:
 
 
 def read(path: Path, *, after: int = 0) -> Answer | None:
-    """The newest dump in a file of stacks; only what stands behind its first `after` bytes. None for another file."""
+    """The newest whole dump in a file of stacks; only what stands behind its first `after` bytes. None for another
+    file."""
     try:
         data = path.read_bytes()
         writer = Writer(**json.loads(HEAD.findall(data.decode(errors="replace"))[-1]))
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
-        return _newest(Answer(writer, path), of_this_process)
+        *_, said, text = ["{}", *LINE.split(of_this_process)]  # the handler in C writes no such line
+        facts = json.loads(said)
     except (OSError, LookupError, ValueError, TypeError):
         return None
-
-
-def _newest(answer: Answer, text: str) -> Answer:
-    """The last dump of `text`, where it is whole: it ends with the main thread."""
-    *_, said, behind = ["{}", *LINE.split(text)]  # the handler in C writes no such line
-    if _main_stack(behind, answer.writer.main) is None:
-        return answer
-    facts = json.loads(said)
-    return replace(
-        answer, text=behind, time=facts.get("time", ""), why=facts.get("why", ""),
+    if _main_stack(text, writer.main) is None:  # it ends with the main thread
+        return Answer(writer, path)
+    return Answer(
+        writer, path, text=text, time=facts.get("time", ""), why=facts.get("why", ""),
         moment=moment(facts.get("phase", ""), facts.get("step", 0)),
     )
 

@@ -38,8 +38,8 @@ from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 TRACKERS = ("mlflow", "wandb")
 FOLDER = "tracker"  # in the run directory
 KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
-MOST_POINTS = 50  # in one request; MLflow takes 1,000 values
-LONGEST_REASON = 200  # characters
+MOST_LINES = 50  # in one request; MLflow takes 1,000 values
+Line = dict[str, Any]  # of metrics.jsonl
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 FOR_PACKAGES = {
     "PYTHONWARNINGS": "ignore",
@@ -97,9 +97,8 @@ class Tracker:
 
     def start(self) -> None:
         """To be called once `metrics.jsonl` is as this attempt goes on with it."""
-        environment = os.environ | {name: os.environ.get(name, value) for name, value in FOR_PACKAGES.items()}
-        root = str(Path(rankup.__file__).parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        paths = [str(Path(rankup.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         try:
             self._process = subprocess.Popen(
                 # -P: a folder `wandb` where the run was started would be taken for the package
@@ -146,26 +145,16 @@ class Tracker:
 
 # The process that sends -----------------------------------------------------------------------------------------------
 # Each method of a tracker may be called again with the same arguments, and raises what the package raises. Servers and
-# credentials come from the packages' own variables and files.
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Values of one step, all of one kind. `time`: of `time.time()` when they were measured."""
-
-    kind: str
-    step: int
-    time: float
-    values: dict[str, float]
+# credentials come from the packages' own variables and files. Its `log` gets lines of metrics.jsonl, each of one kind
 
 
 class MlflowRun:
     """A run at MLflow: the one of the experiment that has our run's id as a tag, since MLflow makes its own ids."""
 
     TAG = "rankup.run"
-    LONGEST = 6000  # characters of a parameter
 
     def __init__(self, facts: Facts) -> None:
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self.client = MlflowClient()
@@ -181,36 +170,25 @@ class MlflowRun:
             experiment, tags={self.TAG: facts.run}, run_name=facts.name
         )
         self.id = self.run.info.run_id
-        self._log_settings(facts)
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
-
-    def _log_settings(self, facts: Facts) -> None:
-        """As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was."""
-        from mlflow.entities import Param
-
-        settings = facts.settings.items()
-        texts = {name: (v if isinstance(v, str) else json.dumps(v))[: self.LONGEST] for name, v in settings}
+        # As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was
+        texts = {name: (v if isinstance(v, str) else json.dumps(v))[:6000] for name, v in facts.settings.items()}
         new = [Param(name, text) for name, text in texts.items() if name not in self.run.data.params]
         for begin in range(0, len(new), 100):  # that a server takes in one request
             self.client.log_batch(self.id, params=new[begin : begin + 100])
 
-    def log(self, points: list[Point]) -> None:
-        """Points in the order of their steps."""
+    def log(self, lines: list[Line]) -> None:
         from mlflow.entities import Metric
 
         self.client.log_batch(self.id, metrics=[
-            Metric(_allowed(name), value, round(point.time * 1000), point.step)
-            for point in points for name, value in point.values.items()
+            # MLflow refuses a request for one character in a name that it does not know
+            Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line["time"] * 1000), line["step"])
+            for line in lines for name, value in line.items() if name.startswith(KINDS)
         ])
 
     def end(self, state: str) -> None:
         """`state`: finished, stopped or failed."""
         self.client.set_terminated(self.id, {"finished": "FINISHED", "stopped": "KILLED"}.get(state, "FAILED"))
-
-
-def _allowed(name: str) -> str:
-    """MLflow refuses a request for one character in a name that it does not know."""
-    return re.sub(r"[^\w\-. /]", "_", name)
 
 
 class WandbRun:
@@ -239,17 +217,17 @@ class WandbRun:
         folder = Path(self.run.settings.sync_dir).parent
         self.address = self.run.url or f"offline, in {folder}; to upload it: wandb sync {folder}/offline-run-*"
 
-    def log(self, points: list[Point]) -> None:
-        for point in points:
-            self.run.log({**point.values, f"{point.kind}/step": point.step, "_timestamp": point.time})
+    def log(self, lines: list[Line]) -> None:
+        for line in lines:
+            values = {name: value for name, value in line.items() if name.startswith(KINDS)}
+            kind = next(iter(values)).partition("/")[0]
+            self.run.log({**values, f"{kind}/step": line["step"], "_timestamp": line["time"]})
 
     def end(self, state: str) -> None:
         self.run.finish(exit_code=0 if state == "finished" else 1)
 
 
-def open_run(facts: Facts) -> MlflowRun | WandbRun:
-    """The run of these facts at its tracker: a new one, or that of an earlier attempt."""
-    return MlflowRun(facts) if facts.tracker == "mlflow" else WandbRun(facts)
+RUNS: dict[str, Callable[[Facts], Any]] = {"mlflow": MlflowRun, "wandb": WandbRun}
 
 
 class Sender:
@@ -257,10 +235,10 @@ class Sender:
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.folder = facts, Path(facts.run_dir)
-        self.tracked: MlflowRun | WandbRun | None = None
+        self.tracked: Any = None
         known = read_json(self.folder / FOLDER / "sent.json") or {}
         self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
-        self._file: BinaryIO | None = None
+        self._read = 0  # bytes of metrics.jsonl
 
     def look(self, state: str = "") -> None:
         """Send what is new. `state`: how the run has ended, empty while it goes on.
@@ -269,51 +247,44 @@ class Sender:
         """
         try:
             if self.tracked is None:
-                self.tracked, self._file = open_run(self.facts), (self.folder / "metrics.jsonl").open("rb")
+                self.tracked = RUNS[self.facts.tracker](self.facts)
                 self._note_sent([])
-            while points := list(islice(self._new_points(), MOST_POINTS)):
-                self.tracked.log(points)
-                self._note_sent(points)
+            while lines := list(islice(self._new_lines(), MOST_LINES)):
+                self.tracked.log(lines)
+                self._note_sent(lines)
             if state:
                 self.tracked.end(state)
         except Exception:
-            self.close()
+            self.tracked, self._read = None, 0
             raise
 
-    def close(self) -> None:
-        self.tracked = None
-        if self._file is not None:
-            self._file.close()
-
-    def _note_sent(self, points: list[Point]) -> None:
+    def _note_sent(self, lines: list[Line]) -> None:
         """Keep on the disk how far that was: for `status` and the result, and for the next attempt."""
-        assert self.tracked is not None
-        self._sent |= {name: point.step for point in points for name in point.values}
+        self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
         known = {"run": self.facts.run, "tracker": self.facts.tracker, "sent": self._sent,
                  "address": without_secrets(self.tracked.address)}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
             write_json(self.folder / FOLDER / "sent.json", known)
 
-    def _new_points(self) -> Iterator[Point]:
+    def _new_lines(self) -> Iterator[Line]:
         """What stands behind that which was read before, and was not sent.
 
-        The file stays open. An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed
-        one's sender, if it is still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
+        An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed one's sender, if it is
+        still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
         """
-        assert self._file is not None
-        while True:
-            begin, line = self._file.tell(), self._file.readline()
-            if not line.endswith(b"\n"):  # the end, or a line that is being written
-                self._file.seek(begin)
-                return
-            entry = json.loads(line)
-            step = entry["step"]
-            values = {
-                name: math.nan if value is None else value for name, value in entry.items()
-                if name.startswith(KINDS) and step > self._sent.get(name, -1)
-            }
-            if values:
-                yield Point(next(iter(values)).partition("/")[0], step, entry["time"], values)
+        with (self.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(self._read)
+            for text in file:
+                if not text.endswith(b"\n"):  # it is being written
+                    return
+                self._read += len(text)
+                line = json.loads(text)
+                values = {
+                    name: math.nan if value is None else value for name, value in line.items()
+                    if name.startswith(KINDS) and line["step"] > self._sent.get(name, -1)
+                }
+                if values:
+                    yield {"step": line["step"], "time": line["time"], **values}
 
 
 def without_secrets(text: str) -> str:
@@ -335,17 +306,15 @@ def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> No
         try:
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            why = "" if failing else f"{reason(error)[:LONGEST_REASON].rstrip('. ')}. "
+            why = "" if failing else f"{reason(error)[:200].rstrip('. ')}. "
             if ended:
                 say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
             elif why:
                 say("warning", f"{why}Training goes on; what is missing is sent once this works.")
             pause_s, failing = SENDER_PAUSE_S, True
             continue
-        if not seen and sender.tracked is not None:
+        if not seen or failing:
             say("info", sender.tracked.address)
-        elif failing:
-            say("info", "answers again")
         pause_s, failing, seen = SENDER_LOOK_S, False, True
 
 

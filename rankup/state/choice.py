@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.status import job_of
+from rankup.agent.ends import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json

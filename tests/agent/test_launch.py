@@ -155,7 +155,7 @@ def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Pat
 
 
 def hang_from_the_first_report_on() -> None:
-    from rankup.agent import status
+    from rankup.agent import ends as status
 
     write, hangs = status.write_json, Path(os.environ["HANGS"])
 

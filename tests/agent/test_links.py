@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.protocol import Links, path_of
-from rankup.group.line import AgentLine
+from rankup.agent.protocol import Links
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import AgentLine
 
 Heard = list[tuple[int, Mapping[str, Any]]]
 
@@ -55,7 +55,7 @@ def hang_up(line: AgentLine) -> None:
 @pytest.mark.parametrize("sent", [b"no json\n", b"[]\n", b'{"is": "rank"}\n', b'{"is": "rank", "local_rank": "x"}\n'])
 def test_who_sends_something_else_is_disconnected(sent: bytes) -> None:
     async def scene(agents: Links, heard: Heard) -> None:
-        reader, writer = await asyncio.open_unix_connection(path_of(agents.address))
+        reader, writer = await asyncio.open_unix_connection(agents.address)
         writer.write(sent)
         assert await reader.read() == b""
         writer.close()
@@ -66,7 +66,7 @@ def test_who_sends_something_else_is_disconnected(sent: bytes) -> None:
 
 def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(agents: Links, heard: Heard) -> None:
-        reader, writer = await asyncio.open_unix_connection(path_of(agents.address))
+        reader, writer = await asyncio.open_unix_connection(agents.address)
         writer.write(b'{"is": "rank", "local_rank": 0}\n{"is": "stop", "signal": "SIGTERM"}\n')
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
@@ -79,10 +79,10 @@ def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankup.group.line.SAY_S", 0.2)
-    name = f"@rankup-test-{os.getpid()}"
+    monkeypatch.setattr("rankup.timing.SAY_S", 0.2)
+    name = f"\0rankup-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path_of(name))
+        listener.bind(name)
         listener.listen(1)
         line = AgentLine({"socket": name, "local_rank": 0}, 0, StopRequest())
         filler = threading.Thread(target=lambda: line.say("end", cause="x" * 10_000_000), daemon=True)

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent import logs, output
-from rankup.agent.logs import Output, open_log
-from rankup.agent.output import Pump, last_exception
+from rankup.agent import logs
+from rankup.agent.logs import Output, Pump, last_exception, open_log
 from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
@@ -105,25 +104,6 @@ def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypa
     reading.join()
     wanted = [f"{name} {number}" for name in "ab" for number in range(500) for _ in range(10)]
     assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
-
-
-def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
-    pipe: tuple[int, int], waits: threading.Event, tmp_path: Path
-) -> None:
-    reader, writer = pipe
-    fill(writer)
-    out = Output(writer)
-    waiting = threading.Thread(target=out.write, args=[b"waits\n"], daemon=True)
-    waiting.start()
-    assert waits.wait(60)
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), writer)
-        out.write(b"hello\n")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.read(reader, 2**20)
-    waiting.join()
-    assert (tmp_path / "said").read_text() == "hello\n"
 
 
 PRINTS = """
@@ -307,7 +287,7 @@ class Rank:
     async def end(self) -> None:
         os.close(self.out)
         os.close(self.error)
-        assert await self.pump.drained(60)
+        assert await asyncio.to_thread(self.pump.drained, 60)
 
     @property
     def texts(self) -> list[str]:
@@ -356,38 +336,6 @@ sys.stderr.buffer.write(b"\\xff")
     assert b"\r998/1000\r999/1000\rall 1000\r\nnext\n\xff" in said.err
 
 
-@pytest.mark.parametrize(("piece", "num_lines"), [(b"." * 4096, 8 * 2**20 // output.READ)])
-def test_line_without_an_end_needs_no_more_memory(piece: bytes, num_lines: int, tmp_path: Path) -> None:
-    async def main() -> None:
-        rank = Rank(tmp_path)
-        pieces = [piece] * (8 * 2**20 // len(piece))
-        feed = threading.Thread(target=lambda: [rank.say(each) for each in pieces], daemon=True)
-        feed.start()
-        while feed.is_alive():
-            await asyncio.sleep(0)
-        await rank.end()
-        lengths = [len(text) for text in rank.texts]
-        assert max(lengths) <= 2 * output.READ
-        assert len(lengths) <= num_lines
-        assert max(map(len, rank.pump.tail.splitlines())) <= output.LONGEST
-        assert sum(lengths) == 8 * 2**20
-
-    asyncio.run(main())
-
-
-def test_tail_keeps_the_last_lines(tmp_path: Path) -> None:
-    async def main() -> None:
-        rank = Rank(tmp_path)
-        rank.say("".join(f"{number}\n" for number in range(700)))
-        await rank.until(lambda: rank.pump.tail.endswith("699"))
-        rank.say("".join(f"{number}\n" for number in range(700, 1000)))
-        await rank.end()
-        assert rank.pump.tail.splitlines() == [str(number) for number in range(600, 1000)]
-        assert len(rank.texts) == 1000
-
-    asyncio.run(main())
-
-
 TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: connection closed by peer\n"
 
 
@@ -409,8 +357,8 @@ def test_rank_whose_disk_hangs_waits_at_its_pipe_and_the_loop_goes_on(
         assert 2**16 <= taken < 2**18  # a pipe, and what was read before the disk hung
         os.close(rank.out)
         os.close(rank.error)
-        assert not await rank.pump.drained(0.1)
-        reading = asyncio.create_task(rank.pump.drained(600))
+        assert not rank.pump.drained(0.1)
+        reading = asyncio.create_task(asyncio.to_thread(rank.pump.drained, 600))
         found = b""
         while not reading.done():
             if select.select([reader], [], [], 0)[0]:
@@ -430,10 +378,10 @@ def test_process_that_a_rank_left_behind_may_hold_its_output_open(tmp_path: Path
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], stdout=rank.out, check=True)
         os.close(rank.out)
         os.close(rank.error)
-        assert not await rank.pump.drained(0.1)
+        assert not rank.pump.drained(0.1)
         await rank.until(lambda: bool(rank.pump.tail))
         os.kill(int(rank.pump.tail), 9)
-        assert await rank.pump.drained(60)
+        assert rank.pump.drained(60)
 
     asyncio.run(main())
 

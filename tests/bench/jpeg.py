@@ -35,7 +35,7 @@ from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
 from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
-from train.parallel.allocator import keep_freed_memory  # noqa: E402
+from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
 
 PICTURES = 64  # different ones; the files are copies of them, each read and decoded by itself

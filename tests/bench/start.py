@@ -25,7 +25,7 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.script import own_imports, safe_imports
+from rankup.agent.script import Script
 from tests.bench.machine import conditions
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port, rank_env
 
@@ -94,8 +94,9 @@ class Forks:
 
     async def start(self) -> None:
         self.server = ForkServer(on_end=lambda _, code: self.codes.append(code), on_warning=refuse, on_gone=refuse)
-        preload, folder = own_imports(MAIN)
-        self.server.start(safe_imports(MAIN), env=environment(), preload=preload, folder=folder)
+        script = Script.find([str(MAIN)])
+        preload, folder = script.own_imports()
+        self.server.start(script.safe_imports(), env=environment(), preload=preload, folder=folder)
 
     def seconds(self, world_size: int) -> float:
         """From the request to the end of the first step."""

@@ -58,6 +58,7 @@ def test_help_of_each_command_is_a_screen_with_two_examples(
     assert len(examples) == 2
     for words in examples:
         parser(name).parse(words.split())
+    assert said(capsys, "help", name) == (0, out, "")
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rankup.explain import advice, diagnose_files
+from rankup.explain import advice, diagnose_files, format_report
 from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, diagnose
 from rankup.explain.faults import FOLLOWED, HARMLESS, SUMMARY, Fault, known_faults
-from rankup.explain.report import format_report
 from tests.rigs.jobs import ROOT, environment
 
 LOGS = Path(__file__).parent / "logs"
@@ -165,12 +164,6 @@ def test_tracebacks_of_ranks_that_mix_are_told_apart() -> None:
     assert [(d.rank, d.host, d.seen) for d in diagnose(lines)] == [(0, "n0", "KeyError: 'a'"), (1, "n1", "OSError: b")]
 
 
-def test_report_names_all_ranks_with_one_fault_once() -> None:
-    text = format_report(diagnose([f"[n{rank} r{rank}/3] {OUCH}" for rank in range(3)]))
-    assert text.splitlines()[0] == "the GPU's memory was not enough, ranks 0-2 on n0, n1, n2 (line 1)"
-    assert "also seen" not in text
-
-
 # Files --------------------------------------------------------------------------------------------------------
 
 
@@ -206,11 +199,6 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
 def test_endless_kinds_of_exceptions_are_bounded() -> None:
     text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
     assert len(diagnose(line for lines in text for line in lines.splitlines())) == MAX_UNKNOWN
-
-
-def test_no_line_at_all_is_nothing_wrong() -> None:
-    assert diagnose([]) == []
-    assert format_report([]).startswith("nothing wrong was found in these lines.\n")
 
 
 # The command --------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from rankup.errors import UserError
-from rankup.explain import diagnose_files, explain_logs
+from rankup.explain import diagnose_files, explain_logs, format_report
 from rankup.explain.diagnosis import Diagnosis, diagnose
 from rankup.explain.logs import has_time, time_of
-from rankup.explain.report import format_report
 from tests.group.test_deadlines import HOST, WORLD, probe, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ended, free_port, start
@@ -36,11 +35,6 @@ def root(*paths: Path) -> Diagnosis:
 
 
 # torchrun -------------------------------------------------------------------------------------------------------
-
-
-def torchrun_error(when: int, text: list[str]) -> list[str]:
-    more = {"py_callstack": "\n".join(text), "timestamp": str(when)}
-    return [json.dumps({"message": {"message": text[-1], "extraInfo": more}})]
 
 
 def test_torchrun_folder_is_read_rank_by_rank_of_the_last_attempt(tmp_path: Path) -> None:
@@ -68,17 +62,6 @@ def test_torchrun_folders_of_two_nodes_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path / "7_bb" / "attempt_0" / "0" / "stderr.log", FAILED, prefix="[rank1]: ")
     first = root(tmp_path)
     assert (first.rank, first.file) == (1, "7_bb/attempt_0/0/stderr.log")
-
-
-def test_torchrun_error_files_say_when_each_rank_failed(tmp_path: Path) -> None:
-    attempt = tmp_path / "none_x" / "attempt_0"
-    write(attempt / "0" / "error.json", torchrun_error(1_700_000_005, [BEGIN, "ValueError: later"]))
-    write(attempt / "1" / "error.json", torchrun_error(1_700_000_001, FAILED))
-    write(attempt / "1" / "stderr.log", FAILED)
-    found = diagnose_files([tmp_path])
-    assert [(d.rank, d.seen, d.time) for d in found] == [
-        (1, "KeyError: 'image_17'", 1_700_000_001.0), (0, "ValueError: later", 1_700_000_005.0),
-    ]
 
 
 SUMMARY = (LOGS / "exception-on-one-rank.log").read_text().splitlines()[-20:]

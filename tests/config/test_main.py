@@ -83,12 +83,6 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: pytest.CaptureFixt
     assert sorted(path.name for path in folder.iterdir()) == ["mine.yaml", "shown.yaml"]
 
 
-def test_show_works_where_no_rank_could_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = ended(["show"], capsys, env={"WORLD_SIZE": "4"})
-    assert (code, load_config({})) == (0, Config())
-    assert "lr: " in out
-
-
 @pytest.mark.parametrize("words", ["show", "--help"])
 def test_reader_that_has_had_enough_is_no_fault(words: str) -> None:
     process = subprocess.Popen(

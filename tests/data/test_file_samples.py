@@ -11,16 +11,13 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from rankup.group.stop import StopRequest
 from rankup.seeds import derive_seed, seed_host
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs
 from train.config import Config
 from train.config.settings import Augment
-from train.data.file_samples import FileSamples, shift_and_flip_into
-from train.data.loader import Loader
-from train.data.samples import shift_and_flip
+from train.data.file_samples import FileSamples
 from train.data.sources import load
 from train.data.sources.decode import decode
 from train.workloads import images as workload
@@ -91,17 +88,6 @@ def test_other_images_are_the_middle_of_the_picture_as_torchvision_cuts_it(folde
     assert torch.equal(plain, expected) is (augment is False)
 
 
-@pytest.mark.parametrize("mirror", [True, False])
-@pytest.mark.parametrize("size", [8, 9, 56])
-def test_shift_of_one_large_image_gives_the_pixels_of_the_many_small(size: int, mirror: bool) -> None:
-    images = torch.randint(0, 256, (200, 3, size, size), dtype=torch.uint8)
-    numbers = torch.rand(200, 3, dtype=torch.float64)
-    found = torch.empty_like(images)
-    for place, image, own in zip(found, images, numbers.tolist(), strict=True):
-        shift_and_flip_into(place, image, own, mirror=mirror)
-    assert torch.equal(found, shift_and_flip(images, numbers, mirror=mirror))
-
-
 # The same everywhere --------------------------------------------------------------------------------------------
 
 
@@ -115,22 +101,6 @@ def test_sample_is_the_same_in_any_batch_and_another_in_each_epoch_and_run(folde
     assert torch.equal(samples.batch(some, 0)[0], whole[some])
     for other in (samples.batch(some, 1)[0], samples_of(folder, augment, seed=2).batch(some, 0)[0]):
         assert torch.equal(other, whole[some]) is (augment is False)
-
-
-@pytest.mark.parametrize("augment", RECIPES)
-def test_any_number_of_workers_prepares_the_same_images(folder: Path, augment: Augment) -> None:
-    samples = samples_of(folder, augment)
-    indices = [(epoch, torch.arange(start, start + 4)) for epoch in (0, 1) for start in (0, 4, 8)]
-    found = []
-    for num_workers in (0, 2):
-        loader = Loader(
-            samples, iter(indices), device=torch.device("cpu"), stop=StopRequest(), num_workers=num_workers,
-        )
-        found.append([loader.next() for _ in indices])
-        loader.close()
-    for alone, worked in zip(*found, strict=True):
-        assert torch.equal(alone[0], worked[0])
-        assert torch.equal(alone[1], worked[1])
 
 
 def test_images_held_in_memory_are_those_of_the_files(folder: Path) -> None:

@@ -21,7 +21,6 @@ from tests.rigs.photographs import write_photographs
 from train.config import Config, changed_settings
 from train.data.file_samples import FileSamples
 from train.data.sources import load
-from train.data.sources.decode import decode, decode_bytes
 
 CLASSES = ("class0", "class1")
 
@@ -93,16 +92,6 @@ def test_rows_are_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Pa
         assert isinstance(there, FileSamples)
         assert (here.classes, here.labels.tolist()) == (there.classes, there.labels.tolist())
         assert torch.equal(pixels(here, augment="trivial"), pixels(there, augment="trivial"))
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
-def test_images_of_all_modes_are_decoded_as_files_are(tmp_path: Path, mode: str) -> None:
-    images = [encoded(mode, colour=colour) for colour in (40, 200)]
-    train, _ = load_hf(hf_sets.save(table(images, [0, 1]), tmp_path / "saved"))
-    (tmp_path / "one.png").write_bytes(images[1]["bytes"])
-    assert train.contents is not None
-    assert torch.equal(decode_bytes(train.contents.read(1), "it"), decode(str(tmp_path / "one.png")))
-    assert pixels(train).shape == (2, 3, 56, 56)
 
 
 def line(*more: str) -> tuple[str, ...]:

@@ -2,15 +2,12 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from rankup.seeds import derive_seed
-from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics
 from train.data import MapSamples, TensorSamples
 from train.data.order import Order, evaluation_batches, num_batches
 from train.data.samples import random_numbers, shift_and_flip
@@ -28,13 +25,6 @@ def world(num_samples: int, batch_size: int, world_size: int, accumulate: int = 
 # Epochs ---------------------------------------------------------------------------------------------------------
 
 
-def test_order_of_two_epochs_differs() -> None:
-    order = Order(103, 10, 0)
-    first, second = steps(order, 0, 10), steps(order, 10, 20)
-    assert first != second
-    assert [epoch for epoch, _ in order.batches(0, 20)] == [0] * 10 + [1] * 10
-
-
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
     order = Order(103, 10, 0)
@@ -44,11 +34,6 @@ def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
     # what is left out is the end of that epoch's permutation, other samples each time
     assert seen == order.epoch(epoch)[:100].tolist()
     assert sorted(order.epoch(epoch).tolist()) == list(range(103))
-
-
-def test_dropped_tail_is_another_each_epoch() -> None:
-    order = Order(103, 10, 0)
-    assert len({tuple(sorted(order.epoch(epoch)[100:].tolist())) for epoch in range(5)}) > 1
 
 
 def test_seeds_give_other_orders() -> None:
@@ -143,16 +128,6 @@ def test_random_numbers_are_splitmix64() -> None:
     assert numbers.flatten().tolist() == list(splitmix64(derive_seed(3, 5), 150))
 
 
-def test_random_numbers_belong_to_the_sample_whatever_its_batch() -> None:
-    whole = random_numbers(0, 2, torch.arange(1000), 3)
-    some = torch.tensor([5, 999, 0, 77])
-    assert torch.equal(random_numbers(0, 2, some, 3), whole[some])
-    assert not torch.equal(random_numbers(0, 3, some, 3), whole[some])
-    assert not torch.equal(random_numbers(1, 2, some, 3), whole[some])
-    assert ((whole >= 0) & (whole < 1)).all()
-    assert abs(whole.mean().item() - 0.5) < 0.02
-
-
 def test_shift_moves_an_image_by_whole_pixels_and_fills_with_black() -> None:
     image = torch.arange(1, 257, dtype=torch.uint8).view(1, 1, 16, 16)
     still, down_right = torch.tensor([[0.5, 0.5, 0.9]]), torch.tensor([[0.0, 0.0, 0.9]])
@@ -207,13 +182,3 @@ def test_map_samples_draw_the_same_for_a_sample_whatever_came_before() -> None:
 
 
 # Whole jobs -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_training_on_a_set_that_the_batch_does_not_divide_ends(forks: Forks, tmp_path: Path, world_size: int) -> None:
-    """The tail of 17 samples is left out on all ranks alike: with 20 a step, some would have had a batch more."""
-    forks.ends(
-        "train", "--dataset", "digits", "--model", "mlp", "--limit-train", "97", "--batch-size", "20", "--epochs", "3",
-        "--tensorboard=false", "--log-every-steps", "1", "--run-dir", str(tmp_path), world_size=world_size,
-    )
-    assert [line["step"] for line in metrics(tmp_path / "digits-mlp") if "train/loss" in line] == list(range(1, 13))

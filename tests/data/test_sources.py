@@ -86,20 +86,6 @@ def test_label_out_of_range_names_file_and_item(tmp_path: Path) -> None:
         load(Config(data_dir=str(tmp_path)))
 
 
-def test_counts_that_differ_name_both_files(tmp_path: Path) -> None:
-    write_set(tmp_path)
-    write_idx(tmp_path / "train-labels-idx1-ubyte", made_up(19)[1])
-    with pytest.raises(UserError, match=r"train-labels-idx1-ubyte: holds 19 labels for 20 images in train-images"):
-        load(Config(data_dir=str(tmp_path)))
-
-
-def test_swapped_files_are_named(tmp_path: Path) -> None:
-    write_set(tmp_path)
-    (tmp_path / "train-images-idx3-ubyte").write_bytes((tmp_path / "train-labels-idx1-ubyte").read_bytes())
-    with pytest.raises(UserError, match="train-images-idx3-ubyte: holds labels where images"):
-        load(Config(data_dir=str(tmp_path)))
-
-
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "idx": ("data/t10k-*", {"dataset": "mnist"}), "gz": ("data/t10k-*.gz", {"dataset": "mnist"}),
     **{kind: (f"data/train/a/*.{kind}", {"dataset": "imagefolder"}) for kind in ("png", "jpg", "webp", "tif", "bmp")},

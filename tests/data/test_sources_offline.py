@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from rankup.errors import UserError
 from rankup.places.files import cache_roots
 from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
 from train.config import Config
-from train.data.sources import cache, fetch, load
+from train.data.sources import fetch, load
 from train.data.sources.fetch import NotFetched, Remote
 from train.data.sources.mnist_family import FAMILIES, locate, read_half
 
@@ -150,30 +149,6 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytes
     assert said[0].startswith("waiting for another process to download Fashion-MNIST (0 s of at most 0.2 s)")
 
 
-def test_without_locks_it_still_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    pretend(monkeypatch, reasons={}, made=write_set(tmp_path / "served"))
-    of_another = tmp_path / "data" / ".FashionMNIST.partial-x"
-    of_another.mkdir(parents=True)
-    locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
-    assert everything(tmp_path / "data") == [of_another.name, "FashionMNIST"]
-
-
-def test_second_to_rename_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "data"
-    pretend(monkeypatch, reasons={}, made=write_set(tmp_path / "served"))
-
-    def meanwhile(_: Path) -> None:
-        (root / "FashionMNIST" / "raw").mkdir(parents=True, exist_ok=True)
-
-    remote = Remote("it", "FashionMNIST", lambda: (), "FashionMNIST/raw", meanwhile)
-    assert fetch.fetch(remote, root, timeout_s=WAIT_S, say=print) == root / "FashionMNIST"
-    assert everything(root) == ["FashionMNIST"]
-
-
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(suffix: str, prefix: str, dir: str) -> str:
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
@@ -217,17 +192,17 @@ def test_cache_is_the_named_one_then_the_users_then_the_temporary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "named"))
-    assert cache.writable_cache() == tmp_path / "named"
+    assert fetch.writable_cache() == tmp_path / "named"
     monkeypatch.delenv("RANKUP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.writable_cache() == tmp_path / "xdg" / "rankup"
+    assert fetch.writable_cache() == tmp_path / "xdg" / "rankup"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.writable_cache() == tmp_path / "home" / ".cache" / "rankup"
+    assert fetch.writable_cache() == tmp_path / "home" / ".cache" / "rankup"
     (tmp_path / "broken").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "broken"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cache.writable_cache() == tmp_path / f"rankup-cache-{os.geteuid()}"
+    assert fetch.writable_cache() == tmp_path / f"rankup-cache-{os.geteuid()}"
     assert (tmp_path / f"rankup-cache-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
 
 
@@ -238,7 +213,7 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    for call in (lambda: cache.cached("FashionMNIST"), cache.writable_cache, cache_roots):
+    for call in (lambda: fetch.cached("FashionMNIST"), fetch.writable_cache, cache_roots):
         with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
             call()
     monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
@@ -250,4 +225,4 @@ def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=rf"{tmp_path / 'file' / 'cache'}: cannot be written"):
-        cache.writable_cache()
+        fetch.writable_cache()

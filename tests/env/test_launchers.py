@@ -1,11 +1,13 @@
 """Every environment that Slurm, Open MPI, horovodrun and Kubeflow give: adopted, or refused with the way out."""
 
 import os
+import socket
+import zlib
 
 import pytest
 
-from rankup.env.addresses import port_for
-from rankup.env.rank_env import RankEnv, describe, how_to_start, read_rank_env
+from rankup.env.launchers import first_host, free_port, port_for
+from rankup.env.rank_env import RankEnv, how_to_start, read_rank_env
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
@@ -45,27 +47,12 @@ def test_slurm_step_is_adopted():
     assert (place(env), env.launcher, env.parent_pid) == ((3, 1, 4, 2, 2, 1), "slurm", None)
     assert env.master_addr == "rn2"  # the step's first host, which need not be the job's
     assert env.master_port == port_for(77)
-    assert env.origins["RANK"] == "Slurm step"
-    assert env.origins["MASTER_PORT"] == "derived from SLURM_JOB_ID"
     assert "squeue -s" in how_to_start(env)
-
-
-def test_slurm_ranks_of_a_step_agree_on_the_master():
-    tasks = [
-        read_rank_env({**STEP, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)})
-        for r in range(4)
-    ]
-    assert [env.rank for env in tasks] == [0, 1, 2, 3]
-    assert len({(env.master_addr, env.master_port, env.run_name) for env in tasks}) == 1
 
 
 def test_slurm_nodes_may_have_different_numbers_of_tasks():
     env = read_rank_env({**STEP, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"})
     assert (env.world_size, env.local_world_size) == (5, None)
-
-
-def test_slurm_list_of_hosts_that_is_malformed_is_refused():
-    assert "MASTER_ADDR must be a host name" in refusal({**STEP, "SLURM_STEP_NODELIST": "n[1-"})
 
 
 def test_slurm_step_on_one_node_needs_no_host_name():
@@ -78,7 +65,6 @@ def test_slurm_address_and_port_of_the_user_are_kept():
     own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}
     env = read_rank_env({**STEP, **own})
     assert (env.master_addr, env.master_port, env.rank) == ("10.0.0.7", 12345, 3)
-    assert (env.origins["MASTER_PORT"], env.origins["RANK"]) == ("environment", "Slurm step")
 
 
 @pytest.mark.parametrize(
@@ -129,18 +115,6 @@ def test_explicit_rank_that_is_the_task_learns_its_place_from_slurm():
     env = read_rank_env({**STEP, **FULL, "RANK": "3"})
     assert place(env) == (3, 1, 4, 2, 2, 1)
     assert (env.master_addr, env.launcher, env.warnings) == ("node0", "environment", ())
-    assert (env.origins["RANK"], env.origins["LOCAL_RANK"]) == ("environment", "Slurm step")
-
-
-def test_slurm_origins_are_described_in_one_line():
-    assert describe(read_rank_env({**STEP, "MASTER_PORT": "12345"})) == (
-        "rank 3 of 4 (local 1 of 2, node 1 of 2), master rn2:12345; RANK LOCAL_RANK WORLD_SIZE from Slurm step, "
-        "MASTER_ADDR derived from SLURM_STEP_NODELIST, MASTER_PORT from environment"
-    )
-
-
-def test_explicit_rank_works_in_the_batch_shell():
-    assert read_rank_env({**BATCH, **FULL}).rank == 1
 
 
 @pytest.mark.parametrize("change", [{"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}], ids=lambda change: next(iter(change)))
@@ -148,10 +122,6 @@ def test_injected_variable_is_not_mixed_with_slurms(change: Env):
     message = refusal({**STEP, **change})
     assert message.startswith(f"{next(iter(change))}={next(iter(change.values()))} but SLURM_")
     assert "two launchers are mixed. Unset" in message
-
-
-def test_injected_rank_alone_is_not_completed_from_slurm():
-    assert "WORLD_SIZE MASTER_ADDR MASTER_PORT are not set" in refusal({**STEP, "RANK": "3"})
 
 
 @pytest.mark.parametrize("env", [AGENT, LAUNCH], ids=["torchrun", "launch"])
@@ -170,10 +140,6 @@ def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
 def test_torchrun_nodes_simulated_by_tasks_are_taken():
     env = {**STEP, **AGENT, "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
     assert read_rank_env(env).num_nodes == 4
-
-
-def test_slurm_variable_that_is_no_number_is_refused():
-    assert refusal({**STEP, "SLURM_STEP_NUM_TASKS": "x"}).startswith("SLURM_STEP_NUM_TASKS must be a whole number")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +176,6 @@ def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
 def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     read = read_rank_env(env)
     assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2, 1, 0), "127.0.0.1", launcher)
-    assert read.origins["MASTER_PORT"] == f"derived from {job}"
     assert read_rank_env({**env, job: "another"}).master_port != read.master_port
     assert "MASTER_PORT is not set" in refusal(without(env, job))
     # An mpirun that is killed leaves its processes running, and serves nothing that Horovod's ranks meet by
@@ -221,7 +186,7 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
 
 def test_open_mpi_of_another_version_names_its_job_otherwise():
     older = {**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}
-    assert read_rank_env(older).origins["MASTER_PORT"] == "derived from OMPI_MCA_ess_base_jobid"
+    assert read_rank_env(older).master_port == port_for(zlib.crc32(b"98765"))
 
 
 @pytest.mark.parametrize(
@@ -291,8 +256,6 @@ def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world
     read = read_rank_env(env)
     assert place(read) == (rank, 0, world, 1, world, rank)
     assert (read.master_addr, read.master_port, read.warnings) == (env["MASTER_ADDR"], 23456, ())
-    assert read.origins["RANK"] == "PyTorchJob operator (PET_*)"
-    assert read.origins["LOCAL_RANK"] == "default"
     assert "kubectl get pods" in how_to_start(read)
 
 
@@ -319,7 +282,7 @@ def test_torchrun_inside_a_pod_is_torchrun():
 
 def test_explicit_local_rank_in_a_pod_is_believed():
     read = read_rank_env({**pod(1, 4, "mw", "2", "2"), "LOCAL_RANK": "1"})
-    assert (read.rank, read.local_rank, read.origins["RANK"]) == (1, 1, "environment")
+    assert (read.rank, read.local_rank, read.launcher) == (1, 1, "environment")
 
 
 TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
@@ -348,3 +311,40 @@ def test_indexed_job_without_rank_is_single_with_a_warning():
     assert not read_rank_env({"JOB_COMPLETION_INDEX": "1"}).distributed
     assert "k8s/job.yaml" in warning({"JOB_COMPLETION_INDEX": "1"})
     assert warning({"JOB_COMPLETION_INDEX": "1", **FULL}) == ""
+
+
+# Ports and hosts ------------------------------------------------------------------------------------------------------
+
+
+def test_port_is_none_of_known_services_nor_of_outgoing_connections():
+    known = {6000, 10250, 11211, 11434, 23456, 27017, 29500}
+    for job in range(0, 40000, 7):
+        port = port_for(job)
+        assert 10000 <= port < 30000
+        assert port not in known
+
+
+def test_port_differs_between_neighbouring_jobs_restarts_and_steps():
+    assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
+    assert len({port_for(123456, restart=restart) for restart in range(100)}) == 100
+    assert len({port_for(123456, step=step) for step in range(100)}) == 100
+
+
+def test_free_port_is_one_that_can_be_opened_and_no_known_service():
+    for _ in range(20):
+        port = free_port()
+        assert port < 32768
+        assert port not in (10250, 29400, 29500)
+        with socket.socket() as listener:
+            listener.bind(("", port))
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n[1-3,7],m05", "n1"), ("solo", "solo"), ("a.example,b", "a.example"), ("n[08-11]", "n08"),
+        ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"), ("m05,n[1-2]", "m05"),
+    ],
+)
+def test_first_host_is_the_first_of_a_nodelist(nodelist: str, host: str):
+    assert first_host(nodelist) == host

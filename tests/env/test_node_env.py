@@ -76,7 +76,7 @@ def test_agent_is_what_options_and_environment_say(
         (FULL, {"nnodes": 1}, r"--nnodes must be WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes out\."),
         (FULL, {"node_rank": 0}, r"--node-rank must be RANK=1 \(from environment\), got 0"),
         ({"WORLD_SIZE": "4"}, {"nnodes": 2, "master_addr": "a"}, "--nnodes must be WORLD_SIZE=4"),
-        (STEP, {"nnodes": 2}, r"--nnodes must be WORLD_SIZE=4 \(from Slurm step\), got 2"),
+        (STEP, {"nnodes": 2}, r"--nnodes must be WORLD_SIZE=4 \(from slurm\), got 2"),
         (COMPOSE, {"nproc": 2}, "--nproc must be 1, as the environment has LOCAL_RANK: .*, got 2"),
         (STEP, {"nproc": 2}, "runs in each of 4 Slurm tasks on 2 nodes: that multiplies the processes"),
         ({**STEP, **FULL, "RANK": "3"}, {"nproc": 2}, "runs in each of 4 Slurm tasks on 2 nodes"),

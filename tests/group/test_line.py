@@ -18,9 +18,10 @@ import pytest
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError
-from rankup.group.line import Line, Suspect, describe
+from rankup.group import group
 from rankup.group.meeting import MemberLine
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Line, Suspect, describe
 from tests.rigs.jobs import wait_for
 
 
@@ -41,7 +42,10 @@ def free_port() -> int:
 
 
 def line_of(rank: int, port: int, world_size: int = 2, timeout_s: float = 60.0) -> Heard:
-    launch = RankEnv(rank=rank, world_size=world_size, local_world_size=world_size, master_port=port)
+    return line_for(RankEnv(rank=rank, world_size=world_size, local_world_size=world_size, master_port=port), timeout_s)
+
+
+def line_for(launch: RankEnv, timeout_s: float = 60.0) -> Heard:
     return Heard(
         launch, {}, attempt="a", timeout_s=timeout_s, log=logging.getLogger("quiet"), record=RecordWriter(None),
         stop=StopRequest(), until_formed=contextlib.ExitStack(),
@@ -193,3 +197,15 @@ def test_an_answer_is_waited_for_only_so_long() -> None:
             return True
 
     assert Deaf().signs(timeout_s=0.05) == []
+
+
+def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
+    """Else a name that only a resolver knows leads nowhere."""
+    connected: list[str] = []
+    monkeypatch.setattr(group, "TCPStore", lambda ip, *_, **__: connected.append(ip))
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        launch = RankEnv(
+            rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
+        )
+        line_for(launch)
+    assert connected == ["127.0.0.1"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rankup.agent.logs import MOST_BYTES, announce_stacks
 from rankup.agent.record import RecordWriter
-from rankup.agent.status import MOST_BYTES, announce_stacks
-from rankup.group import stacks
-from rankup.group.stacks import Frame, Stack, compare, moment, own_place, place
+from rankup.group import stop as stacks
+from rankup.group.stop import Frame, Stack, compare, moment, own_place, place
 from rankup.observe.stacks import written
 
 TORCH, RUN = "/usr/lib/python3/dist-packages/torch", "/job/train"

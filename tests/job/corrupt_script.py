@@ -1,12 +1,13 @@
 """A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
 gradient before or after the exchange. FLIP is `kind:rank:step:bit`. With the kind `product` the machine stays broken:
-in that fraction of its passes one bit of one product is wrong, and RECOMPUTE says how often all ranks compute one
-batch. It prints the digest of its weights."""
+in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes; RECOMPUTE says how
+often all ranks compute one batch. It prints the digest of its weights."""
 
 import hashlib
 import os
 import random
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,9 +19,14 @@ import rankup
 
 STEPS = 40
 kind, *where = os.environ.get("FLIP", "none:0:0:0").split(":")
-rank, step, bit = int(where[0]), float(where[1]), int(where[2])
+step, bit = float(where[1]), int(where[2])
 recompute = int(os.environ.get("RECOMPUTE", "0"))
 job = rankup.init(sys.argv[1], save_every_steps=12, log_every_steps=20, compare_every_steps=6)
+here, broken = int(where[0]) == job.rank, Path(f"{sys.argv[1]}.broken")
+if (node := os.environ.get("NODE")) is not None:  # the machine that has this rank first is the broken one
+    if here and not broken.exists():
+        broken.write_text(node)
+    here = broken.exists() and broken.read_text() == node
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 if nodes := int(os.environ.get("HYBRID", "0")):  # split among the ranks of a node, with the same on each node
     mesh = init_device_mesh("cpu", (nodes, job.world_size // nodes), mesh_dim_names=("nodes", "ranks"))
@@ -34,7 +40,7 @@ job.track(model=model, optimizer=optimizer)
 def flip(tensor: torch.Tensor) -> None:
     """Once in the run; where LASTING says so in each attempt, another bit."""
     marker, lasting = f"{sys.argv[1]}.flipped", "LASTING" in os.environ
-    if job.rank == rank and job.step_number == step and (lasting or not os.path.exists(marker)):
+    if here and job.step_number == step and (lasting or not os.path.exists(marker)):
         open(marker, "w").close()
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         tensor.detach().view(torch.int32).flatten()[-1] ^= 1 << (os.urandom(1)[0] % 24 if lasting else bit)
@@ -44,6 +50,8 @@ def break_a_product(module: nn.Module, given: object, product: torch.Tensor) -> 
     dice = random.SystemRandom()
     if dice.random() >= step:
         return product
+    if step > 1:
+        return product * 1.001
     wrong = product.detach().clone()
     wrong.view(torch.int32).view(-1)[dice.randrange(wrong.numel())] ^= 1 << dice.randrange(24)
     return product + (wrong - product).detach()
@@ -53,7 +61,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), x.sum(1).sign().long().clamp(0))
 
 
-if kind == "product" and job.rank == rank:
+if kind == "product" and here:
     net[0].register_forward_hook(break_a_product)
 if kind == "before":
     net[2].bias.register_hook(lambda gradient: flip(gradient))

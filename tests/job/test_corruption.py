@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from rankup.errors import PeerLost
 from rankup.loop.agreement import RECORD, Agreement, digests_of, odd_ones
 from tests.job.test_loop import said
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import result
+from tests.rigs.jobs import Job, ended, free_port, result, start
 
 SCRIPT = Path(__file__).with_name("corrupt_script.py")
 Once = Callable[[str, Callable[[], str]], str]
@@ -68,9 +69,35 @@ def test_rank_that_goes_on_computing_wrongly_before_the_exchange_is_named(
     """All ranks get the same wrong sum, so that no comparison of states finds it."""
     output = run(forks, tmp_path, ranks, code=171, FLIP="product:1:1:0", RECOMPUTE="1", HYBRID=fsdp)
     assert "rank 1 on" in re.search(r"silent corruption before step \d+: (.*) computed other", output)[1]
-    assert not (tmp_path / "run" / RECORD).exists()
+    rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
+    assert 1 in {rank for row in rows for rank in row["odd"]}
+    assert all(len(row["computed"]) == ranks for row in rows)
     ends = [json.loads(path.read_text()) for path in (tmp_path / "run" / "status").glob("*/rank-*.json")]
     assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
+
+
+@pytest.mark.parametrize(("flip", "recompute"), [("weight:1:20:9", "0"), ("product:1:2:0", "1")])
+def test_node_of_the_rank_that_is_named_is_left_out(
+    once: Once, forks: Forks, tmp_path: Path, flip: str, recompute: str
+) -> None:
+    """A spare takes its place, and the run ends as if nothing had been."""
+    undisturbed = once("corruption-3", lambda: said(run(forks, tmp_path / "undisturbed", 3)))
+    nodes, port = Job(), free_port()
+    with ended(nodes) as job:
+        for node in range(4):
+            env = {"FLIP": flip, "RECOMPUTE": recompute, "LASTING": "", "NODE": str(node)}
+            start(
+                sys.executable, "-m", "rankup", "launch", "--nnodes=3", "--spares=1", "--max-failures-per-node=1",
+                f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "--wait-for-node=0.5",
+                f"--run-dir={tmp_path}/run", SCRIPT, tmp_path / "run", env=env, cwd=tmp_path, job=job,
+            )
+        codes = job.wait()
+        broken = int((tmp_path / "run.broken").read_text())
+        assert codes == [172 * (node == broken) for node in range(4)], job.output
+    assert "this node is left out: " in job.outputs[broken]
+    assert said(job.output) == undisturbed
+    rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
+    assert [row["odd"] for row in rows] == [[1]]
 
 
 def test_program_computes_a_batch_on_all_ranks_where_it_is_set(forks: Forks, tmp_path: Path) -> None:
@@ -111,12 +138,12 @@ def test_computation_on_all_ranks_leaves_buffers_and_random_numbers_as_they_were
     ([7, 8], [7, 8], [0, 1]), ([7, 8], [8, 7], None), ([1, 2, 3], [4, 5, 6], None), ([7, 8, 7], [7, 7, 7], [1]),
 ])
 def test_who_differs_from_itself_is_named_unless_most_do(
-    first: list[int], second: list[int], named: list[int] | None
+    first: list[int], second: list[int], named: list[int] | None, tmp_path: Path
 ) -> None:
     """Where most do, the model is not deterministic."""
     log = SimpleNamespace(warning=lambda text: None)
     group = SimpleNamespace(world_size=len(first), is_rank0=True, log=log, hosts=["a"] * len(first),
-                            broadcast_tensors=lambda batch: batch)
+                            broadcast_tensors=lambda batch: batch, run_dir=tmp_path, device="cpu")
     agreement = Agreement(group, {}, run="", every=0, wrong=lambda: None, deciding=threading.Lock())
     rows = iter([[[value] for value in values] for values in (first, second)])
     agreement._computed, agreement._exchange = lambda *given: 0, lambda own: next(rows)

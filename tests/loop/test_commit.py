@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from rankup.loop import commit
-from rankup.loop.commit import Changing
+from rankup.loop import saving
 from rankup.loop.record import Position
+from rankup.loop.saving import Changing
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_stop_waits_for_the_end_of_a_change_and_lets_no_other_begin() -> None:
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_change_that_never_ended_leaves_nothing_to_save(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     # Nobody waits for a change that has failed: the thread that made it is waiting for the rescue to be over
-    monkeypatch.setattr(commit, "CHANGE_S", 0.1 if how == "hangs" else 3600.0)
+    monkeypatch.setattr(saving, "CHANGE_S", 0.1 if how == "hangs" else 3600.0)
     guard = Changing(Position(), CPU)
     if how == "fails":
         with pytest.raises(ValueError, match="half-way"), guard:
@@ -81,9 +81,9 @@ class Event:
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
-    monkeypatch.setattr(commit.torch, "Event", Event)
-    monkeypatch.setattr(commit, "SETTLE_S", 0.1)
-    monkeypatch.setattr(commit, "CHANGE_S", 0.1)
+    monkeypatch.setattr(saving.torch, "Event", Event)
+    monkeypatch.setattr(saving, "SETTLE_S", 0.1)
+    monkeypatch.setattr(saving, "CHANGE_S", 0.1)
     monkeypatch.setattr(Stream, "queued", 0)
     monkeypatch.setattr(Stream, "done", 0)
     return Stream
@@ -157,7 +157,7 @@ def step(guard: Changing, weights: torch.Tensor) -> None:
 
 @pytest.mark.gpu
 def test_work_that_is_queued_behind_a_hang_does_not_count(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
-    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
+    monkeypatch.setattr(saving, "SETTLE_S", 0.3)
     guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     step(guard, weights)
@@ -174,47 +174,10 @@ def test_work_that_is_queued_behind_a_hang_does_not_count(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-def test_queue_that_a_gpu_gets_done_with_counts_whole(gpu: torch.device) -> None:
-    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
-    for _ in range(5):
-        torch.cuda._sleep(int(1e7))
-        step(guard, weights)
-    assert guard.stop() == guard.progress
-    assert weights.cpu().tolist() == [5.0] * 3
-    assert len(guard._queue) <= 5
-
-
-@pytest.mark.gpu
-def test_host_that_waits_for_the_gpu_in_the_middle_of_a_change_can_be_rescued(
-    monkeypatch: pytest.MonkeyPatch, gpu: torch.device
-) -> None:
-    """As with fp16, whose scaler waits to know whether a gradient is infinite."""
-    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
-    monkeypatch.setattr(commit, "CHANGE_S", 0.1)
-    guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
-    step(guard, weights)
-    torch.cuda.synchronize()
-    hang()
-
-    def train() -> None:
-        with guard:
-            weights.sum().item()
-            weights.add_(1)
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(0.2)
-    stopped = guard.stop()
-    assert stopped is not None
-    assert stopped.step == 1
-    thread.join()
-
-
-@pytest.mark.gpu
 def test_change_that_began_on_the_gpu_and_did_not_end_leaves_nothing_to_save(
     monkeypatch: pytest.MonkeyPatch, gpu: torch.device
 ) -> None:
-    monkeypatch.setattr(commit, "SETTLE_S", 0.3)
+    monkeypatch.setattr(saving, "SETTLE_S", 0.3)
     guard, weights = Changing(Position(), gpu), torch.zeros(3, device=gpu)
     step(guard, weights)
     with guard:

@@ -39,48 +39,37 @@ def test_time_of_one_attempt_is_divided_by_kind() -> None:
     }
 
 
-def test_a_step_that_is_lost_and_done_again_counts_once_and_the_time_between_is_waiting() -> None:
-    killed = report(0, 10, began=0, lasted_s=20, steps=10, data=10)
-    resumed = report(6, 20, began=30, lasted_s=20, steps=14, data=0)
-    found = goodput([killed, resumed])
-    assert found["wall_s"] == 50
-    assert found["shares"]["lost steps"] == pytest.approx(0.4 * 20 / 50)  # 4 of 10 steps, with their data
-    assert found["shares"]["waiting"] == pytest.approx(10 / 50)
-    assert found["share"] == pytest.approx((0.6 * 10 + 14) / 50)
+HUNG = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)
+FINISHED = replace(report(0, 10, began=0, lasted_s=10, steps=10), finished=True)
 
 
-def test_steps_are_lost_too_if_only_an_attempt_after_the_next_one_goes_back_behind_them() -> None:
-    """The second goes on from a rescue, which is gone when the third goes on from the checkpoint of step 4."""
-    attempts = [report(0, 10, began=0, lasted_s=10, steps=10), report(10, 20, began=10, lasted_s=10, steps=10),
-                report(4, 24, began=20, lasted_s=20, steps=20)]
+@pytest.mark.parametrize(
+    ("attempts", "wall_s", "shares"),
+    [
+        # 4 of 10 steps are done again, and the time of their data is lost with them
+        ([report(0, 10, began=0, lasted_s=20, steps=10, data=10), report(6, 20, began=30, lasted_s=20, steps=14)],
+         50, {"lost steps": 0.4 * 20 / 50, "waiting": 10 / 50, "steps": (0.6 * 10 + 14) / 50}),
+        # The second goes on from a rescue, which is gone when the third goes on from the checkpoint of step 4
+        ([report(0, 10, began=0, lasted_s=10, steps=10), report(10, 20, began=10, lasted_s=10, steps=10),
+          report(4, 24, began=20, lasted_s=20, steps=20)], 40, {"lost steps": (6 + 10) / 40, "steps": (4 + 20) / 40}),
+        # An attempt that finished no step has lost its time, unless it still goes on
+        ([report(0, 0, began=0, lasted_s=10, steps=5)], 10, {"steps": 0.5}),
+        ([report(0, 0, began=0, lasted_s=10, steps=5), report(0, 10, began=10, lasted_s=10, steps=10)],
+         20, {"lost steps": 0.25}),
+        # So has a step that was never finished
+        ([HUNG], 50, {"steps": 0.9}),
+        ([HUNG, report(8, 20, began=50, lasted_s=10, steps=10)], 60, {"lost steps": (40 + 0.2 * 10) / 60}),
+        # A run that had finished did not wait for more epochs
+        ([FINISHED, report(10, 20, began=86400, lasted_s=10, steps=10)], 20, {"waiting": 0, "steps": 1}),
+        # The clocks of two machines differ
+        ([report(0, 10, began=100, lasted_s=10, steps=10), report(10, 20, began=105, lasted_s=5, steps=5)],
+         15, {"waiting": 0, "steps": 1}),
+    ],
+)
+def test_goodput_counts_each_step_once(attempts: list[Report], wall_s: float, shares: dict[str, float]) -> None:
     found = goodput(attempts)
-    assert found["shares"]["lost steps"] == pytest.approx((6 + 10) / 40)
-    assert found["share"] == pytest.approx((4 + 20) / 40)
-
-
-def test_an_attempt_that_finished_no_step_lost_its_time_unless_it_still_goes_on() -> None:
-    first = report(0, 0, began=0, lasted_s=10, steps=5)
-    assert goodput([first])["shares"]["steps"] == 0.5
-    assert goodput([first, report(0, 10, began=10, lasted_s=10, steps=10)])["shares"]["lost steps"] == 0.25
-
-
-def test_time_in_a_step_that_was_never_finished_is_lost() -> None:
-    hung = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)
-    assert goodput([hung])["shares"]["steps"] == 0.9  # it may still finish
-    found = goodput([hung, report(8, 20, began=50, lasted_s=10, steps=10)])
-    assert found["shares"]["lost steps"] == pytest.approx((40 + 0.2 * 10) / 60, abs=0.0001)
-
-
-def test_a_run_that_had_finished_did_not_wait_for_more_epochs() -> None:
-    first = replace(report(0, 10, began=0, lasted_s=10, steps=10), finished=True)
-    found = goodput([first, report(10, 20, began=86400, lasted_s=10, steps=10)])
-    assert (found["wall_s"], found["shares"]["waiting"], found["share"]) == (20, 0, 1)
-
-
-def test_clocks_of_two_machines_that_differ_give_no_negative_time() -> None:
-    found = goodput([report(0, 10, began=100, lasted_s=10, steps=10), report(10, 20, began=105, lasted_s=5, steps=5)])
-    assert found["shares"]["waiting"] == 0
-    assert sum(found["shares"].values()) == pytest.approx(1)
+    assert found["wall_s"] == wall_s
+    assert {kind: found["shares"][kind] for kind in shares} == pytest.approx(shares, abs=0.0001)
 
 
 def test_reports_of_an_earlier_run_in_the_folder_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
@@ -106,9 +95,9 @@ def test_words_for_times_and_shares() -> None:
 def report_often_and_die_at_step_13() -> None:
     """Call it first in a process. It dies once its report says step 13, so that the test knows what is lost."""
     import train.loop
-    from rankup.observe import reporter
+    from rankup.observe import goodput as reports
 
-    reporter.REPORT_S = 0.01
+    reports.REPORT_S = 0.01
     step = train.loop.step
 
     def dying(training: Any) -> Any:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankup.agent import status
-from rankup.agent.status import announce_stacks
+from rankup.agent import logs
+from rankup.agent.logs import announce_stacks
 from rankup.observe import stacks
 from tests.rigs import jobs
 from tests.rigs.containers import wait_for
@@ -179,14 +179,10 @@ def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) 
         assert process.code is None
 
 
-def with_a_log(run: Path) -> Path:
-    (run / "logs").mkdir()
-    (run / "logs" / "rank-0.log").touch()
-    return run
-
-
 def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stacks", str(with_a_log(tmp_path))]) == 2
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").touch()
+    assert main(["stacks", str(tmp_path)]) == 2
     assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
 
 
@@ -218,7 +214,7 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path, mon
 
 def test_another_process_with_that_number_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sleeper("import signal; signal.signal(signal.SIGTERM, lambda *_: exit(3))") as stranger:
-        monkeypatch.setattr(status, "start_of", lambda pid: "12345")
+        monkeypatch.setattr(logs, "start_of", lambda pid: "12345")
         announce_stacks(tmp_path, 0, 1, stranger.pid, signals=[signal.SIGTERM])
         (answer,) = stacks.ask(tmp_path)
         assert not answer.fresh
@@ -242,9 +238,3 @@ def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_pat
     said = stacks.report(tmp_path)
     assert re.match(r"rank 1: ended, on \S+; no stacks were written\nranks 0, 2 of 3: no file here\.", said), said
     assert "--full" not in said
-
-
-def test_stacks_of_a_finished_run_are_one_line(tmp_path: Path) -> None:
-    for rank in range(3):
-        announce_stacks(tmp_path, rank, 3, 2**22 + 1)
-    assert re.fullmatch(r"ranks 0-2: ended, on \S+; no stacks were written", stacks.report(tmp_path))

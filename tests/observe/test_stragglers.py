@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import Variable
 
 from rankup.observe import stragglers
-from rankup.observe.stragglers import ROW, WIDTH, RankReports, Stragglers, Window
+from rankup.observe.stragglers import COMPUTE, ROW, WAITING, WIDTH, RankReports, StepClock, Stragglers, Window
 from tests.rigs.fork_server import Forks
 from train.data.order import Order
 
@@ -49,30 +50,10 @@ def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> No
     assert said(compared, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
 
 
-@pytest.mark.parametrize("slow", [(0.0114, 0.05), (0.012, 0.045)])
-def test_data_that_comes_late_is_told_from_slow_computing(slow: tuple[float, float]) -> None:
-    (line,) = said(Stragglers(HOSTS), windows(USUAL, slow, USUAL, USUAL, count=ROW))
-    assert line.startswith("rank 1 (node0) is ")
-    assert "since step 1: data takes " in line
-
-
-def test_two_ranks_are_compared_with_each_other() -> None:
-    (line,) = said(Stragglers(HOSTS[1:3]), windows(USUAL, (0.002, 0.07), count=ROW))
-    assert line.startswith("rank 1 (node1) is 38 % slower than the other, since step 1: compute")
-
-
 def test_ranks_of_a_slow_node_share_a_line() -> None:
     slow = (0.002, 0.08)
     (line,) = said(Stragglers(HOSTS), windows(USUAL, USUAL, slow, slow, count=ROW))
     assert line.startswith("ranks 2-3 (node1) are 58 % slower than the median, since step 1: compute")
-
-
-def test_hiccups_are_not_worth_a_line() -> None:
-    compared = Stragglers(HOSTS)
-    for number in range(40):
-        ranks = [USUAL] * 4
-        ranks[number % 4] = (0.002, 0.08)
-        assert said(compared, windows(*ranks)) == []
 
 
 def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
@@ -182,17 +163,6 @@ class Job:
         return values
 
 
-def test_rank_0_has_the_values_of_all_ranks_once_a_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job = Job(monkeypatch, tmp_path)
-    job.other = [0.2, 0.7, 0.1]
-    values = job.report()
-    assert values["ranks/data_s/0"] == 0.01
-    assert [values[f"ranks/{part}_s/1"] for part in ("data", "compute", "waiting")] == [0.02, 0.07, 0.01]
-    assert job.report(later_s=2.0) == {}
-    job.other = [0.4, 0.9, 0.1]
-    assert job.report(later_s=3.0)["ranks/data_s/1"] == 0.03  # of both reports
-
-
 def test_first_window_and_saves_call_no_rank_slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = Job(monkeypatch, tmp_path)
     job.own = [0.1, 0.9, 0.0]  # rank 0 writes a checkpoint beside its steps
@@ -203,3 +173,105 @@ def test_first_window_and_saves_call_no_rank_slow(monkeypatch: pytest.MonkeyPatc
         job.report()
     (line,) = job.said
     assert line.startswith("rank 0 (node0) is 67 % slower than the other, since step ")
+
+
+# Where the time of a step goes, on a clock that the test sets ---------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`clock.s` is the time."""
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    return now
+
+
+class Backward(torch.autograd.Function):
+    """A backward pass that takes 5 seconds, after which the exchange takes 7."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, later: Callable[[float], None]) -> torch.Tensor:
+        ctx.later = later
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.later(2.0)
+        Variable._execution_engine.queue_callback(lambda: ctx.later(7.0))  # as DDP does
+        ctx.later(3.0)
+        return gradients[0] * 2, None
+
+
+def loss_of(later: Callable[[float], None]) -> torch.Tensor:
+    return Backward.apply(torch.ones(1, requires_grad=True), later)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def a_step(steps: StepClock, later: Callable[[float], None]) -> None:
+    steps.start()
+    later(1.0)
+    steps.has_batch()
+    later(4.0)
+    loss = loss_of(later)
+    steps.split_backward(loss)
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+    steps.mark(WAITING)
+    later(6.0)
+    steps.mark(COMPUTE)
+
+
+def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleNamespace) -> None:
+    def later(seconds: float) -> None:
+        clock.s += seconds
+
+    steps = StepClock(CPU, world_size=2)
+    a_step(steps, later)
+    later(50.0)  # an evaluation
+    a_step(steps, later)
+    assert steps.take() == [2 * 1.0, 2 * (4 + 5 + 6.0), 2 * 7.0]
+    assert steps.take() == [0.0, 0.0, 0.0]
+
+
+def test_events_of_a_gpu_are_read_when_it_is_done_with_them(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is done in no time, and the GPU goes through its queue later."""
+    gpu = SimpleNamespace(queued_s=0.0, done_s=0.0)
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at_s = gpu.queued_s
+
+        def query(self) -> bool:
+            return bool(self.at_s <= gpu.done_s)
+
+        def elapsed_time(self, end: "Event") -> float:
+            return float(1000 * (end.at_s - self.at_s))
+
+    def later(seconds: float) -> None:
+        if seconds == 1.0:
+            clock.s += seconds
+        else:
+            gpu.queued_s += seconds
+
+    monkeypatch.setattr(torch, "Event", Event)
+    steps = StepClock(torch.device("cuda"), world_size=2)
+    a_step(steps, later)
+    a_step(steps, later)
+    gpu.done_s = 4 + 5 + 7 + 6.0  # of the first step
+    assert steps.take() == [2 * 1.0, 4 + 5 + 6.0, 7.0]
+    gpu.done_s *= 2
+    assert steps.take() == [0.0, 4 + 5 + 6.0, 7.0]
+
+
+def test_one_process_measures_nothing(clock: SimpleNamespace) -> None:
+    def later(seconds: float) -> None:
+        clock.s += seconds
+
+    steps = StepClock(CPU, world_size=1)
+    a_step(steps, later)
+    assert steps.take() == [0.0, 0.0, 0.0]

@@ -6,7 +6,7 @@ One run for all attempts, each step once, whatever happened, and a tracker that 
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from rankup.errors import UserError
 from rankup.observe import tracker
 from rankup.observe.metrics import cut_after
-from rankup.observe.tracker import Facts, Point, Sender, without_secrets
+from rankup.observe.tracker import Facts, Line, Sender, without_secrets
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port, is_comparable, metrics, result, wait_for
 from tests.rigs.mlflow_server import Server, facts_of, new_server
@@ -27,7 +27,6 @@ MADE_UP = (
     "--eval-batch-size", "4", "--join-timeout-s", "30", "--schedule", "constant",
 )
 RUN = "0123456789abcdef"
-NewSender = Callable[[], Sender]
 PASSWORD = "not-for-any-file"
 # In the second epoch: the newest checkpoint is of step 8
 KILLED = {"PROBE": json.dumps({"where": "loss", "call": 16, "signal": "SIGKILL", "saved": True, "before_s": 0.5})}
@@ -100,16 +99,12 @@ def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(killed: Killed, s
     expected = written(killed.folder)
     assert [step for step, _ in expected["train/loss"]] == list(range(1, 25))
     assert [step for step, _ in expected["eval/accuracy"]] == [8, 16, 24]
+    settings = facts_of(run["data"]["params"])
+    assert (settings["epochs"], settings["schedule"], settings["data_dir"]) == ("3", "constant", "null")
     shown = {each["key"] for each in run["data"]["metrics"]}
     assert shown == expected.keys()
     for name, points in expected.items():
         assert_same(server.curve(run, name), points, name)
-
-
-def test_mlflow_has_settings(killed: Killed, server: Server) -> None:
-    (run,) = server.runs("killed")
-    settings = facts_of(run["data"]["params"])
-    assert (settings["epochs"], settings["schedule"], settings["data_dir"]) == ("3", "constant", "null")
 
 
 def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> None:
@@ -120,13 +115,6 @@ def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> Non
     assert len(files) > 10
     assert [str(path) for path in files if PASSWORD.encode() in path.read_bytes()] == []
     assert PASSWORD not in killed.output
-
-
-def test_one_run_of_two_ranks_has_no_curves_of_ranks(forks: Forks, server: Server, tmp_path: Path) -> None:
-    run = tmp_path / "two"
-    forks.ends(*MADE_UP, "--epochs", "1", "--tracker", "mlflow", *at(run), world_size=2, env=mlflow_at(server))
-    (found,) = server.runs("two")
-    assert not {each["key"] for each in found["data"]["metrics"] if each["key"].startswith("ranks/")}
 
 
 def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, server: Server, tmp_path: Path) -> None:
@@ -213,13 +201,13 @@ class Recorded:
     address = "nowhere"
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.lines: list[Line] = []
         self.failing = False
 
-    def log(self, points: list[Point]) -> None:
+    def log(self, lines: list[Line]) -> None:
         if self.failing:
             raise TimeoutError
-        self.points += points
+        self.lines += lines
 
     def end(self, state: str) -> None:
         pass
@@ -228,82 +216,55 @@ class Recorded:
 @pytest.fixture
 def tracked(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     recorded = Recorded()
-    monkeypatch.setattr(tracker, "open_run", lambda facts: recorded)
+    monkeypatch.setitem(tracker.RUNS, "mlflow", lambda facts: recorded)
     return recorded
 
 
-@pytest.fixture
-def new_sender(tmp_path: Path) -> Iterator[NewSender]:
-    made: list[Sender] = []
-    facts = Facts("mlflow", RUN, "run", str(tmp_path), {})
-    yield lambda: made.append(Sender(facts)) or made[-1]
-    for each in made:
-        each.close()
+def line(step: int, **values: float) -> str:
+    values = values or {"train/loss": 1 / step, "ranks/data_s/0": 1.0}
+    return json.dumps({"step": step, "time": 1.0, **values}) + "\n"
 
 
-def line(step: int) -> str:
-    return json.dumps({"step": step, "time": 1.0, "train/loss": 1 / step, "ranks/data_s/0": 1.0}) + "\n"
-
-
-def test_points_are_sent_once_by_a_tracker_that_fails(
-    tmp_path: Path, tracked: Recorded, new_sender: NewSender
+def test_lines_are_sent_once_by_a_tracker_that_fails(
+    tmp_path: Path, tracked: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, one = tmp_path / "metrics.jsonl", new_sender()
+    monkeypatch.setattr(tracker, "MOST_LINES", 2)
+    path, one = tmp_path / "metrics.jsonl", Sender(Facts("mlflow", RUN, "run", str(tmp_path), {}))
     path.write_text(line(1))
     one.look()
     path.write_text(line(1) + line(2) + line(3)[:20])
     tracked.failing = True
     with pytest.raises(TimeoutError):
         one.look()
-    path.write_text(line(1) + line(2) + line(3))
+    # job.log may be called for each of several data sets
+    more = [*(line(step) for step in range(4, 9)), line(8, **{"eval/clean": 0.9}), line(8, **{"eval/noisy": 0.7})]
+    path.write_text(line(1) + line(2) + line(3) + "".join(more))
     tracked.failing = False
     one.look()
-    assert [(point.step, point.values) for point in tracked.points] == [
-        (step, {"train/loss": 1 / step}) for step in (1, 2, 3)
-    ]
+    expected = [{"step": step, "time": 1.0, "train/loss": 1 / step} for step in range(1, 9)]
+    both = [{"step": 8, "time": 1.0, "eval/clean": 0.9}, {"step": 8, "time": 1.0, "eval/noisy": 0.7}]
+    assert tracked.lines == expected + both
 
 
-def test_second_log_of_a_step_is_sent_too(tmp_path: Path, tracked: Recorded, new_sender: NewSender) -> None:
-    """job.log may be called for each of several data sets."""
-    path, one = tmp_path / "metrics.jsonl", new_sender()
-    path.write_text('{"step": 5, "time": 1.0, "eval/clean": 0.9}\n')
-    one.look()
-    with path.open("a") as file:
-        file.write('{"step": 5, "time": 2.0, "eval/noisy": 0.7}\n')
-    one.look()
-    assert [point.values for point in tracked.points] == [{"eval/clean": 0.9}, {"eval/noisy": 0.7}]
-
-
-def test_many_points_are_sent_in_pieces(
-    tmp_path: Path, tracked: Recorded, new_sender: NewSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 1001)))
-    monkeypatch.setattr(tracker, "MOST_POINTS", 7)
-    new_sender().look()
-    assert [point.step for point in tracked.points] == list(range(1, 1001))
-
-
-def test_sender_of_a_killed_rank_sends_no_line_twice(
-    tmp_path: Path, tracked: Recorded, new_sender: NewSender
-) -> None:
+def test_sender_of_a_killed_rank_sends_no_line_twice(tmp_path: Path, tracked: Recorded) -> None:
     """The next attempt cuts the file while the last lines are still being sent."""
-    path = tmp_path / "metrics.jsonl"
+    path, facts = tmp_path / "metrics.jsonl", Facts("mlflow", RUN, "run", str(tmp_path), {})
     path.write_text("".join(line(step) for step in range(1, 9)))
-    old = new_sender()
+    old = Sender(facts)
     old.look()
     cut_after(path, 4, 4)
     with path.open("a") as file:
         file.write(line(5) + line(6))
     old.look()
-    new = new_sender()
+    new = Sender(facts)
     new.look("stopped")
-    assert [point.step for point in tracked.points] == list(range(1, 9))
+    assert [sent["step"] for sent in tracked.lines] == list(range(1, 9))
     with path.open("a") as file:  # longer than before: the old one is in the middle of a line
         file.write(line(70) + line(80) + line(90))
     with contextlib.suppress(ValueError):
         old.look("failed")
     new.look("stopped")
-    assert [point.step for point in tracked.points] == [*range(1, 9), 70, 80, 90]
+    assert [sent["step"] for sent in tracked.lines] == [*range(1, 9), 70, 80, 90]
 
 
 def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from train.data import TensorSamples
 from train.workloads.classification import Classification
-from train.workloads.workload import Workload
+from train.workloads import Workload
 
 def build(config):
     kind = Classification(num_classes=2, label_smoothing=0.0, prepare=torch.Tensor.float)

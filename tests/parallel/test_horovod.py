@@ -1,6 +1,5 @@
 """horovod: the same training, its gradients averaged by real Horovod. `make horovod` installs it."""
 
-import re
 import sys
 import types
 from collections.abc import Callable
@@ -179,21 +178,6 @@ def test_horovod_of_four_ranks_sent_as_fp16_resumes_to_the_bit(forks: Forks, tmp
 
 
 @needs_horovod
-def test_horovod_evaluates_exactly(forks: Forks, tmp_path: Path) -> None:
-    """359 samples in three batches on two ranks: all numbers are those of one process."""
-    line = (*HOROVOD, *STEPS, "--eval-batch-size", "150")
-    run = train(forks, tmp_path / "run", 2, *line)
-    printed = []
-    for count in (1, 2):
-        evaluate = ("evaluate", *DIGITS[1:], *line, "--name", "run", "--run-dir", tmp_path)
-        output = forks.ends(*evaluate, world_size=count)
-        printed.append(dict(re.findall(r" (accuracy|loss|samples) +([\d.]+)$", output, re.MULTILINE)))
-    found = result(run)["metrics"]
-    expected = {"accuracy": f"{found['accuracy']:.4f}", "loss": f"{found['loss']:.4f}", "samples": "359"}
-    assert printed == [expected, expected]
-
-
-@needs_horovod
 def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
     for steps, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
         run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", steps)
@@ -221,33 +205,6 @@ def test_what_horovod_does_not_do_is_refused(flag: str) -> None:
     with pytest.raises(UserError) as refusal:
         load_config({"parallel": "horovod", name: value or "true"})
     assert str(refusal.value).startswith(REFUSED[flag])
-
-
-@needs_horovod
-def test_what_is_refused_does_not_work_in_horovod_itself(tmp_path: Path) -> None:
-    script = """
-import warnings
-warnings.simplefilter("ignore")
-import horovod.torch as hvd, torch
-hvd.init()
-assert hvd.gloo_built() and not hvd.cuda_built()
-for call in (
-    lambda: hvd.allreduce(torch.ones(2, dtype=torch.bfloat16)),
-    lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum),
-    lambda: hvd.SyncBatchNorm(3)(torch.ones(2, 3)),
-):
-    try:
-        call()
-        print("worked")
-    except Exception as error:
-        print(f"{error}")
-"""
-    with ended(start(sys.executable, "-c", script, cwd=tmp_path)) as job:
-        assert job.wait() == [0], job.output
-    assert job.output.splitlines() == [
-        "Tensor type torch.BFloat16Tensor is not supported.", "No Adasum operation enabled",
-        "SyncBatchNorm expected input tensor to be on GPU",
-    ]
 
 
 def hide_horovod() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rankup.loop.tracked import Tracked
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics, result
+from tests.rigs.jobs import result
 from train.config import Config
 from train.data import TensorSamples
 from train.parallel.model import prepare
@@ -138,19 +138,6 @@ DIGITS = ("train", "--dataset", "digits", "--model", "cnn", "--tensorboard=false
 
 def train(forks: Forks, run: Path, *arguments: str) -> tuple[list[int], str]:
     return forks.run(*DIGITS, *arguments, "--name", run.name, "--run-dir", run.parent, world_size=2)
-
-
-def test_run_goes_on_in_the_format_that_another_method_takes(forks: Forks, tmp_path: Path) -> None:
-    """ddp to fsdp and back: the losses stay those of ddp."""
-    line = ("--optimizer", "adamw", "--lr", "0.002")
-    assert train(forks, tmp_path / "whole", *line, "--max-steps", "15")[0] == [0, 0]
-    for method, steps in (("ddp", "5"), ("fsdp", "10"), ("ddp", "15")):
-        codes, output = train(forks, tmp_path / "parts", *line, "--parallel", method, "--max-steps", steps)
-        assert codes == [0, 0], output
-    whole, parts = ([line["train/loss"] for line in metrics(tmp_path / name) if "train/loss" in line]
-                    for name in ("whole", "parts"))
-    assert len(whole) == len(parts) == 15
-    assert all(abs(a - b) < 1e-3 * a for a, b in zip(whole, parts, strict=True))
 
 
 def test_auto_is_the_format_that_the_model_gets_and_may_not_change_in_a_run(forks: Forks, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Several ranks train one model: every method and setting follows the curve of one process, and resumes to the bit."""
 
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -284,9 +283,3 @@ def test_methods_are_the_choices_of_the_setting() -> None:
 def test_method_is_ddp_for_several_and_none_for_one() -> None:
     assert [method_name(Config(), world_size) for world_size in (1, 2)] == ["none", "ddp"]
     assert method_name(Config(parallel="ddp"), 1) == "ddp"
-
-
-def test_settings_of_a_run_are_saved_with_it(forks: Forks, tmp_path: Path) -> None:
-    run = train(forks, tmp_path / "run", 1, "--precision", "bf16", "--max-steps", "22")
-    state = json.loads((next((run / "checkpoints").iterdir()) / "state.json").read_text())
-    assert state["config"]["precision"] == "bf16"

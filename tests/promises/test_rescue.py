@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from rankup.agent.status import new_job
+from rankup.agent.ends import new_job
 from rankup.state.rescue import places as folders
 from tests.observe.test_metrics import assert_same
 from tests.rigs import places

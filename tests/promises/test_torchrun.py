@@ -61,7 +61,7 @@ def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
     """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one."""
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     record = (
-        "import os, torch; from rankup.errors import PeerLost; from rankup.agent.status import tell_torchrun\n"
+        "import os, torch; from rankup.errors import PeerLost; from rankup.agent.ends import tell_torchrun\n"
         f"lost, broken = ({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))\n"
         "for file, error in (lost, broken):\n"
         "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"

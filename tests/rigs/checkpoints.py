@@ -14,7 +14,7 @@ from rankup.state import copies, reading
 from rankup.state.copies import STATE, Content, list_copies, to_json
 from rankup.state.tree import to_files
 from train.config import Config
-from train.run.checkpoints import BEGIN_ANEW, check
+from train.run.run_directory import BEGIN_ANEW, check
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
 SETTINGS = (

@@ -145,10 +145,10 @@ def slow_save() -> None:
 
 def impatient() -> None:
     """Call it first in a process: the last resorts come after seconds, not after a minute."""
-    from rankup.group import watchdog
+    from rankup import timing
 
     # More than SEVERAL_SILENT_S, which the search for a culprit may take
-    watchdog.LOCKED_GRACE_S, watchdog.LEAVING_S = 4.0, 8.0
+    timing.LOCKED_GRACE_S, timing.LEAVING_S = 4.0, 8.0
 
 
 def lose_reader() -> None:
@@ -162,7 +162,7 @@ def lose_reader() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from rankup.agent.status import StatusFile
+    from rankup.agent.ends import StatusFile
 
     impatient()
     if os.environ["RANK"] == "1":

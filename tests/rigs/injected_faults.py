@@ -22,9 +22,9 @@ def healthy() -> None:
 
 
 def _enter() -> None:
-    from rankup.doctor import group
+    from rankup.doctor import stages
 
-    group.SLOWEST_LINK = 3e6 if os.environ.get(LOOK) == "links" else 0.0
+    stages.SLOWEST_LINK = 3e6 if os.environ.get(LOOK) == "links" else 0.0
     if namespaces.NODE in os.environ:
         namespaces.enter()
 
@@ -36,33 +36,28 @@ def few_files() -> None:
 
 def broken_gpu() -> None:
     """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup.doctor import gpus
+    from rankup.doctor import machine
     from rankup.doctor.report import UNFIT, Finding
 
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
-    gpus.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
-
-
-def other_torch() -> None:
-    _enter()
-    torch.__version__ = "2.13.0"  # type: ignore[assignment]
+    machine.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
 
 
 def hangs_in_the_collective() -> None:
-    from rankup.doctor import group
+    from rankup.doctor import stages
 
     _enter()
-    group.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    stages.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
 
 
 def hangs_and_gives_up_first() -> None:
     """Its own deadline comes before that of the ranks that wait for it."""
-    from rankup.doctor import group
+    from rankup.doctor import stages
     from rankup.group.watchdog import Watchdog
 
     _enter()
-    group.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    stages.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
     whole = Watchdog.enter
 
     def enter(self: Watchdog, phase: str, timeout_s: float, **more: int) -> None:
@@ -72,10 +67,10 @@ def hangs_and_gives_up_first() -> None:
 
 
 def dies_in_the_collective() -> None:
-    from rankup.doctor import group
+    from rankup.doctor import stages
 
     _enter()
-    group.wrong_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    stages.wrong_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def adds_wrongly() -> None:

@@ -1,5 +1,7 @@
 """Jobs that lose ranks at exact places, and what has to be true of each in the end: nothing, but for the time."""
 
+import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -9,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from tests.rigs import claims, places
+from tests.rigs import places
 from tests.rigs.fork_server import Forks, Process
-from tests.rigs.jobs import MAIN, free_port, rank_env, working_in
-from tests.rigs.places import Fault
+from tests.rigs.jobs import MAIN, comparable_metrics, free_port, is_comparable, rank_env, result, working_in
+from tests.rigs.places import Fault, Strike
 
 STEPS = 24
 EVERY_JOB = (
@@ -96,15 +98,15 @@ class Soak:
             process.kill()
         places.remove_cgroups(folder / "faults")
         if not problems:
-            problems = claims.differences(folder / "run", expected)
+            problems = differences(folder / "run", expected)
         struck, updates = places.strikes(folder / "faults"), places.updates(folder / "faults")
         wanted = sum(map(len, case.faults))
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
-        lost, repeated = claims.done_again(struck, updates)
+        lost, repeated = done_again(struck, updates)
         if case.profile not in WITHOUT_RESCUE and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
-        problems += claims.left_in_memory(folder)
+        problems += left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
         if all(fault.whom == "self" for group in case.faults for fault in group):
             blamed = {int(rank) for rank in re.findall(r": rank (\d+) on", output)} - {strike.rank for strike in struck}
@@ -118,7 +120,7 @@ class Soak:
             line = ("launch", f"--nproc={world_size}", MAIN, f"--run-dir={folder}", *self.settings(profile))
             codes, output = self.forks.run(*line, timeout_s=JOB_TIMEOUT_S)
             assert codes == [0], output
-            self.known[profile, world_size] = claims.of_run(folder / "run")
+            self.known[profile, world_size] = of_run(folder / "run")
         return self.known[profile, world_size]
 
     def settings(self, profile: str) -> list[str]:
@@ -193,3 +195,71 @@ class _Job:
     def processes(self) -> list[psutil.Process]:
         """All processes of the job that are alive."""
         return working_in(self.folder)
+
+
+# What has to be true in the end: from the run's folder, and from what the faults wrote down ---------------------------
+
+
+def of_run(run_dir: Path) -> dict[str, Any]:
+    return {
+        "digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir),
+        "tensorboard": _tensorboard(run_dir / "tensorboard"),
+    }
+
+
+def _tensorboard(folder: Path) -> dict[str, list[int]]:
+    """The steps of each curve, as TensorBoard shows it, but for curves whose steps depend on the clock."""
+    if not folder.exists():
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if is_comparable(tag) or tag.startswith("train/")]
+    return {tag: [point.step for point in events.Scalars(tag)] for tag in tags}
+
+
+def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
+    got = of_run(run_dir)
+    problems = []
+    if got["digest"] != expected["digest"]:
+        problems.append("other weights")
+    if got["tensorboard"] != expected["tensorboard"]:
+        problems.append(f"other curves in TensorBoard: {got['tensorboard']}")
+    if got["metrics"] != expected["metrics"]:
+        steps = [entry["step"] for entry in got["metrics"] if "train/loss" in entry]
+        twice = sorted({step for step in steps if steps.count(step) > 1})
+        missing = sorted({entry["step"] for entry in expected["metrics"]} - set(steps))
+        problems.append(f"other metrics (training steps twice: {twice}, missing: {missing})")
+    return problems
+
+
+def done_again(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
+    """How many optimizer steps had to be done again, and those that need not: a process had finished them and lived on.
+
+    A killed process takes the step along that it had finished as the first.
+    """
+    killed = {pid for strike in struck for pid in strike.pids}
+    done: dict[tuple[int, int], Mapping[str, Any]] = {}  # by rank and step
+    lost, repeated = 0, []
+    for update in updates:
+        rank, step = update["rank"], update["step"]
+        before = done.get((rank, step))
+        if before is not None and before["pid"] in killed:
+            lost += 1
+        elif before is not None:
+            repeated.append(f"step {step} by rank {rank}")
+        done[rank, step] = update
+    return lost, repeated
+
+
+def left_in_memory(folder: Path) -> list[str]:
+    """What the job has left in /dev/shm: rescues of its run, and what its processes shared with their workers."""
+    try:
+        run = json.loads((folder / "run" / "run.json").read_text())["run"]
+    except (OSError, KeyError, ValueError):
+        run = None
+    pids = {str(update["pid"]) for update in places.updates(folder / "faults")}
+    shared = Path("/dev/shm")
+    left = [path for path in shared.glob("torch_*") if path.name.split("_")[1] in pids]
+    left += [path for path in shared.glob(f"rankup-{os.getuid()}/*") if path.name.partition(".")[0] == run]
+    return [f"left in memory: {path}" for path in left]

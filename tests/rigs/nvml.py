@@ -54,7 +54,10 @@ class Driver:
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        return [f"GPU-{index}" for index in range(len(self.gpus))].index(uuid)
+        places = {f"GPU-{index}": index for index in range(len(self.gpus))}
+        if uuid not in places:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return places[uuid]
 
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         return handle

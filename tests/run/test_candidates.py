@@ -21,8 +21,7 @@ from rankup.state.copies import list_copies
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.checkpoints import BEGIN_ANEW, check
-from train.run.run_directory import _check_settings
+from train.run.run_directory import BEGIN_ANEW, _check_settings, check
 
 RUN = "0123456789abcdef"
 
@@ -124,27 +123,11 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
         assert f"step {expected[0]}, the second copy on node0 (rank 0): node0 (rank 0) has" in origin.words
 
 
-def test_copy_of_a_run_that_is_not_wanted_is_put_aside(node: Node) -> None:
-    node.copy(4, "a", A)
-    assert node.go_on(None, fresh=True).copy is None
-    assert len(list(node.run_dir.glob(f"before-*-{SECOND}-{RUN}/step-*"))) == 1
-
-
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:
     for name in ("one", "other"):
         node.copy(4, "a", line(1, ("a", 0), run=name))
     with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
         node.go_on(None)
-
-
-def test_copy_that_is_damaged_is_passed_over_and_said(node: Node) -> None:
-    flip(node.copy(8, "a", A) / "manifest.json", 20)
-    found = node.go_on(A, (4, "a"))
-    assert found.copy is not None
-    assert found.copy.step == 4
-    assert node.said[0].startswith("the second copy step-00000008 on node0 (rank 0) was passed over: manifest.json is")
-    with pytest.raises(UserError, match=r"damaged ones: the second copy step-00000008 on node0 .rank 0.: manifest"):
-        node.go_on(A)
 
 
 def test_rescue_is_taken_where_it_is_newer(node: Node) -> None:

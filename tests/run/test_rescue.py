@@ -17,7 +17,7 @@ from rankup.state import rescue
 from rankup.state.copies import Content, fingerprint
 from tests.rigs.checkpoints import files_of, load_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
-from train.data.sources import cache
+from train.data.sources import fetch
 
 RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
 LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
@@ -114,7 +114,7 @@ def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pyt
     for name in ("RANKUP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "~")  # as for a user without a home directory
-    data = cache.writable_cache() / "FashionMNIST"
+    data = fetch.writable_cache() / "FashionMNIST"
     data.mkdir(mode=0o700)
     os.utime(data, (0, 0))
     assert write(7) == ""

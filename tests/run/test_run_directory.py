@@ -88,15 +88,6 @@ def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path
     assert next(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_what_a_kill_left_of_a_checkpoint_is_removed(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    left = run / "checkpoints" / ".writing-step-00000004-5f0c9a41"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_text("half")
-    finished(forks, run, "--epochs", "1")
-    assert not left.exists()
-
-
 @pytest.mark.parametrize(("world_size", "epochs"), [(1, "2"), (2, "1")])
 def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, world_size: int, epochs: str) -> None:
     run = tmp_path / "run"
@@ -170,20 +161,6 @@ def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(f
     finished(forks, run, "--epochs", "2")
     assert status(run)["state"] == "finished"
     assert len({each["attempt"] for each in (yesterday, todays, status(run))}) == 3
-
-
-def test_kill_before_the_run_directory_is_taken_hides_yesterdays_success(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1")
-    preload = "tests.run.test_run_directory:die_at_the_lease"
-    forks.ends(*train(run, "--epochs", "2"), preload=preload, code=-9)
-    assert status(run)["state"] == "running"
-
-
-def die_at_the_lease() -> None:
-    from rankup.places.lease import Lease
-
-    Lease.__enter__ = lambda self: os.kill(os.getpid(), 9)  # type: ignore
 
 
 def test_fault_of_one_rank_is_the_reason_for_all(forks: Forks, tmp_path: Path) -> None:

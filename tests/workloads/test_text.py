@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from train.config import Config
 from train.data.order import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.workloads.classification import class_scores, macro_f1
-from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples, build
+from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples
 
 GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
 
@@ -116,20 +115,6 @@ def test_order_by_length_takes_each_sample_once(pool: int) -> None:
     assert set(order.epoch(3)[-19:].tolist()) == set(plain.epoch(3)[-19:].tolist())
 
 
-@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (4, 3), (8, 1)])
-def test_order_by_length_is_the_same_on_any_number_of_ranks(world_size: int, accumulate: int) -> None:
-    alone = [indices for _, indices in ordered().batches(0, 90)]
-    ranks = [list(ordered(rank, world_size, accumulate).batches(0, 90)) for rank in range(world_size)]
-    for step, batch in enumerate(alone):
-        parts = [index[1] for rank in ranks for index in rank[step * accumulate : (step + 1) * accumulate]]
-        assert torch.equal(torch.cat(parts), batch)
-
-
-def test_order_by_length_goes_on_from_any_step() -> None:
-    whole = [indices.tolist() for _, indices in ordered().batches(0, 90)]
-    assert [indices.tolist() for _, indices in ordered().batches(47, 90)] == whole[47:]
-
-
 def test_order_by_length_saves_padding_and_keeps_chance() -> None:
     def padded(order: Order) -> int:
         return sum(int(LENGTHS[indices].max()) * len(indices) for _, indices in order.batches(0, 41))
@@ -192,18 +177,6 @@ def test_texts_are_learned_alike_by_one_and_by_two(forks: Forks, trained: Path, 
     assert two["loss"] == pytest.approx(alone["loss"], rel=1e-3)
 
 
-def test_text_run_killed_and_run_again_has_the_same_weights(forks: Forks, tmp_path: Path) -> None:
-    line = ("train", *LINE, "--dropout", "0.2", "--epochs", "2", "--save-every-steps", "4", "--run-dir", tmp_path)
-    whole = forks.run(*line, "--name", "whole", world_size=2)
-    assert whole[0] == [0, 0], whole[1]
-    killed = forks.run(*line, "--name", "killed", world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8")
-    assert killed[0] == [171, -9], killed[1]
-    again = forks.run(*line, "--name", "killed", world_size=2)
-    assert again[0] == [0, 0], again[1]
-    assert "resumed from step 7, rescued by rank 0 on " in again[1]
-    assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
-
-
 def test_text_evaluation_is_exact_on_any_number_of_ranks(forks: Forks, trained: Path) -> None:
     outcomes = []
     for world_size in (1, 3):
@@ -254,22 +227,3 @@ def test_input_without_texts_is_one_line(forks: Forks, trained: Path, tmp_path: 
         code=2,
     )
     assert "got standard input, which is empty." in output
-
-
-def test_ranks_with_other_texts_do_not_train_together(forks: Forks, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(SAMPLE, tmp_path / name / "texts")
-    file = tmp_path / "b" / "texts" / "train.txt"
-    file.write_text(file.read_text(encoding="utf-8").replace("x", "y"), encoding="utf-8")
-    output = forks.ends(
-        "train", *LINE, "--data-dir", "texts", "--max-steps", "1", "--run-dir", tmp_path / "runs", world_size=2,
-        cwds=[tmp_path / "a", tmp_path / "b"], code=2
-    )
-    assert "the data" in output
-
-
-def test_pictures_of_texts_with_chinese_classes_are_drawn(tmp_path: Path) -> None:
-    workload = build(texts_in(tmp_path, train=GOOD.replace("food", "美食"), dev=GOOD.replace("food", "美食")))
-    assert workload.pictures is not None
-    drawn = workload.pictures({"confusion": torch.eye(2, dtype=torch.int64)})
-    assert drawn["eval/confusion"].shape[0] == 3

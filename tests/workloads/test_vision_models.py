@@ -55,23 +55,10 @@ def test_initial_weights_come_from_the_seed(name: str) -> None:
     assert not torch.equal(digests[0], digests[2])
 
 
-def test_dry_run_leaves_buffers_as_they_were() -> None:
-    buffers = dict(build("resnet18").named_buffers())
-    assert not buffers["bn1.running_mean"].any()
-    assert (buffers["bn1.running_var"] == 1).all()
-    assert buffers["bn1.num_batches_tracked"] == 0
-    assert {buffer.device.type for buffer in buffers.values()} == {"cpu"}
-
-
 @pytest.mark.parametrize("name", ["cnn", "mlp", "vit_b_16", "mobilenet_v3_small"])
 def test_dropout_is_passed_on(name: str) -> None:
     model = build(name, size=32, dropout=0.25)
     assert 0.25 in {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
-
-
-def test_cnn_has_the_size_it_is_said_to_have() -> None:
-    assert sum(p.numel() for p in build("cnn").parameters()) == pytest.approx(0.41e6, rel=0.02)
-    assert not any("Norm" in type(module).__name__ for module in build("cnn").modules())
 
 
 # Refusals -------------------------------------------------------------------------------------------------------

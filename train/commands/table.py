@@ -13,7 +13,7 @@ import rankup
 
 from ..config import check_world_size, options, refuse_foreign, to_yaml
 from ..run import CHOICES
-from .context import Context
+from . import Context
 
 
 def _train(context: Context, given: options.TrainOptions) -> None:
@@ -37,7 +37,7 @@ def _evaluate(context: Context, given: options.EvaluateOptions) -> None:
 def _predict(context: Context, given: options.PredictOptions) -> None:
     _start(context)
     with without_collections():
-        from .predict import predict
+        from .checkpoint import predict
 
     predict(context, given)
 

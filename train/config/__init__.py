@@ -1,6 +1,5 @@
 """What was asked for: settings, the rules that combine them, YAML, and the command line. No torch here."""
 
-from .contradictions import check_world_size
-from .load import Config, changed_settings, load_config, refuse_foreign, to_yaml
+from .load import Config, changed_settings, check_world_size, load_config, refuse_foreign, to_yaml
 
 __all__ = ["Config", "changed_settings", "check_world_size", "load_config", "refuse_foreign", "to_yaml"]

@@ -45,7 +45,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
-    # Its choices are the table in train/data/sources/: run/choices.py has them for whatever checks or prints settings.
+    # Its choices are the table in train/data/sources/: run/__init__.py has them for whatever checks or prints settings.
     dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
                            rule="the name of a data set")
     hf_config: str | None = _result(None, "Which configuration of the data set; null: the only or default one.",
@@ -169,7 +169,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
-    advice: bool = setting(True, "After the first steps, say what other settings would gain here, as measured.")
+    advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
     simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
     @field_validator("options")

@@ -82,7 +82,7 @@ class FileSamples:
             if epoch is None or self.augment is False:
                 place.copy_(self._middle(index))
             elif self.augment is True:
-                shift_and_flip_into(place, self._middle(index), own, mirror=self.mirror)
+                place.copy_(shift_and_flip_one(self._middle(index), own, mirror=self.mirror))
             else:
                 place.copy_(self._random_part(index, epoch))
         if self.channels == 1:
@@ -154,26 +154,13 @@ def random_crop(image: torch.Tensor, *, size: int) -> torch.Tensor:
     return cropped.flip(2) if torch.rand(1) < 0.5 else cropped
 
 
-def shift_and_flip_into(
-    place: torch.Tensor, image: torch.Tensor, numbers: Sequence[float], *, mirror: bool = True
-) -> None:
-    """What `shift_and_flip` makes of one image, uint8 [3, S, S], written to `place`, of the same shape.
+def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float], *, mirror: bool) -> torch.Tensor:
+    """What `shift_and_flip` makes of one image, uint8 [3, S, S], with its three numbers.
 
-    Moving a rectangle takes 40 µs at 224 x 224; the indices of single pixels, which suit small images, take 800.
-    numbers: three in [0, 1), see there.
+    A rectangle takes a twentieth of the time that the indices of single pixels do, which suit many small images.
     """
-    size = image.shape[1]
-    reach = max(1, size // 8)
-    down, right = (reach - int(number * (2 * reach + 1)) for number in numbers[:2])
-    (rows, from_rows), (columns, from_columns) = _overlap(size, down), _overlap(size, right)
-    part = image[:, from_rows, from_columns]
-    if mirror and numbers[2] < 0.5:
-        part = part.flip(2)
-        columns = slice(size - columns.stop, size - columns.start)
-    place.zero_()
-    place[:, rows, columns] = part
-
-
-def _overlap(size: int, shift: int) -> tuple[slice, slice]:
-    """Where `size` pixels that move by `shift` arrive, without those that leave the image, and where they come from."""
-    return slice(max(0, shift), size + min(0, shift)), slice(max(0, -shift), size - max(0, shift))
+    size, reach = image.shape[1], max(1, image.shape[1] // 8)
+    top, left = (int(number * (2 * reach + 1)) for number in numbers[:2])
+    padded = torch.nn.functional.pad(image, (reach, reach, reach, reach))
+    part = padded[:, top : top + size, left : left + size]
+    return part.flip(2) if mirror and numbers[2] < 0.5 else part

@@ -157,11 +157,6 @@ def tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
-def num_bytes(batch: Any) -> int:
-    """The size of all tensors in a batch."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move all tensors of a batch; what is no tensor stays as it is."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

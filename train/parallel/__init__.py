@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 METHODS = {
     "none": "method:OneProcess",
     "ddp": "ddp:DDP",
-    "dp": "data_parallel:DataParallelMethod",
+    "dp": "ddp:DataParallelMethod",
     "fsdp": "fsdp:FSDP",
     "horovod": "horovod:Horovod",
 }

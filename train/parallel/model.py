@@ -1,5 +1,6 @@
 """The plain model: on its device, in its precision, compiled, and the same on all ranks."""
 
+import ctypes
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch import nn
 from rankup import Group, UserError
 
 from ..config import Config
-from ..config.contradictions import NOT_WITH
+from ..config.load import NOT_WITH
 from ..data.samples import to_device
 from ..workloads import Workload
 
@@ -127,3 +128,29 @@ def check_same_shapes(group: Group, model: nn.Module) -> None:
                 f"the model must be the same on all ranks, got {name} {shapes.get(name)} on rank {group.rank} and "
                 f"{other.get(name)} on rank {rank} ({group.hosts[rank]}). Put the same code on all nodes."
             )
+
+
+# glibc's malloc -----------------------------------------------------------------------------------------------------
+
+
+# Numbers and names from malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+TRIM_THRESHOLD = 512 * 2**20  # so much may lie unused at the heap's end; what is more goes back
+TOP_PAD = 64 * 2**20  # asked of the kernel at a time; a page that is never touched costs nothing
+
+
+def keep_freed_memory() -> None:
+    """Set the process's malloc up for a loop that takes and frees the same blocks again and again.
+
+    Costs up to TRIM_THRESHOLD bytes that another process could have used. ResNet-18 at batch 64 takes 6 % less time a
+    step than with glibc's largest size for blocks in the heap, 32 MB (one thread, AMD EPYC), and a fifth more memory at
+    its peak. Does nothing where malloc is not glibc's.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        # M_MMAP_MAX 0: no block gets a mapping of its own. A limit of size would let a block above it into the heap
+        # only where a free piece happens to be large enough: batches of 38 MB were mapped in each step of some runs
+        for parameter, value in (
+            (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, TRIM_THRESHOLD), (M_TOP_PAD, TOP_PAD)
+        ):
+            mallopt(parameter, value)

@@ -115,7 +115,7 @@ def batches_of_rank(
     if loader is None:
         loader = own = Loader(
             samples, [index for _, index in numbered], device=group.device, stop=group.stop,
-            num_workers=config.num_workers, warn=group.log.warning,
+            num_workers=config.num_workers,
         )
     try:
         for turn in range(num_turns):

@@ -1,27 +1,58 @@
-"""What a run says at its start, and the end of one that succeeded: pictures, `result.json`, and the table."""
+"""What the loop works with; what a run says at its start and on its way; and the end of one that succeeded: pictures,
+`result.json`, and the table."""
 
 import json
+import logging
 import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from rankup import Group
+from rankup import Group, Job
 
 from ..config import Config
+from ..data.loader import Loader
 from ..data.order import Order
 from ..parallel import method_name
+from ..parallel.method import Method
 from ..parallel.optimizer import peak_rate
 from ..workloads import Workload
 from . import weights
 from .evaluation import Result
-from .training import Training
 
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")
 OF_IMAGES = ("dataset", "model")  # other workloads train on something else
 # They say where a run is kept and how it is watched. Its row has its name
 NEVER = ("name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker")
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """Everything that the loop over the steps works with, on this rank."""
+
+    config: Config
+    job: Job
+    method: Method
+    workload: Workload
+    plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
+    model: nn.Module  # the same, wrapped for training with the other ranks
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loader: Loader
+    divisors: list[float]  # of the losses of a step's micro-batches, see `Order`
+    steps_per_epoch: int
+    total_steps: int
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
+
+    @property
+    def group(self) -> Group:
+        return self.job.group
 
 
 def describe(config: Config, group: Group, workload: Workload, order: Order, *, method: str) -> str:
@@ -118,3 +149,36 @@ def evaluation_table(result: Result, *, step: int, digest: str) -> str:
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(result.metrics.items())}
     rows |= {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
     return two_columns(rows)
+
+
+class ProgressBar:
+    """Shows which steps are done: as a bar on a terminal, elsewhere as a line every `report_every_s` seconds."""
+
+    def __init__(self, config: Config, *, is_rank0: bool, step: int, total_steps: int, log: logging.Logger) -> None:
+        """`step`: the steps that were done before, when a run resumes."""
+        self._every_s, self._log = config.report_every_s, log
+        self._reported_s = time.monotonic()
+        kind = config.progress if config.progress != "auto" else ("bar" if sys.stderr.isatty() else "lines")
+        self._kind = kind if is_rank0 else "none"
+        self._bar: Any = None
+        if self._kind == "bar":
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
+
+    def show(self, step: int, text: Callable[[], str]) -> None:
+        """`step` steps are done. `text`: how it goes, such as the loss; it may wait for the device."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+        if time.monotonic() - self._reported_s < self._every_s or self._kind == "none":
+            return
+        self._reported_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_postfix_str(text(), refresh=False)
+        else:
+            self._log.info(text())
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()

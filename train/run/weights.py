@@ -13,7 +13,7 @@ import rankup
 from rankup import Group, UserError
 
 from ..config import Config
-from .checkpoints import check
+from .run_directory import check
 
 HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 

@@ -22,7 +22,6 @@ VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.js
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in one file or in parts
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # organisation/model, or the first models' single word
 SPECIAL = {"[PAD]", "[UNK]", "[CLS]", "[SEP]"}
-HIGHEST_LR = 1e-3
 
 
 class WordPieceTokenizer:
@@ -101,13 +100,6 @@ def build_bert(
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
     encoder, notes = _read_encoder(folder, shape) if pretrained else (transformers.BertModel(shape), [])
-    if tokenizer.size < shape.vocab_size:
-        tokens = f"{tokenizer.size:,} tokens for {shape.vocab_size:,} embeddings"
-        notes.append(f"{tokenizer.path}: {tokens}, the rest is never used")
-    if pretrained and config.lr > HIGHEST_LR:
-        notes.append(
-            f"lr {config.lr:g} is far above what suits a trained BERT, 1e-5 to 5e-5 with adamw: train/configs/bert.yaml"
-        )
     contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
@@ -178,9 +170,7 @@ def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
             output_loading_info=True, ignore_mismatched_sizes=True,
         )
     except Exception as error:  # a damaged file raises one of half a dozen unrelated types
-        small = [path.name for name in WEIGHTS for path in folder.glob(name) if path.stat().st_size < 1024]
-        hint = f" {small[0]} may be Git LFS's pointer: run git lfs pull in that folder." if small else ""
-        raise UserError(f"{folder}: must hold weights that load, got: {_one_line(error)}.{hint} {LAYOUT}") from None
+        raise UserError(f"{folder}: must hold weights that load, got: {_one_line(error)}. {LAYOUT}") from None
     for key, got, expected in info["mismatched_keys"]:
         raise UserError(f"{folder}: {key} must have shape {tuple(expected)} by config.json, got {tuple(got)}.")
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])

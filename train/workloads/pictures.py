@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..data.sources.cache import writable_cache
+from ..data.sources.fetch import writable_cache
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,6 @@ DPI = 72
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 LETTERS = 15  # of a name
 NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
-SMALLEST = 16  # pixels of a count; where counts would be smaller, a cell has its percent of the row
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -42,20 +41,15 @@ def confusion_pictures(matrix: torch.Tensor, classes: tuple[str, ...]) -> dict[s
 
 
 def draw_matrix(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -> None:
-    """The matrix with the names of all classes, and the counts in its cells."""
+    """The matrix with the names of all classes, and in each cell its percent of the row."""
     count, shares = len(labels), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
     axes = figure.subplots()
     axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
     cell = 0.7 * WIDTH / count
-    texts = [[f"{number:,}" if number else "" for number in row] for row in matrix.tolist()]
-    what = "its count"
-    if max(len(text) for row in texts for text in row) * 0.64 * SMALLEST > cell:  # percent have three digits at most
-        texts = [[f"{100 * share:.0f}" if share >= 0.005 else "" for share in row] for row in shares.tolist()]
-        what = "percent of its row"
-    size = min(TEXT, 0.9 * cell / (0.64 * max(1, *(len(text) for row in texts for text in row))))
-    for row, column in matrix.nonzero().tolist():
-        ink = "white" if shares[row, column] > 0.5 else "black"
-        axes.text(column, row, texts[row][column], ha="center", va="center", color=ink, size=size)
+    size = min(TEXT, 0.9 * cell / (0.64 * len("100")))
+    for row, column in (shares >= 0.005).nonzero().tolist():
+        ink, percent = "white" if shares[row, column] > 0.5 else "black", f"{100 * shares[row, column]:.0f}"
+        axes.text(column, row, percent, ha="center", va="center", color=ink, size=size)
     letters = min(TEXT, 0.6 * cell)
     upright = max(map(len, labels)) * 0.64 * letters > cell
     axes.set_xticks(range(count), labels, rotation=90 if upright else 0, size=letters)
@@ -66,7 +60,7 @@ def draw_matrix(figure: "Figure", matrix: torch.Tensor, labels: Sequence[str]) -
     axes.vlines(lines, -0.5, count - 0.5, color="#e0e0e0", linewidth=1)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
-    set_title(figure, f"Confusion matrix. Shade: a cell's share of its row; number: {what}")
+    set_title(figure, "Confusion matrix. Shade and number: a cell's percent of its row")
 
 
 # Figures -------------------------------------------------------------------------------------------------------------

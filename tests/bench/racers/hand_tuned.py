@@ -4,7 +4,7 @@ From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradi
 static graph was slower), no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
 (of the GPU, where there is one), taken by index.
 The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
-see train/parallel/allocator.py.
+see `keep_freed_memory` in train/parallel/model.py.
 As variant "rankup" it has the lines of rankup/loop.md in it: what these cost is the difference between the two.
 """
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankup
 from rankup.seeds import derive_seed
 from tests.bench.racers import shared
-from train.parallel.allocator import keep_freed_memory
+from train.parallel.model import keep_freed_memory
 
 
 class Shares:

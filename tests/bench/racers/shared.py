@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, DistributedSampler
 from rankup.seeds import derive_seed
 from train.config import Config
 from train.data import TensorSamples
+from train.workloads import Workload
 from train.workloads.classification import Classification
-from train.workloads.workload import Workload
 
 SEED, LR, MOMENTUM = 0, 0.05, 0.9  # SGD without weight decay at a constant rate: each entrant has it in a few words
 MEAN, STD = 0.286, 0.353  # of Fashion-MNIST's training images / 255

@@ -1,48 +1,43 @@
-"""The doctor in two containers."""
+"""The doctor as the script of two containers."""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.rigs.containers import Project, project, warned
+from tests.rigs.containers import project, warned
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 
 
-def words(made: Project) -> str:
-    """The logs without line breaks and prefixes: a long line is wrapped."""
-    return " ".join(made.logs().replace("\x1b[2K", "").replace("[doctor0 r0/2]", "").split())
+def doctor(folder: Path, more: str = "", **env: str) -> tuple[list[int], str, dict[str, Any]]:
+    """Exit codes, the log without line breaks and prefixes (a long line is wrapped), and the report."""
+    with project(folder, SCRIPT="train/main.py doctor", ARGS="--name job", **env) as made:
+        made.override(f'services: {{node0: {{restart: "no"}}, node1: {{restart: "no"{more}}}}}')
+        made.up()
+        codes = made.codes()
+        said = " ".join(made.logs().replace("\x1b[2K", "").replace("[node0 r0/2]", "").split())
+    return codes, said, json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
 
 
 def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
-    with project(tmp_path, ARGS="--name job", RANKUP_UID="54321", RANKUP_GID="54321") as made:
-        made.add("compose.doctor.yaml")
-        made.up("doctor0", "doctor1")
-        codes = made.codes("doctor0", "doctor1")
-        said = words(made)
-    report = json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
+    codes, said, report = doctor(tmp_path, RANKUP_UID="54321", RANKUP_GID="54321")
     assert warned(report) == []
     assert codes == [report["exit_code"]] * 2, said
-    assert "all 2 ranks: 0 on doctor0; 1 on doctor1" in said
-    assert re.search(r"between nodes: slowest \S+ .B/s, ranks 0 on doctor0 and 1 on doctor1;", said), said
+    assert "all 2 ranks: 0 on node0; 1 on node1" in said
+    assert re.search(r"between nodes: slowest \S+ .B/s, ranks 0 on node0 and 1 on node1;", said), said
 
 
 def test_compose_doctor_names_the_container_that_has_too_little(tmp_path: Path) -> None:
-    with project(tmp_path, ARGS="--name job") as made:
-        made.add("compose.doctor.yaml")
-        made.override("services: {doctor1: {mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb, cpus: 0.4}}")
-        made.up("doctor0", "doctor1")
-        codes = made.codes("doctor0", "doctor1")
-        said = words(made)
+    codes, said, report = doctor(tmp_path, ", mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb, cpus: 0.4")
     assert codes == [10, 10], said
     for warning in (
-        "limits rank 1 on doctor1: 700 MiB of memory for 1 ranks",
-        "limits rank 1 on doctor1: 1 process of 1 thread, but only 0.4 CPUs to use (the container's limit)",
-        "memory rank 1 on doctor1: /dev/shm: 16 of 16 MiB free",
+        "limits rank 1 on node1: 700 MiB of memory for 1 ranks",
+        "limits rank 1 on node1: 1 process x 1 threads on this node, but only 0.4 CPUs to use",
+        "memory rank 1 on node1: /dev/shm: 16 of 16 MiB free",
     ):
         assert f"WARNING {warning}" in said
-    report = json.loads((made.runs / "job" / "doctor" / "report.json").read_text())
     assert len(warned(report)) == 3, report
     assert "doctor: fit to train, with warnings (" in said

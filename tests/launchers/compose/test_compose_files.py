@@ -74,17 +74,6 @@ def test_compose_accepts_the_files(more: list[str]) -> None:
 
 
 @engine
-def test_further_nodes_differ_from_the_second_by_name_and_rank_alone() -> None:
-    services = config("compose.nodes.yaml", NNODES="8", ARGS="--epochs 5", MEMORY="4g")["services"]
-    for number in range(2, 8):
-        node = services[f"node{number}"]
-        assert (node.pop("hostname"), node["environment"].pop("RANK")) == (f"node{number}", str(number))
-        assert node.pop("profiles") == [str(count) for count in range(number + 1, 9)]
-    del services["node1"]["hostname"], services["node1"]["environment"]["RANK"]
-    assert all(services[f"node{number}"] == services["node1"] for number in range(2, 8))
-
-
-@engine
 def test_nodes_get_gpus_of_their_own_from_the_gpu_file_alone() -> None:
     assert "nvidia" not in json.dumps(config())
     services = config("compose.gpu.yaml")["services"]
@@ -162,6 +151,7 @@ def test_compose_has_none_of_the_known_traps() -> None:
     assert not re.search(r"^version:", text, re.MULTILINE)  # obsolete, and warned about
     assert "service_healthy" not in text  # hangs when what it waits for has ended
     assert not any(":latest" in path.read_text() for path in LAUNCH_FILES)
+    assert re.search(r"(?m)^ARG BASE_IMAGE=\S+@sha256:[0-9a-f]{64}$", (DOCKER / "Dockerfile").read_text())
     assert '"ports"' not in json.dumps(yaml.safe_load(text))
     board = yaml.safe_load((DOCKER / "compose.board.yaml").read_text().replace("!reset", ""))["services"]["board"]
     assert all(port.startswith("127.0.0.1:") for port in board["ports"])

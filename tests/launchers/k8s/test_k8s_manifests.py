@@ -18,18 +18,6 @@ def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
         assert "delete -f" not in head
 
 
-def test_k8s_pods_of_a_jobset_meet_at_the_name_that_its_network_gives_them() -> None:
-    jobset = one("jobset.yaml", "JobSet")["spec"]
-    assert jobset["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
-    job = jobset["replicatedJobs"][0]["template"]["spec"]
-    pods = pods_of(rendered("jobset.yaml"))
-    for index, pod in enumerate(pods):
-        values = environment(pod)
-        assert values["MASTER_ADDR"] == f"{pods[0]['name']}.{pods[0]['spec']['subdomain']}"
-        assert (values["RANK"], values["WORLD_SIZE"]) == (str(index), str(job["completions"]))
-    assert job["completions"] == job["parallelism"] == len(pods)
-
-
 def test_k8s_job_counts_its_pods_once() -> None:
     job = one("job.yaml", "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -10,9 +10,8 @@ import yaml
 from rankup import cli
 from rankup.env.node_env import Limits, read_node_env
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
+from tests.rigs.kube import IMAGE, K8S, TRAINING, kustomized, mistakes, one, problems, rendered, unrestricted
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
-from tests.rigs.kubelint import mistakes, unrestricted
 from train.config import Config, check_world_size, load_config
 from train.config.command_line import parse_args
 from train.run import CHOICES

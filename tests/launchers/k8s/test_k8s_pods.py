@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.kube import FACTS, one, rendered
-from tests.rigs.kubeflow import environment, operator_pods, pods_of
+from tests.rigs.kube import FACTS, one
+from tests.rigs.kubeflow import environment, operator_pods
 
 Object = dict[str, Any]
 RECORDING = FACTS / "operator-pods-v1.9.3.json"
@@ -53,27 +53,3 @@ def test_pods_of_a_master_and_workers_count_ranks_by_pod_and_the_world_by_proces
             [True] if rank else []
         )
         assert pod["spec"]["restartPolicy"] == "Never"  # ExitCode is the operator's; the kubelet restarts nothing
-
-
-def test_pods_of_our_elastic_job_meet_at_the_first_worker() -> None:
-    for index, pod in enumerate(pods_of(rendered("pytorchjob+elastic"))):
-        assert environment(pod) == {
-            "PYTHONUNBUFFERED": "1", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "rankup-worker-0:23456",
-            "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "3:3", "JOB_NAME": "rankup", "RANK": str(index),
-            "MASTER_ADDR": "rankup-worker-0", "MASTER_PORT": "29400",
-        }
-
-
-def test_pods_of_our_indexed_job_get_their_index_twice() -> None:
-    for index, pod in enumerate(pods_of(rendered("job.yaml"))):
-        assert pod["name"] == f"rankup-{index}"
-        assert pod["labels"]["batch.kubernetes.io/job-completion-index"] == str(index)
-        assert environment(pod)["JOB_COMPLETION_INDEX"] == environment(pod)["RANK"] == str(index)
-
-
-def test_pods_of_our_trainjob_differ_by_their_node_rank() -> None:
-    pods = pods_of(rendered("trainjob.yaml"))
-    assert [environment(pod)["PET_NODE_RANK"] for pod in pods] == ["0", "1"]
-    for pod in pods:
-        assert environment(pod)["PET_MASTER_ADDR"] == "rankup-node-0-0.rankup"
-        assert "RANK" not in environment(pod)

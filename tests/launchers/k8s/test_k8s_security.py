@@ -1,4 +1,5 @@
-"""k8s/: pods that are not restricted are found, and mistakes that schemas let pass. In ours: test_k8s_mixes.py."""
+"""k8s/: mistakes in manifests are found, by the schemas and beside them, and pods that are not restricted. In ours:
+test_k8s_mixes.py."""
 
 import contextlib
 import json
@@ -12,11 +13,34 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.rigs.kube import IMAGE, K8S, change, kubectl, problems, rendered
+from tests.rigs.kube import CLAIMS, IMAGE, K8S, change, kubectl, mistakes, one, problems, rendered, unrestricted
 from tests.rigs.kubeflow import pods_of
-from tests.rigs.kubelint import mistakes, unrestricted
 
 Object = dict[str, Any]
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_k8s_manifests_fit_the_schemas(what: str) -> None:
+    for document in rendered(what):
+        assert problems(document) == []
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        change("spec", "nprocPerNode", value=1),
+        change("spec", "ttlSecondsAfterFinished", value=1),
+        change("spec", "pytorchReplicaSpecs", "Master", "replicas", value=2),
+        change("spec", "pytorchReplicaSpecs", "Launcher", value={"replicas": 1, "template": {}}),
+        change("metadata", "name", value="1st"),
+        lambda job: job["spec"].update(elasticPolicy={}) or job["spec"]["pytorchReplicaSpecs"].pop("Worker"),
+    ],
+)
+def test_k8s_mistakes_in_a_pytorchjob_are_found(mutate: Callable[[Object], None]) -> None:
+    job = one("pytorchjob.yaml", "PyTorchJob")
+    assert problems(job) == []
+    mutate(job)
+    assert problems(job) != []
 
 
 @pytest.mark.parametrize(

@@ -93,25 +93,6 @@ def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(
     assert job.output.count("saved at step") == 2, job.output
 
 
-def test_slurm_job_whose_agents_keep_dying_is_requeued_and_fails_without_a_new_step(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    never = ENDLESS.replace("steps 40", "steps 1000000").replace("epochs 50", "epochs 100000")
-    job = cluster.submit(tmp_path, f"{never} --epochs 100000", MAX_RESTARTS="0")
-    never_saves = job.folder / "runs" / "job" / "checkpoints"
-    for start in range(2):
-        job.wait_for_text("ready after", count=start + 1)
-        job.kill_agent(f"node{start}")
-        job.wait_for_text("start [12] ended with (171|137)", count=start + 1)
-        if start == 0:
-            wait_for("the requeue", lambda: job.show()["Restarts"] == "1", log=job.log)
-            job.go_on()
-    assert not list(never_saves.glob("step-*")), never_saves
-    assert job.wait() == "FAILED", job.log()
-    assert job.code() in (171, 137)
-    assert "failed again without a new checkpoint" in job.output
-
-
 def test_slurm_node_that_dies_has_its_job_requeued(cluster: Cluster, undisturbed: str, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, RUN)
     job.wait_for_step(100)

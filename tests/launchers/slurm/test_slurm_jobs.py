@@ -10,7 +10,7 @@ import yaml
 
 from tests.rigs.containers import digest_by_forks
 from tests.rigs.fork_server import Forks
-from tests.rigs.slurm_cluster import DDP, LOCAL, Cluster
+from tests.rigs.slurm_cluster import LOCAL, Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = "--dataset digits --model mlp --max-steps 60"
@@ -29,32 +29,6 @@ def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, f
         assert json.loads((run / "result.json").read_text())["digest"] == digest
     outputs = [path.read_text() for path in tmp_path.glob("slurm-*.out")]
     assert len({text.split("master node0:")[1].split(";")[0] for text in outputs}) == 2, outputs
-
-
-def test_slurm_names_a_partition_and_a_node_that_do_not_exist(cluster: Cluster, tmp_path: Path) -> None:
-    for option, message in (("--partition=gpus", "invalid partition"), ("--nodelist=node7", "Invalid node name")):
-        said = cluster.run("sbatch", option, DDP, check=False, cwd=tmp_path)
-        assert message.lower() in said.lower()
-
-
-def test_slurm_does_not_repeat_a_mistake(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path, f"{JOB} --workload nowhere:build")
-    assert job.wait() == "FAILED"
-    assert job.code() == 2, job.log()
-    assert "start 1 ended with" in job.output
-    assert "started again" not in job.output
-
-
-def test_slurm_names_the_node_that_does_not_see_the_shared_disk(cluster: Cluster, tmp_path: Path) -> None:
-    checkout = Path(__file__).parents[3]
-    cluster.local("on", "node1", "mount", "-t", "tmpfs", "none", str(checkout / "train"))
-    try:
-        job = cluster.submit(tmp_path, JOB)
-        assert job.wait() == "FAILED"
-        assert job.code() == 2, job.log()
-        assert "is not there on node1: put the checkout" in job.output
-    finally:
-        cluster.local("on", "node1", "umount", str(checkout / "train"))
 
 
 def test_slurm_workload_of_ones_own_says_how_to_go_on_where_it_is_not_requeued(

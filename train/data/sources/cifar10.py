@@ -10,8 +10,7 @@ from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
-from .cache import cached, visible, writable_cache
-from .fetch import Remote, Say, fetch
+from .fetch import Remote, Say, cached, fetch, visible, writable_cache
 
 FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -4,7 +4,6 @@ Ranks that download at the same time can corrupt the data: one reads what anothe
 do it is not enough, because other jobs on the node may want the same data. So a lock on a file decides.
 """
 
-import errno
 import gzip
 import hashlib
 import os
@@ -18,15 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankup import UserError
+from rankup import UserError, cache_roots
 
 Say = Callable[[str], None]
 
 REPORT_EVERY_S = 5.0
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
 SILENCE_S = 10.0  # give up when a server has sent nothing for this long
-# What a file system without locks says, as some on a network have none
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class NotFetched(UserError):
@@ -55,13 +52,12 @@ def print_to_stderr(line: str) -> None:
 
 
 @contextmanager
-def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[bool]:
+def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[None]:
     """Hold a lock file beside `path`. The kernel takes it back when its owner dies.
 
-    Where there are no locks, several processes may do the same, so that what the block makes has to appear whole or not
-    at all; False is given then. A block that raises NotFetched leaves the reason there: the processes that waited raise
-    it too, instead of trying the same in vain one after the other. Raises OSError, and UserError if another process
-    takes much longer than `timeout_s`.
+    A block that raises NotFetched leaves the reason there: the processes that waited raise it too, instead of trying
+    the same in vain one after the other. Raises OSError, and UserError if another process takes much longer than
+    `timeout_s`.
     """
     from filelock import FileLock, Timeout  # here: for what downloads nothing
 
@@ -80,16 +76,12 @@ def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iter
                         f"Is it alive? (download_timeout_s is {timeout_s:g})"
                     ) from None
                 say(f"waiting for another process to download {title} ({waited_s:.0f} s of at most {timeout_s:g} s)")
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                break
         if failed.exists():
             if failed.stat().st_mtime > began_s:
                 raise NotFetched(failed.read_text(errors="replace"))
             failed.unlink(missing_ok=True)
         try:
-            yield held
+            yield
         except NotFetched as error:
             failed.write_text(str(error))
             raise
@@ -108,10 +100,9 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with download_lock(target, remote.title, timeout_s=timeout_s, say=say) as held:
-            if held:  # so what is half there is of processes that were killed
-                for path in target.parent.glob(f".{remote.folder}.partial-*"):
-                    shutil.rmtree(path, ignore_errors=True)
+        with download_lock(target, remote.title, timeout_s=timeout_s, say=say):
+            for path in target.parent.glob(f".{remote.folder}.partial-*"):  # of processes that were killed
+                shutil.rmtree(path, ignore_errors=True)
             if not target.exists():
                 say(f"downloading {remote.title} to {root} (once, at most {timeout_s:g} s)")
                 _download(remote, target, timeout_s=timeout_s, say=say)
@@ -127,12 +118,7 @@ def _download(remote: Remote, target: Path, *, timeout_s: float, say: Say) -> No
     """Fetch to a temporary folder beside the target, check, rename."""
     with tempfile.TemporaryDirectory(prefix=f".{remote.folder}.partial-", dir=target.parent) as temporary:
         found = _from_anywhere(remote, Path(temporary), until_s=time.monotonic() + timeout_s, say=say)
-        try:
-            found.rename(target)  # atomic within one file system: a reader sees the whole folder or nothing
-        except OSError as error:
-            # Without locks another process may have been first; its folder was checked as ours was
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+        found.rename(target)  # atomic within one file system: a reader sees the whole folder or nothing
 
 
 def _from_anywhere(remote: Remote, temporary: Path, *, until_s: float, say: Say) -> Path:
@@ -227,3 +213,41 @@ def _from_debian(remote: Remote, folder: Path, until_s: float, say: Say) -> None
         raise OSError(failure)
     (folder / remote.inside).rmdir()
     (work / "unpacked" / remote.place).rename(folder / remote.inside)
+
+
+# Where downloaded data are kept when the user names no place --------------------------------------------------------
+
+
+def visible(root: Path) -> list[str]:
+    """The names in a folder, sorted, without hidden ones (locks and unfinished downloads are hidden).
+
+    [] if there is no such folder. Raises UserError if it is not a folder or cannot be listed.
+    """
+    try:
+        return sorted(name for name in os.listdir(root) if not name.startswith("."))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{root}: data_dir must be a folder that can be read ({error.strerror}).") from error
+
+
+def cached(name: str) -> Path | None:
+    """The first cache folder that holds a folder of this name, or None. It need not be writable."""
+    return next((root for root in cache_roots() if (root / name).is_dir()), None)
+
+
+def writable_cache() -> Path:
+    """The first cache folder that can be written, created if it is missing. Raises UserError if there is none."""
+    roots = cache_roots()
+    for root in roots:
+        try:
+            # 0o700: in a shared temporary folder nobody else should write into ours.
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(root, os.W_OK | os.X_OK):
+            return root
+    raise UserError(
+        f"{' and '.join(map(str, roots))}: cannot be written, so no data can be kept there. "
+        "Set RANKUP_CACHE or data_dir to a folder that can."
+    )

@@ -20,8 +20,7 @@ from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
-from .cache import cached, visible, writable_cache
-from .fetch import NotFetched, Remote, Say, fetch
+from .fetch import NotFetched, Remote, Say, cached, fetch, visible, writable_cache
 
 Kind = Literal["images", "labels"]
 MAGIC: dict[Kind, bytes] = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}

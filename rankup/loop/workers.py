@@ -1,0 +1,159 @@
+"""Worker processes of DataLoaders. They ignore the signals that a job gets, which are for the loop: a batch system
+signals the whole process group. They die with their parent alone, and the death of one ends the job in one line."""
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from rankup.agent.processes import has_handler
+from rankup.errors import PeerLost, UserError
+from rankup.group.stop import STOP_SIGNALS, start_worker
+
+SHM_FULL = (
+    "/dev/shm must hold the batches of all DataLoader workers, got no space left on it. Enlarge it (docker run "
+    "--shm-size=1g, shm_size in compose, an emptyDir of medium Memory at /dev/shm), or set the number of workers to 0."
+)
+START_S = 10.0
+_all: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+class Workers:
+    """What `iter(loader)` gives. The workers, where it has any, begin here; main thread only.
+
+    Raises PeerLost where one does not begin. `next` raises UserError for a full /dev/shm, PeerLost where a worker died,
+    and what the data set raised.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if getattr(loader, "num_workers", 0) and not isinstance(loader.collate_fn, _Sharing):
+            # Python 3.14 starts processes from a server by default, which is their parent then
+            chosen = (loader.multiprocessing_context or multiprocessing).get_start_method(allow_none=True)
+            method = chosen or multiprocessing.get_all_start_methods()[0]  # the default
+            parent = 0 if method == "forkserver" else os.getpid()
+            loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
+            loader.collate_fn = _Sharing(loader.collate_fn)
+        with _signals_held():
+            self._iterator: Iterator[Any] = iter(loader)
+        self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
+        _all.update(self._workers)
+        self._wait_for_all()
+
+    def __iter__(self) -> "Workers":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if not self._workers:
+                raise
+            # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
+            found = (self._explained(error) or error).with_traceback(None)
+            self._iterator, self._workers = iter(()), ()
+            raise found from None
+
+    def _wait_for_all(self) -> None:
+        """CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread
+        held at that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300
+        workers hung like that on a busy machine."""
+        until_s = time.monotonic() + START_S
+        # A rank handles this signal, and so does what it forks until `start_worker` has run
+        while hanging := [each for each in self._workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
+            if time.monotonic() > until_s:
+                for worker in self._workers:
+                    worker.kill()
+                raise PeerLost(
+                    f"DataLoader worker {self._workers.index(hanging[0])} has not begun {START_S:g} s after its start. "
+                    "Is this machine overloaded?"
+                )
+            time.sleep(0.005)
+
+    def _explained(self, error: Exception) -> Exception | None:
+        """What to raise in place of an error that the death of a worker, or a full /dev/shm, led to."""
+        text = str(error)
+        # "Caught ..." is what the data set raised in a worker that lives. Without it, a broken connection means that
+        # the worker died while it was handing over a batch
+        cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")
+        full = "unable to allocate shared memory" in text
+        if not (cut_off or full or "exited unexpectedly" in text):
+            return None
+        if cut_off:  # its connection breaks a moment before its exit code, which says why it died, can be read
+            dead = multiprocessing.connection.wait([worker.sentinel for worker in self._workers], timeout=5.0)
+            for worker in (each for each in self._workers if each.sentinel in dead):
+                worker.join(5.0)
+        codes = [worker.exitcode for worker in self._workers]
+        if full or -signal.SIGBUS in codes:
+            return UserError(SHM_FULL)
+        ended = [f"worker {number} (exit code {code})" for number, code in enumerate(codes) if code]
+        who = ", ".join(ended) or (text.splitlines() or [type(error).__name__])[0]
+        if -signal.SIGKILL in codes:
+            return PeerLost(
+                f"a DataLoader worker was killed, most likely because memory ran out: {who}. Allow more, or set fewer "
+                "workers, or a smaller batch"
+            )
+        return PeerLost(f"a DataLoader worker died: {who}")
+
+
+@atexit.register
+def _end_all() -> None:
+    """When Python ends, multiprocessing sends SIGTERM to workers that are left, and would wait for ever."""
+    with contextlib.suppress(AssertionError):  # a fork of the process that has them
+        for worker in _all:
+            if worker.is_alive():
+                worker.kill()
+
+
+class _Sharing:
+    """Collates in a worker, and puts the batch's tensors into /dev/shm, where the loop reads them.
+
+    torch would do it too, but in a thread that prints the error of a full one and goes on: the loop would wait forever.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                leaf.share_memory_()  # type: ignore[no-untyped-call]
+        return batch
+
+
+def _begin(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
+    """Runs first in each worker. `then`: the user's own beginning."""
+    start_worker(parent or os.getppid())
+    if then is not None:
+        then(worker)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block the stop signals while workers start: until its first line has run, a worker would die of one.
+
+    This also removes the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
+    that moment, even in a save; whoever waits for the workers notices the death within five seconds anyway.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    on_child = signal.getsignal(signal.SIGCHLD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if main:
+            signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)

@@ -1,0 +1,99 @@
+"""Workers of a loop's own loader: signals of the job pass them by, and their death is one line with a code."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from rankup.errors import PeerLost, UserError
+from rankup.loop.batches import evaluation_batches, source_of
+from tests.rigs.jobs import ended, start
+
+
+class Faulty(Dataset[torch.Tensor]):
+    """What the samples 8 and later do to their worker."""
+
+    def __init__(self, fault: Any) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 8:
+            self.fault()
+        return torch.tensor([index, *ignored()])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, dataset: Faulty) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Any:
+        return (self.dataset[index] for index in range(len(self.dataset)))
+
+
+def ignored() -> list[bool]:
+    """Whether this process ignores the three signals that stop a job."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    mask = int(next(line for line in lines if line.startswith("SigIgn")).split()[1], 16)
+    return [bool(mask >> (number - 1) & 1) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+
+
+def begun(worker: int) -> None:
+    assert all(ignored())  # the user's own beginning runs too, and later
+    torch.manual_seed(worker)
+
+
+def read(dataset: Any, how: str) -> list[Any]:
+    loader: Any = DataLoader(dataset, batch_size=4, num_workers=1, worker_init_fn=begun)
+    if how == "evaluation":
+        return [batch for batch, _ in evaluation_batches(loader, 1, 0, 1, pad=False)]
+    source = source_of(loader, 0, 1, any_order=False)
+    return [batch for batch, _ in source.open(1, epoch=0, skip=0, state=None)]
+
+
+@pytest.mark.parametrize("how", ["training", "evaluation"])
+@pytest.mark.parametrize("dataset", [Faulty, lambda fault: Stream(Faulty(fault))])
+def test_workers_ignore_what_stops_a_job(dataset: Any, how: str) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = torch.cat(read(dataset(lambda: None), how))
+    assert batches[:, 0].tolist() == [*range(16)]
+    assert batches[:, 1:].all()
+    assert signal.getsignal(signal.SIGCHLD) == before  # torch would raise a worker's death in the middle of a step
+
+
+@pytest.mark.parametrize(("number", "kind", "why"), [
+    (signal.SIGKILL, PeerLost, r"^a DataLoader worker was killed, most likely because memory ran out: worker 0 "),
+    (signal.SIGSEGV, PeerLost, r"^a DataLoader worker died: worker 0 \(exit code -11\)$"),
+    (signal.SIGBUS, UserError, r"^/dev/shm must hold the batches of all DataLoader workers, got no space"),
+])
+def test_death_of_a_worker_is_one_line_with_a_code(number: int, kind: type[Exception], why: str) -> None:
+    with pytest.raises(kind, match=why):
+        read(Faulty(lambda: os.kill(os.getpid(), number)), "training")
+
+
+def test_error_of_a_data_set_stays_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError, match="Caught ZeroDivisionError in DataLoader worker process 0"):
+        read(Faulty(lambda: 1 / 0), "training")
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+
+
+LEFT = """
+from torch.utils.data import DataLoader
+from rankup.loop.workers import Workers
+loader = DataLoader(range(9), num_workers=1, persistent_workers=True)
+print(next(Workers(loader)).item())
+"""
+
+
+def test_script_ends_though_it_leaves_workers() -> None:
+    with ended(start(sys.executable, "-c", LEFT)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.splitlines() == ["0"]
