@@ -15,6 +15,7 @@ membership has started. Rounds of changes follow each other for two minutes at m
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import statistics
@@ -96,13 +97,20 @@ class Job:
             self.nodes.pop(node).wait()
 
     def rested(self) -> None:
-        """Wait until the processes that fork the ranks have imported torch: what is measured is no start."""
+        """Wait until all nodes take part and the processes that fork the ranks have imported torch: what is measured is
+        no start, and a node that is not known yet has no vote."""
+        wait_for("all nodes", lambda: self.torchrun or self._taking_part() == NODES)
         before_s, now_s = -1.0, 0.0
         while now_s > before_s + 0.05 and not self.torchrun:
             time.sleep(2)
             children = [child for node in self.nodes for child in self.nodes[node].children()]
             servers = [child for child in children if not child.name().startswith("rank ")]
             before_s, now_s = now_s, sum(sum(server.cpu_times()[:2]) for server in servers)
+
+    def _taking_part(self) -> int:
+        newest = max(self.run.glob("status/*/progress-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
+        states = [node["state"] for node in json.loads(newest.read_text())["nodes"]] if newest else []
+        return states.count("in use") + states.count("spare")
 
 
 def to_next_step(job: Job, act: Callable[[], Any]) -> float:
@@ -139,10 +147,8 @@ def measure(job: Job, kind: str) -> dict[str, float]:
         found[f"another node is silent for {SILENT_S} s"] = to_next_step(job, lambda: stop(1))
         job.kill(1)
         job.start(1)
-        if not spare:
-            wait_for("three nodes", lambda: '"job/nodes": 3' in (job.run / "metrics.jsonl").read_text()[-20000:])
-        time.sleep(3)
         job.rested()
+        time.sleep(3)
         found["node 0 is killed"] = to_next_step(job, lambda: job.kill(0))
     return found
 
