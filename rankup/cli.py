@@ -22,7 +22,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
-from rankup.places.cache import runs_folder
+from rankup.places.files import runs_folder
 
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside

@@ -97,7 +97,7 @@ class Program:
 
     def runs_folder(self, run_dir: str) -> Path:
         """The folder of all runs on this machine for what a user named: a folder, or an address (s3://bucket/runs)."""
-        from rankup.places.cache import runs_folder
+        from rankup.places.files import runs_folder
 
         return runs_folder(run_dir)
 

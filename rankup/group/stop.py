@@ -296,7 +296,6 @@ KNOWN = (
     ("data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
     ("state/copies.py", "save"),
-    ("state/shards.py", "save"),
     ("state/saver.py", "save"),
     ("torch/serialization.py", ""),  # save, load
     ("torch/autograd/__init__.py", "backward"),

@@ -14,7 +14,7 @@ from rankup.observe.metrics import Metrics, entry
 from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_json
-from rankup.places.lineage import RESULT
+from rankup.places.lease import RESULT
 from rankup.state.run import Run
 
 

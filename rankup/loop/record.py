@@ -9,7 +9,7 @@ import torch
 
 from rankup.errors import UserError
 from rankup.state.copies import STATE, to_json
-from rankup.state.options import Options
+from rankup.state.saver import Options
 
 # Raise it when a field is added, removed or changes its meaning. A copy of another format is refused, because guessing
 # what a missing field was would change the weights of the resumed run without a word.

@@ -1,15 +1,22 @@
-"""Files that a reader sees old or new, never half. No torch here."""
+"""Files that a reader sees old or new, never half; and this machine's folders for what is kept elsewhere. No torch."""
 
 import errno
+import hashlib
 import json
 import os
+import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+from rankup.env.rank_env import cache_folder
+from rankup.errors import UserError
+from rankup.urls import is_url
 
 Check = Callable[[], None]
 
@@ -72,3 +79,50 @@ def open_regular(path: Path) -> BufferedReader:
         return file
     file.close()
     raise OSError(errno.EINVAL, "no regular file", str(path))
+
+
+# Folders of this machine ---------------------------------------------------------------------------------------------
+
+
+def runs_folder(run_dir: str) -> Path:
+    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
+
+    A run at an address works there, and rank 0 copies what it publishes: see `rankup.state.stored_run`. It may get
+    lost. Raises UserError as `cache_roots` does.
+    """
+    if not is_url(run_dir):
+        return Path(run_dir)
+    url = run_dir.rstrip("/")
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[:60]
+    return cache_roots()[0] / "runs" / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+def cache_roots() -> list[Path]:
+    """The folders of this machine for copies of what is kept elsewhere, the preferred one first: RANKUP_CACHE alone if
+    it is set, else the user's cache, and one in the temporary directory. None need exist.
+
+    Raises UserError where another user may have prepared all of them.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
+    # For a user without a home directory ~ stays as it is
+    roots = [shared] if base.startswith("~") else [Path(base, "rankup"), shared]
+    roots = [Path(wanted)] if (wanted := cache_folder()) else roots
+    if not (own := [root for root in roots if _is_own(root)]):
+        raise UserError(
+            f"cache: {roots[0]} must belong to this user, got another's. Set RANKUP_CACHE to another folder."
+        )
+    return own
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether no other user made `folder` or what it lies in, as all can in the temporary directory. There a missing
+    one is made."""
+    temporary = Path(tempfile.gettempdir())
+    outermost = next((each for each in (folder, *folder.parents) if each.parent == temporary), None)
+    if outermost is None:
+        return True
+    with suppress(OSError):
+        outermost.mkdir(mode=0o700, exist_ok=True)
+        return outermost.lstat().st_uid == os.geteuid()
+    return False

@@ -1,7 +1,8 @@
-"""One live attempt owns a run: in its folder, and at an address.
+"""Who owns a run, and which attempts its state comes from. No torch here.
 
-An owner gives signs of life; whoever wants the run takes it from an owner that is gone or silent. An owner that was
-frozen, and taken for dead, may wake up before any of its writes. So each place refuses it:
+One live attempt owns a run: in its folder, and at an address. An owner gives signs of life; whoever wants the run takes
+it from an owner that is gone or silent. An owner that was frozen, and taken for dead, may wake up before any of its
+writes. So each place refuses it:
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
   first writes the lease, and then removes what others have written beside names.
@@ -15,19 +16,24 @@ of life decide, measured by our own clock, because the clocks of two machines di
 
 fcntl.lockf and not the package filelock, which locks by flock: children inherit that, so that a DataLoader worker would
 keep the lock of its killed parent, and where the file system has no locks filelock falls back to one of its own.
+
+`run.json` has the line of attempts. A copy of the state may be found long after the run went on without it: in the
+memory of a node, on its disk, at another address. It is taken only where it lies on that line.
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +41,11 @@ from rankup.errors import PeerLost, UserError
 from rankup.places.files import read_json, remove_staged, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
+
+FILE, RESULT = "run.json", "result.json"
+RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
+# What belongs to the run that a directory holds, and is put aside where another one takes its place
+OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", FILE)
 
 
 def _host() -> str:
@@ -48,12 +59,20 @@ def _kernel() -> str:
     return _host()
 
 
-class _Lease:
-    """Ownership for the length of a `with` block. `attempt`: the id that others see as the owner's. `agreed`: most
-    nodes of the job have begun this attempt, so that an owner of an earlier one of that job has nothing to say."""
+class Lease:
+    """Ownership of the folder `run_dir`, by `lease.json` in it, for the length of a `with` block.
 
-    def __init__(self, where: Path | str, attempt: str, *, agreed: bool, life_s: float, beat_s: float) -> None:
-        self.where, self.attempt, self.agreed, self.life_s, self.beat_s = where, attempt, agreed, life_s, beat_s
+    `attempt`: the id that others see as the owner's. `agreed`: most nodes of the job have begun this attempt, so that
+    an owner of an earlier one of that job has nothing to say. `life_s`: how long a machine may give no sign of life.
+    `predecessor`: the token of the owner before, "" where there was none.
+    """
+
+    def __init__(
+        self, run_dir: Path, attempt: str, *, agreed: bool = False, life_s: float = 10.0, beat_s: float = 2.0
+    ) -> None:
+        # `life_s`, several beats: a network file system may show another machine's writes seconds later
+        self.path, self.where, self.predecessor = run_dir / "lease.json", str(run_dir), ""
+        self.attempt, self.agreed, self.life_s, self.beat_s = attempt, agreed, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
         self._held = contextlib.ExitStack()
         self._released = threading.Event()
@@ -80,79 +99,6 @@ class _Lease:
                 self._write(0, released=True)
         self._held.close()
 
-    def _follows(self, owner: Mapping[str, Any]) -> bool:
-        """Whether this attempt is a later one of the same job, and `agreed`."""
-        (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
-        return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
-
-    def _begin(self) -> Mapping[str, Any]:
-        """The owner that is there, {} where there is none, or one that is surely dead."""
-        raise NotImplementedError
-
-    def _take(self) -> None:
-        raise NotImplementedError
-
-    def _owner(self) -> Mapping[str, Any]:
-        """What the owner wrote last, {} where nothing can be read."""
-        raise NotImplementedError
-
-    def _write(self, beat: int, *, released: bool = False) -> None:
-        raise NotImplementedError
-
-    def is_ours(self) -> bool:
-        raise NotImplementedError
-
-    def _look(self) -> bool:
-        """`is_ours`, by a look at the place."""
-        return self.is_ours()
-
-    def _alive(self, owner: Mapping[str, Any]) -> bool:
-        """Watch for up to `life_s` whether the owner gives a new sign of life."""
-        until_s = time.monotonic() + self.life_s
-        while time.monotonic() < until_s:
-            now = self._owner()
-            if now.get("released"):  # it ends normally at this moment
-                return False
-            if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
-                return True
-            time.sleep(min(0.2, self.beat_s / 2))
-        return False
-
-    def _beat(self) -> None:
-        beat = 1
-        while not self._released.wait(self.beat_s):
-            beat += 1
-            # A full disk, or a store that does not answer: the next save reports it, and may find it mended
-            with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
-                if self._released.is_set() or not self._look():
-                    return
-                self._write(beat)
-
-    def _values(self, beat: int, *, released: bool) -> dict[str, Any]:
-        return {"token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(), "kernel": _kernel(),
-                "beat": beat, "released": released}
-
-    def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
-        way_out = "Wait for it, end it, or set another --name."
-        return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
-
-    def _lost_to(self, owner: Mapping[str, Any]) -> PeerLost:
-        return PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
-
-
-class Lease(_Lease):
-    """Ownership of the folder `run_dir`, by `lease.json` in it. `life_s`: how long a machine may give no sign of life.
-
-    `predecessor`: the token of the owner before, "" where there was none.
-    """
-
-    def __init__(
-        self, run_dir: Path, attempt: str, *, agreed: bool = False, life_s: float = 10.0, beat_s: float = 2.0
-    ) -> None:
-        # `life_s`, several beats: a network file system may show another machine's writes seconds later
-        super().__init__(run_dir, attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
-        self.path, self.predecessor = run_dir / "lease.json", ""
-
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
         if not self.is_ours():
@@ -164,7 +110,10 @@ class Lease(_Lease):
         return not owner or owner.get("token") == self.token
 
     def _begin(self) -> Mapping[str, Any]:
-        """Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written."""
+        """The owner that is there, {} where there is none, or one that is surely dead.
+
+        Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written.
+        """
         lock = self._held.enter_context((self.path.parent / ".lock").open("a+", encoding="ascii"))
         until_s, locked = time.monotonic() + LOCK_S, False
         while not locked:
@@ -189,18 +138,61 @@ class Lease(_Lease):
             if str((owner := self._owner()).get("token", "")) != self.predecessor:
                 raise self._owned_by(owner)  # this process was frozen since it looked
 
-        write_json(self.path, self._values(1, released=False), check=check)
+        write_json(self.path, self._values(1), check=check)
         remove_staged(self.path.parent)
 
     def _owner(self) -> Mapping[str, Any]:
+        """What the owner wrote last, {} where nothing can be read."""
         owner = read_json(self.path)
         return owner if isinstance(owner, dict) else {}
 
     def _write(self, beat: int, *, released: bool = False) -> None:
         write_json(self.path, self._values(beat, released=released), check=self.check)
 
+    def _follows(self, owner: Mapping[str, Any]) -> bool:
+        """Whether this attempt is a later one of the same job, and `agreed`."""
+        (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
+        return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
 
-class StoreLease(_Lease):
+    def _alive(self, owner: Mapping[str, Any]) -> bool:
+        """Watch for up to `life_s` whether the owner gives a new sign of life."""
+        until_s = time.monotonic() + self.life_s
+        while time.monotonic() < until_s:
+            now = self._owner()
+            if now.get("released"):  # it ends normally at this moment
+                return False
+            if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
+                return True
+            time.sleep(min(0.2, self.beat_s / 2))
+        return False
+
+    def _beat(self) -> None:
+        beat = 1
+        while not self._released.wait(self.beat_s):
+            beat += 1
+            # A full disk, or a store that does not answer: the next save reports it, and may find it mended
+            with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
+                if self._released.is_set() or not self._look():
+                    return
+                self._write(beat)
+
+    def _look(self) -> bool:
+        """`is_ours`, by a look at the place."""
+        return self.is_ours()
+
+    def _values(self, beat: int, *, released: bool = False) -> dict[str, Any]:
+        return {"token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(), "kernel": _kernel(),
+                "beat": beat, "released": released}
+
+    def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
+        way_out = "Wait for it, end it, or set another --name."
+        return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
+
+    def _lost_to(self, owner: Mapping[str, Any]) -> PeerLost:
+        return PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
+
+
+class StoreLease(Lease):
     """Ownership of the run at `place`, by `lease/00000007.json`: whoever creates the next number owns it.
 
     Each owner writes its signs of life into its own file, and sees that there is a next number. None is ever removed.
@@ -212,9 +204,9 @@ class StoreLease(_Lease):
         self, place: Place, attempt: str, tokens: tuple[str, str] = ("", ""), *, agreed: bool = False,
         life_s: float = 30.0, beat_s: float = 5.0,  # each is one small write: 0.4 US cents an hour on S3
     ) -> None:
-        super().__init__(place.url, attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
-        self.place, self.number, self._before, self._lost = place, 0, tokens[1], False
-        self.token = tokens[0] or self.token
+        super().__init__(Path(), attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
+        self.place, self.where, self.number, self._lost = place, place.url, 0, False
+        self.token, self.predecessor = tokens[0] or self.token, tokens[1]
 
     def claim(self, number: int) -> None:
         """Be the owner of that number, without signs of life. Raises UserError where another is, and as `Place` does.
@@ -222,7 +214,7 @@ class StoreLease(_Lease):
         Who owns the run up to now, dead or alive, notices that at its next `check`.
         """
         self.number = number
-        if not self.place.create(_name(number), _encoded(self._values(0, released=False))):
+        if not self.place.create(_name(number), _encoded(self._values(0))):
             self._lost = True
             raise self._owned_by(self._owner())
 
@@ -238,18 +230,14 @@ class StoreLease(_Lease):
         """Whether no other attempt has been seen to take the run over, by the last sign of life or `check`."""
         return not self._lost
 
-    def followed(self) -> bool:
-        """Whether another attempt has begun since, be it after this one's end. Raises as `Place` does."""
-        return self.place.once(LAST_WORD_S).read(_name(self.number + 1)) is not None
-
     def _begin(self) -> Mapping[str, Any]:
         self.number = highest_number(self.place.names())  # the owner to watch
         owner = self._owner()
-        return {} if self._before and owner.get("token") == self._before else owner
+        return {} if self.predecessor and owner.get("token") == self.predecessor else owner
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        if self.place.create(_name(self.number), _encoded(self._values(1, released=False))):
+        if self.place.create(_name(self.number), _encoded(self._values(1))):
             self.place.warn(
                 f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"
             )
@@ -258,7 +246,7 @@ class StoreLease(_Lease):
                 raise self._owned_by(owner)
 
     def _look(self) -> bool:
-        self._lost = self._lost or self.followed()
+        self._lost = self._lost or self.place.once(LAST_WORD_S).read(_name(self.number + 1)) is not None
         return not self._lost
 
     def _owner(self) -> Mapping[str, Any]:
@@ -294,3 +282,88 @@ def _encoded(values: Mapping[str, Any]) -> bytes:
 
 def _who(owner: Mapping[str, Any]) -> str:
     return f"{owner.get('attempt', '?')} on {owner.get('host', '?')} (pid {owner.get('pid', '?')})"
+
+
+# The line of attempts -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Lineage:
+    """`run`: the id of the run. One that was begun anew in the same directory has another.
+
+    `begun_by`: the attempt that began the run, and `start` its launch's, which names the start of a job whose
+    containers are started again. `attempts`: the line, each with its mark and the step at which it went on, from a copy
+    of the attempt before it. `number` counts all attempts of the run: of two nodes that were node 0 in turn, the one
+    with the higher number knows more.
+    """
+
+    run: str
+    begun_by: str
+    start: str
+    attempts: list[list[Any]]
+    number: int = 0
+
+    @classmethod
+    def new(cls, attempt: str, start: str) -> Self:
+        return cls(secrets.token_hex(8), attempt, start, [])
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Self | None:
+        """What the run directory holds, None where it holds no run or a damaged file."""
+        return cls.of(read_json(run_dir / FILE))
+
+    @classmethod
+    def of(cls, values: Any) -> Self | None:
+        """What the file of a run holds, None where that is damaged."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        try:
+            whole = values.keys() == names and RUN_ID.fullmatch(values["run"]) and isinstance(values["number"], int)
+            line = [[str(mark), int(step)] for mark, step in values["attempts"]]
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
+            return None
+        return cls(**{**values, "attempts": line}) if whole else None
+
+    def write(self, run_dir: Path, *, check: Callable[[], None] | None = None) -> None:
+        """`check`: of an owner, see `rankup.places.files.staged`. Raises OSError."""
+        write_json(run_dir / FILE, self.values(), check=check)
+
+    def values(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def has(self, step: int, attempt: str) -> bool:
+        """Whether the run's line of attempts goes through the copy that `attempt` wrote at `step`."""
+        marks = [mark for mark, _ in self.attempts]
+        if attempt not in marks:
+            return False
+        following = self.attempts[marks.index(attempt) + 1 :]
+        return not following or step <= following[0][1]
+
+    def goes_on_from(self, other: Self) -> bool:
+        """Whether this is `other`, or what came of it."""
+        last = other.attempts[-1][0] if other.attempts else None
+        return self.run == other.run and (last is None or last in (mark for mark, _ in self.attempts))
+
+    def go_on(self, mark: str, *, step: int, writer: str | None) -> None:
+        """The attempt `mark` goes on from the copy that `writer` wrote at `step`, or, if None, from the beginning.
+
+        What later attempts than the writer did is lost, and done again: what they left counts no longer.
+        """
+        marks = [mark for mark, _ in self.attempts]
+        known = self.attempts[: marks.index(writer) + 1] if writer in marks else [[writer, 0]] if writer else []
+        self.attempts = [*known, [mark, step]]
+        self.number += 1
+
+
+def before(run_dir: Path) -> Path:
+    """Where --fresh puts what an earlier run has left: a folder of this process's own."""
+    return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+
+
+def put_aside(run_dir: Path, names: Iterable[str], aside: Path) -> bool:
+    """Move what is there of those names into the new folder `aside`. Returns whether anything was. Raises OSError."""
+    there = [run_dir / name for name in names if (run_dir / name).exists()]
+    if there:
+        aside.mkdir()
+    for path in there:
+        shutil.move(path, aside / path.name)
+    return bool(there)

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankup.agent.ends import job_of
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
-from rankup.places.lineage import Lineage, before
+from rankup.places.lease import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
-from rankup.state.options import Options, may_take, of_this_job
 from rankup.state.parts import PartsInMemory
-from rankup.state.reading import Check, Copy, read, share
-from rankup.state.second import SecondPlace
+from rankup.state.reading import Check, Copy, read, sees, share
+from rankup.state.saver import Options
+from rankup.state.stored_run import SecondPlace
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
@@ -75,13 +76,14 @@ def find_origin(
     hold the newest.
     """
     own = [*found, *_peers(folder, group), *_rescues(options, group)]
-    answers = group.gather([_sees(folder, token), own])
+    # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
+    answers = group.gather([sees(folder, token), own])
     candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
     candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
-    unseen = [rank for rank, (sees, _) in enumerate(answers) if rank and not sees and options.compare_every_steps != 0]
+    unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
     origin, chosen, damaged = Origin(known or new, min(unseen, default=None)), None, dict[str, str]()
-    for line, one in in_order(candidates, known, lambda other: may_take(other, options, group), group, folder):
+    for line, one in in_order(candidates, known, may_take(options, group), group, folder):
         if memory is not None and one.kind == PARTS:
             origin.copy, problem = memory.load(one.where)
         else:
@@ -196,14 +198,6 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 
 
-def _sees(folder: Path, token: str) -> bool:
-    """Whether this rank finds in `folder` what rank 0 has just written there.
-
-    Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs.
-    """
-    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
-
-
 def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any] | None]:
     """See Origin."""
     if origin.copy is not None and origin.kind < PEER:
@@ -239,16 +233,31 @@ def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
 
 
 def _put_aside_others(folder: Path, run: str) -> None:
-    """Move the second copies of other runs than this one to `before-<time>/`, as --fresh does on rank 0's disk.
+    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk.
 
     Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run. The ranks
     of a node do this at the same time: one of them moves a folder, the others find it gone.
     """
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
-        moved = before(folder) / SECOND
         with contextlib.suppress(OSError):
-            moved.mkdir(parents=True, exist_ok=True)
-            other.rename(moved / other.name)
-        with contextlib.suppress(OSError):  # another rank was faster, and this folder is still empty
-            moved.rmdir()
-            moved.parent.rmdir()
+            other.rename(f"{before(folder)}-{SECOND}-{other.name}")
+
+
+def may_take(options: Options, group: Group) -> Callable[[Lineage], bool]:
+    """Which runs this attempt may go on with: where it begins anew, only if it is a restart that finds what its own
+    launch began anew.
+
+    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
+    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
+    `start` names the start of them all.
+    """
+    return lambda other: not options.fresh or of_this_job(other, group)
+
+
+def of_this_job(other: Lineage, group: Group) -> bool:
+    """Whether an attempt of this launch began the run `other`."""
+    if group.launch.start:
+        return other.start == group.launch.start
+    if not group.restarted or group.launch.agent is None:
+        return group.restarted
+    return job_of(other.begun_by) == job_of(group.attempt)

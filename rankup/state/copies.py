@@ -1,7 +1,7 @@
 """A copy of the state is a folder of named files, which appears whole or not at all.
 
 `step-00001200/` holds `state.json` (what a person may want to read, `step` among it), `tree.json` and
-`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.shards`), and `manifest.json`:
+`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.reading`), and `manifest.json`:
 the step, and size in bytes and SHA-256 of each other file. The manifest is written last.
 
 A copy is put together in a hidden folder, synced and renamed. The order matters: every file is on the disk, and its
@@ -75,15 +75,15 @@ def verify(path: Path) -> tuple[dict[str, bytes], str]:
     try:
         manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
-            if is_shard(name):  # it may be larger than the memory that is free
-                found = _fingerprint_file(path / name)
-            else:
-                with open_regular(path / name) as file:
+            with open_regular(path / name) as file:
+                if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
+                    return {}, f"{name} has {size} bytes instead of {entry['bytes']}"
+                if is_shard(name):  # it may be larger than the memory that is free
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                else:
                     files[name] = file.read()
-                found = fingerprint(files[name])
-            if found["bytes"] != entry["bytes"]:
-                return {}, f"{name} has {found['bytes']} bytes instead of {entry['bytes']}"
-            if found["sha256"] != entry["sha256"]:
+                    digest = fingerprint(files[name])["sha256"]
+            if digest != entry["sha256"]:
                 return {}, f"{name} does not match its digest"
         return files, _compare_steps(path, manifest["step"], json.loads(files[STATE])["step"])
     except FileNotFoundError as error:
@@ -158,12 +158,6 @@ def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
 
 def fingerprint(content: bytes | memoryview) -> Fingerprint:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _fingerprint_file(path: Path) -> Fingerprint:
-    with open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 # Writing --------------------------------------------------------------------------------------------------------

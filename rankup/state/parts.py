@@ -1,6 +1,6 @@
 """Parts in memory: where no rank holds the whole state (FSDP2), each keeps its own part of a recent step on its node.
 
-A part is a sharded copy (see `rankup.state.shards`) with the file of one rank. It lies beside the rescues, in
+A part is a sharded copy (see `rankup.state.reading`) with the file of one rank. It lies beside the rescues, in
 `/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`, and outlives its process. With several nodes a rank of
 the next node holds a second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from
 Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
@@ -35,10 +35,9 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.state import copies, rescue
 from rankup.state.copies import STATE, Fingerprint, fingerprint, step_of, to_json, verify
-from rankup.state.reading import Check, Copy
-from rankup.state.shards import INDEX, file_of, index, local_part
+from rankup.state.reading import INDEX, Check, Copy, file_of, index, local_part
+from rankup.state.saver import Writing
 from rankup.state.tree import TensorFile, encode
-from rankup.state.writing import Writing
 from rankup.timing import HURRY_S, SHARE
 
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
@@ -158,7 +157,7 @@ class Parts:
                     continue
                 rescue.remove_old(place)
                 for rank, size in sizes.items():
-                    folder = rescue.make_folder(place, _name(self.run, rank))
+                    folder = rescue.make_folder(place, f"{self.run}.rank-{rank:05d}")
                     copies.remove_unfinished(folder)
                     self._held[rank] = [_Mapped(folder, file_of(rank), size, group.device) for _ in range(2)]
                 return ""
@@ -247,12 +246,8 @@ def peer_of(rank: int, known: list[Any]) -> int | None:
 
 def remove(run: str, *, but: int = -1) -> None:
     """Remove the run's parts on this node, but those of one step. Several ranks may do it at once."""
-    for name in {path.parent.name for path in _found() if path.parent.name.startswith(f"{run}.")}:
+    for name in {path.parent.name for path in rescue.found(parts=True) if path.parent.name.startswith(f"{run}.")}:
         rescue.remove(name, keep=range(but, but + 1))
-
-
-def _name(run: str, rank: int) -> str:
-    return f"{run}.rank-{rank:05d}"
 
 
 def _new(folder: str, name: str, size: int) -> _Mapped | None:
@@ -261,10 +256,6 @@ def _new(folder: str, name: str, size: int) -> _Mapped | None:
         with contextlib.suppress(OSError, UserError):
             return _Mapped(rescue.make_folder(place, folder), name, size, torch.device("cpu"))
     return None
-
-
-def _found() -> Iterator[Path]:
-    return (path for path in rescue.found_in_memory() if "." in path.parent.name)
 
 
 # Going on -------------------------------------------------------------------------------------------------------
@@ -283,18 +274,16 @@ class PartsInMemory:
     """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
 
     def __init__(self, group: Group, check: Check, fits: Check) -> None:
-        """`check` and `fits`: see `rankup.state.options.Options`. What they refuse is not there."""
+        """`check` and `fits`: see `rankup.state.saver.Options`. What they refuse is not there."""
         self.group, own = group, []
-        for path in _found():
+        for path in rescue.found(parts=True):
             record: Any = read_json(path / STATE)
-            try:
+            with contextlib.suppress(TypeError, LookupError, ValueError):
                 check(path, record)
                 fits(path, record)
                 ranks = [int(rank) for rank in record["ranks"]]
                 if record["world_size"] == group.world_size:
                     own.append([str(path), ranks, step_of(path), str(record["attempt"]), str(record["run"])])
-            except (TypeError, LookupError, ValueError):
-                continue
         self._parts: dict[str, set[_Part]] = defaultdict(set)
         self._of: dict[str, tuple[int, str, str]] = {}
         answers = group.gather([node_id(), own])

@@ -43,8 +43,11 @@ def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) 
     for place in places():
         try:
             remove_old(place)
-            # The ranks of a node come here together. Each waits for the one before, which may be killed as it writes
-            with _locked(make_folder(place, run)) as folder:
+            folder = make_folder(place, run)
+            with (folder / ".lock").open("a", encoding="ascii") as lock:
+                # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of
+                # one that is killed while it writes
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if any(step_of(path) >= step for path in list_copies(folder)):
                     return ""
                 files = files or make_files()
@@ -73,15 +76,12 @@ def remove(run: str, *, keep: range = range(0)) -> None:
                 folder.parent.rmdir()
 
 
-def found() -> Iterator[Path]:
-    """The rescues of all runs on this node. Their bytes are not looked at yet."""
-    yield from (path for path in found_in_memory() if "." not in path.parent.name)
-
-
-def found_in_memory() -> Iterator[Path]:
-    """The rescues, and the parts that `rankup.state.parts` keeps, whose folders have a dot in their names."""
+def found(*, parts: bool = False) -> Iterator[Path]:
+    """The rescues of all runs on this node, or the parts that `rankup.state.parts` keeps, whose folders have a dot in
+    their names. Their bytes are not looked at yet."""
     for folder in (folder for place in places() for folder in _folder(place, "any").parent.glob("*")):
-        yield from list_copies(folder) if _is_ours(folder) else ()
+        if ("." in folder.name) == parts and _is_ours(folder):
+            yield from list_copies(folder)
 
 
 @contextlib.contextmanager
@@ -125,11 +125,3 @@ def _is_ours(folder: Path) -> bool:
         facts = [path.lstat() for path in (folder.parent, folder)]
         return all(stat.S_ISDIR(f.st_mode) and f.st_uid == os.getuid() and not f.st_mode & 0o077 for f in facts)
     return False
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    """One rank of a node after the other. The kernel frees the lock of a rank that is killed while it writes."""
-    with (folder / ".lock").open("a", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield folder

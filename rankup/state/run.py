@@ -6,6 +6,7 @@ on from it, the caller says.
 """
 
 import contextlib
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,24 +14,21 @@ from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_error, reason
 from rankup.group.group import Group, broke_collective
-from rankup.places import lineage
 from rankup.places.files import read_json
-from rankup.places.lease import Lease
-from rankup.places.lineage import Lineage
+from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
 from rankup.state import parts, rescue
-from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in
+from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
-from rankup.state.options import Options, may_take
 from rankup.state.reading import Copy
-from rankup.state.saver import Saver, SecondCopies
-from rankup.state.second import SecondPlace
+from rankup.state.saver import Options, Saver, SecondCopies
+from rankup.state.stored_run import SecondPlace
 
 
 class Run:
     """A run for the length of an attempt. All ranks have one; `lease`, `store` and `mirror` are rank 0's.
 
-    `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder at the beginning, None
-    where there was none. `saved_step`: of the newest copy there now, -1 for none.
+    `token`: of the lease. `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder
+    at the beginning, None where there was none. `saved_step`: of the newest copy there now, -1 for none.
     """
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
@@ -40,23 +38,23 @@ class Run:
         self.store: SecondPlace | None = None
         self.mirror: SecondPlace | None = None
         self.second: SecondCopies | None = None
-        self._rescued = True  # this node may have rescues of the run
+        self._rescued = False  # this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
 
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options, found = self.group, self.options, list[list[Any]]()
-        known, new, token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
+        known, new, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
         self.origin = find_origin(
-            group, self.folder, Lineage(**known) if known else None, Lineage(**new), token, found,
+            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found,
             {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
         )
         self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
         newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and self.origin.kind < PEER and group.on_rank0(
-            lambda: options.finished(newest, read_json(self.folder / lineage.RESULT) or {})
+            lambda: options.finished(newest, read_json(self.folder / RESULT) or {})
         )
         if self.finished:
             rescue.remove(self.lineage.run)
@@ -64,11 +62,11 @@ class Run:
         if self.origin.second == group.rank:
             self.second = SecondCopies(
                 group, self.folder / SECOND / self.lineage.run, options,
-                more=lambda: {lineage.FILE: to_json(self.lineage.values())},
+                more=lambda: {FILE: to_json(self.lineage.values())},
             )
         self.saver = Saver(
-            group, self.folder / "checkpoints", options, token=token, check_owner=self.check_owner, second=self.second,
-            upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
+            group, self.folder / "checkpoints", options, token=self.token, check_owner=self.check_owner,
+            second=self.second, upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
         )
         for place in (self.store, self.mirror):
             if place is not None:
@@ -90,27 +88,29 @@ class Run:
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             if options.store:
-                self.store = stack.enter_context(self._second(options.store, required=True))
-                self.store.adopt(nothing_here=False, wanted=lambda other: True)
+                self.store = self._second(options.store, required=True)
+                self.store.adopt(stack, nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
             owned(self.store or self.lease)
             begun = Lineage.read(self.folder)
-            if options.fresh and not (begun and may_take(begun, options, self.group)):
+            if options.fresh and not (begun and may_take(options, self.group)(begun)):
                 begun = None
                 # To start anew must not lose anything
-                if lineage.put_aside(self.folder, (*lineage.OF_RUN, SECOND), moved := lineage.before(self.folder)):
+                if put_aside(self.folder, (*OF_RUN, SECOND), moved := before(self.folder)):
                     self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                self.mirror = stack.enter_context(self._second(options.mirror, required=False))
-                self.mirror.adopt(nothing_here=nothing_here, wanted=lambda other: may_take(other, options, self.group))
+                self.mirror, may = self._second(options.mirror, required=False), may_take(options, self.group)
+                self.mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
                 begun = Lineage.read(self.folder)
             found += found_in(list_copies(copies))
             for kind, place in (STORE, self.store), (MIRROR, self.mirror):
                 found += [[kind, *one] for one in place.found()] if place else []
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        new, mark = Lineage.new(self.group.attempt, self.group.launch.start), lineage.new_mark(self.group.attempt)
+        new = Lineage.new(self.group.attempt, self.group.launch.start)
+        # Ids of attempts may be given by a launcher, and then given twice
+        mark = f"{self.group.attempt}-{secrets.token_hex(4)}"
         return begun.values() if begun else None, new.values(), self.lease.token, mark
 
     def _second(self, url: str, *, required: bool) -> SecondPlace:
@@ -167,7 +167,7 @@ class Run:
             try:
                 self.lineage.write(self.folder, check=self.check_owner)
             except OSError as error:
-                raise disk_error(lineage.FILE, self.folder, error) from None
+                raise disk_error(FILE, self.folder, error) from None
             open_files()
             if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
                 self.store.upload(None, timeout_s=self.options.save_timeout_s)
@@ -177,6 +177,7 @@ class Run:
         self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, keep=range(self.saved_step + 1, step + 1))
+        self._rescued = step > max(0, self.saved_step)
         parts.remove(self.lineage.run, but=step)
 
     # Saves ----------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class Run:
             return False
         try:
             # A node 0 that comes next may have another disk, and knows of no run
-            line = {lineage.FILE: to_json(self.lineage.values())}
+            line = {FILE: to_json(self.lineage.values())}
             problem = rescue.write(self.lineage.run, step, lambda: {**make_files(), **line})
             if self.second is not None:
                 self.second.wait(first=True)

@@ -1,4 +1,4 @@
-"""Saves of a run, which go on beside the training: a rank copies its state in memory, and a thread writes the copy.
+"""How a run is kept: saves go on beside the training. A rank copies its state in memory, and a thread writes the copy.
 
 So the ranks stand still for the copy alone, not for digests and the disk (tests/bench/saves.py measures both). To write
 beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). A thread calls no collective: gloo pairs them
@@ -11,7 +11,9 @@ nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.ag
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +24,92 @@ from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.options import Options
-from rankup.state.shards import Part, check_visible, file_of, index, own_parts, write_part
+from rankup.state.reading import Check, Copy, Part, check_visible, file_of, index, no_check, own_parts, write_part
 from rankup.state.tree import Tensors, encode, files_of, is_dense
-from rankup.state.writing import Writing
 
 T = TypeVar("T")
 ROOM = 2  # a save needs its copy in memory, and as much again stays free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a run is kept.
+
+    `store`: an address below which the run must lie too, "" for none. `mirror`: a folder or an address that gets copies
+    and may fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async, or auto, see
+    `HostCopies`. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many
+    copies stay. `memory_every_steps`: from one part in memory to the next, see `rankup.state.parts`; 0 takes none that
+    are there either. `compare_every_steps`: 0 says that ranks hold different states on purpose. Others: deadlines.
+
+    `check`: called with path and record of a copy, and once it is read with the tracked state too; raises UserError for
+    a copy of another program, ValueError for a damaged one. `fits`: the same, where this attempt may not go on from it.
+    `finished`: whether nothing is left to do after a copy, given what `result.json` says; asked on rank 0.
+    """
+
+    store: str = ""
+    mirror: str = ""
+    fresh: bool = False
+    save: str = "auto"
+    sharded: bool = True
+    keep: int = 2
+    memory_every_steps: int | None = None
+    compare_every_steps: int | None = None
+    setup_timeout_s: float = 1800.0
+    save_timeout_s: float = 600.0
+    check: Check = no_check
+    fits: Check = no_check
+    finished: Callable[[Copy, dict[str, Any]], bool] = lambda copy, result: False
+
+
+class Writing:
+    """Work beside the training: one piece at a time, in a thread or at once, and what the last one failed with."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._next: Callable[[], object] | None = None
+        self.began_s = time.monotonic()
+        self.failure: BaseException | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """In a thread. Where one is under way, this follows it, in place of another one that waits for that."""
+        with self._lock:
+            self._next = work
+            if self._thread is None:
+                self.began_s, self.failure = time.monotonic(), None
+                self._thread = threading.Thread(target=self._work_on, name=self._name, daemon=True)
+                self._thread.start()
+
+    def run(self, work: Callable[[], T]) -> T | None:
+        """At once. Returns None where it fails."""
+        self.began_s, self.failure = time.monotonic(), None
+        try:
+            return work()
+        except BaseException as error:  # a fault too: it is raised where the loop sees it
+            self.failure = error
+            return None
+
+    def _work_on(self) -> None:
+        while True:
+            with self._lock:
+                work, self._next = self._next, None
+                if work is None:
+                    self._thread = None
+                    return
+            self.run(work)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        if (thread := self._thread) is not None:
+            thread.join(timeout_s)
+
+    @property
+    def under_way(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.began_s + self._timeout_s - time.monotonic())
 
 
 class Saver:
@@ -52,12 +133,12 @@ class Saver:
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
         self._writing = Writing("save", options.save_timeout_s)
+        self._uploading = Writing("upload", options.save_timeout_s)
         self._count = 0
-        self._published = threading.Event()  # what is being written stands in `folder`, or never will
         # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
         self._staging: Path | None = None  # rank 0's
         self._part: Part | None = None
-        self._join_parts: Callable[[list[Part]], bool] | None = None
+        self._join_parts: Callable[[list[Part]], None] | None = None
 
     def save(
         self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
@@ -83,9 +164,8 @@ class Saver:
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
                 work, beside = prepared
-                self._published.clear()
                 (self._writing.start if beside else self._writing.run)(lambda: self._write(work))
-        if not self.group.max(int(self._writing.under_way)):
+        if not self.group.max(int(self.writing)):
             self._conclude()
 
     def look(self, *, wait: bool = False) -> None:
@@ -97,24 +177,28 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
-        under_way = self._writing.under_way and self._writing.left_s > 0
-        if wait or self.group.max(2 if self._writing.failure is not None else int(under_way)) != 1:
+        in_time = any(work.under_way and work.left_s > 0 for work in (self._writing, self._uploading))
+        if wait or self.group.max(2 if self._failure is not None else int(in_time)) != 1:
             self._conclude()
         if wait and self.step is not None:  # shards are joined, and are uploaded now
             self._conclude()
 
     @property
     def writing(self) -> bool:
-        """Whether a thread of this process is writing at this moment."""
-        return self._writing.under_way
+        """Whether a thread of this process is writing, here or at another place."""
+        return self._writing.under_way or self._uploading.under_way
+
+    @property
+    def _failure(self) -> BaseException | None:
+        return self._writing.failure or self._uploading.failure
 
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
 
         An upload is not waited for: the next attempt makes it. Neither are shards, which other ranks have to write too.
         """
-        if self._writing.under_way and self._join_parts is None:  # any thread may call this
-            self._published.wait(self._writing.left_s)
+        if self._join_parts is None:  # any thread may call this
+            self._writing.join(self._writing.left_s)
 
     def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
         """Write a copy of these files, and upload it where that is wanted: this process ends. Raises as `save` does.
@@ -128,12 +212,11 @@ class Saver:
         self._write(publish)
 
     def upload_beside(self, path: Path, *, step: int) -> None:
-        """Upload a copy that is published already, beside the training; `look` notices the end. All ranks call this,
-        where rank 0 alone does it."""
+        """Upload a copy that is published, beside the training; `look` notices the end. All ranks know of the step, and
+        rank 0 alone does it."""
         self.step = step
-        if self.group.is_rank0 and self.upload is not None:
-            upload = self.upload
-            self._writing.start(lambda: self._write(lambda: upload(path, timeout_s=self._writing.left_s)))
+        if self.group.is_rank0 and (upload := self.upload) is not None:
+            self._uploading.start(lambda: self._write(lambda: upload(path, timeout_s=self._uploading.left_s)))
 
     # Each rank that writes ------------------------------------------------------------------------------------
 
@@ -142,6 +225,7 @@ class Saver:
     ) -> tuple[Callable[[], None], bool]:
         """What is to be done of the save, and whether that may be done beside the training."""
         staging = self.folder / f"{copies.STAGING}step-{step:08d}-{self.token}-{self._count}"
+        how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
         if self.group.is_rank0:
             flush()
             if self.sharded:
@@ -156,33 +240,24 @@ class Saver:
             self._copies.wait()
             if self.sharded:
                 self._part = offsets, write_part(staging, self.group.rank, held)
-                return
-            files = {STATE: record, **files_of(nodes, held)}
-            path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
-            self._stands(path, step)
+            else:
+                stands(copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how))
 
-        def join_parts(parts: list[Part]) -> bool:
+        def join_parts(parts: list[Part]) -> None:
             check_visible(staging, parts, self.group)
             entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
-            files = {STATE: record, **index(nodes, tensors, parts)}
-            path = copies.publish(staging, files, entries, step=step, keep=self.keep, check_owner=self.check_owner)
-            return self._stands(path, step)
+            stands(copies.publish(staging, {STATE: record, **index(nodes, tensors, parts)}, entries, **how))
+
+        def stands(path: Path) -> None:
+            # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
+            if self.upload is not None and self._copies.how == "sync":
+                self.upload(path, timeout_s=self._writing.left_s)
+            elif self.upload is not None:
+                self.upload_beside(path, step=step)
 
         if self.sharded:
             self._join_parts = join_parts
         return write, beside
-
-    def _stands(self, path: Path, step: int) -> bool:
-        """A copy is published: upload it where that is wanted. Returns whether that goes on beside the training."""
-        self._published.set()
-        if self.upload is None:
-            return False
-        # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
-        if self._copies.how == "sync":
-            self.upload(path, timeout_s=self._writing.left_s)
-            return False
-        self.upload_beside(path, step=step)
-        return True
 
     def _write(self, work: Callable[[], T]) -> T:
         """Raises PeerLost in place of an error where another attempt owns the run by now: it removes our files."""
@@ -192,17 +267,16 @@ class Saver:
             if self.group.is_rank0:
                 self.check_owner()
             raise
-        finally:
-            self._published.set()
 
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        if self._writing.under_way and self._writing.failure is None:
-            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
-            self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
-            self._writing.join()
-        own = self._writing.failure
+        for work in (self._writing, self._uploading):
+            if work.under_way and work.failure is None:
+                # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
+                self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=work.began_s)
+                work.join()
+        own = self._failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
         found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._part])
@@ -213,8 +287,13 @@ class Saver:
                 copies.remove(self._staging)
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
         join_parts, self._join_parts = self._join_parts, None
-        if join_parts and self.group.on_rank0(lambda: self._write(lambda: join_parts([part for *_, part in found]))):
-            return  # it is being uploaded
+        if join_parts is not None:
+            def join() -> bool:
+                self._write(lambda: join_parts([part for *_, part in found]))
+                return self._uploading.under_way
+
+            if self.group.on_rank0(join):
+                return  # it is being uploaded
         step, self.step = self.step, None
         self.saved(step)
 

@@ -1,4 +1,4 @@
-"""A run at an address: its copies, and what `metrics.jsonl` and the other files say of it.
+"""A run at an address, or in another folder: its copies, and what `metrics.jsonl` and the other files say of it.
 
     lease/00000007.json
     00000007/run.json config.yaml result.json metrics.jsonl logs/ tensorboard/
@@ -10,32 +10,49 @@ may wake up before any request: it writes and overwrites its own objects alone. 
 A copy is there once its manifest is, which is written last. The folder has the digest of the manifest in its name, and
 the manifest those of the files: two uploads never mix, a second upload of the same copy writes the same bytes, and a
 manifest that is cut, old or in the wrong place does not pass. Nothing here trusts what it reads: a reader takes what
-digests confirm, or passes it over. No torch.
+digests confirm, or passes it over.
+
+A run that trains has such a second place with `--run-dir s3://...`, which is required, or with `--mirror DIR_OR_URL`,
+which may fail. It works in a folder of this machine, as any other, and what is published there is copied.
 """
 
 import contextlib
 import hashlib
+import logging
+import math
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
-from rankup.errors import UserError, disk_error
-from rankup.places.cache import cache_root
-from rankup.places.lease import folder_of, highest_number, number_of
-from rankup.places.lineage import FILE as RUN_FILE
-from rankup.places.lineage import RESULT, RUN_ID, Lineage
+from rankup.errors import PeerLost, UserError, disk_error
+from rankup.places.lease import (
+    FILE,
+    OF_RUN,
+    RESULT,
+    RUN_ID,
+    Lease,
+    Lineage,
+    StoreLease,
+    folder_of,
+    highest_number,
+    number_of,
+    put_aside,
+)
 from rankup.places.place import Place
-from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, passed_over
-from rankup.urls import is_url
+from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, list_copies, looks_whole, uploading
+from rankup.state.saver import Options, Writing
+from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder
-FILES = (RUN_FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
+FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
+SUPERSEDED = "superseded"
+SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,8 +99,7 @@ class StoredRun:
         """
         new, own = self._stored(path, run), self._own
         there = own.names(new.inside)
-        files = {f"{new.inside}/{file.relative_to(path).as_posix()}": file for file in sorted(path.rglob("*"))
-                 if file.is_file() and file != path / MANIFEST}
+        files = {f"{new.inside}/{file.name}": file for file in sorted(path.iterdir()) if file.name != MANIFEST}
         sizes = {name: file.stat().st_size for name, file in files.items()}
         own.upload({name: file for name, file in files.items() if there.get(name) != sizes[name]})
         manifest = (path / MANIFEST).read_bytes()
@@ -105,14 +121,13 @@ class StoredRun:
 
     def upload_files(self, directory: Path) -> None:
         """Copy what has changed of a run directory besides its copies. Raises as `Place` does."""
-        found = {}
-        for name in _small_files(directory):
-            stat = (directory / name).stat()
-            if self._uploaded.get(name) != (stat.st_size, stat.st_mtime_ns):
-                found[name] = (stat.st_size, stat.st_mtime_ns)
-        # RUN_FILE is last: with it the files of this owner are complete, and count instead of an earlier owner's
+        paths = [*(directory / name for name in FILES), *(directory / TENSORBOARD).rglob("*")]
+        stats = {path.relative_to(directory).as_posix(): path.stat() for path in paths if path.is_file()}
+        now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        found = {name: stat for name, stat in now.items() if self._uploaded.get(name) != stat}
+        # run.json is last: with it the files of this owner are complete, and count instead of an earlier owner's
         for last in (False, True):
-            self._own.upload({name: directory / name for name in found if (name == RUN_FILE) == last})
+            self._own.upload({name: directory / name for name in found if (name == FILE) == last})
         self._uploaded |= found
 
     def _stored(self, path: Path, run: str) -> Stored:
@@ -141,24 +156,24 @@ class StoredRun:
 
     def lineage(self) -> Lineage | None:
         """The run that is there now, None where there is none. Raises UserError where that can't be told."""
-        names = self.place.names()
-        if newest := self._newest_run_file(names):
-            return newest[1]
+        return self._newest_run(self.place.names())[1]
+
+    def _newest_run(self, names: Iterable[str]) -> tuple[int, Lineage | None]:
+        """The last owner that has written a whole run.json, and what that says."""
+        for number in range(highest_number(names), 0, -1):
+            name = f"{folder_of(number)}/{FILE}"
+            if name in names and (found := Lineage.of(self.place.read_json(name))):
+                return number, found
         if runs := sorted({one.run for one in _copies(names)}):
             raise UserError(
                 f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of "
                 f"{', '.join(runs)}. Put run.json back from a copy, or set another --name."
             )
-        return None
+        return 0, None
 
     def copies(self, run: str) -> list[Stored]:
         """The copies of that run, the newest first."""
         return sorted((one for one in _copies(self.place.names()) if one.run == run), reverse=True)
-
-    def attempt_of(self, one: Stored) -> str:
-        """The mark of the attempt that wrote it, as far as nobody looked at its bytes; "" where that can't be read."""
-        record = self.place.read_json(f"{one.folder}/{STATE}")
-        return str(record.get("attempt", "")) if record.get("run") == one.run else ""
 
     def fetch(self, folder: str, directory: Path) -> tuple[Path, str]:
         """Copy the folder of a copy. Returns its path in `directory`, and what is wrong with it, or "": then the path
@@ -189,82 +204,218 @@ class StoredRun:
             self._damaged.add(folder)
         return target, problem
 
-    def fetch_newest(self, directory: Path, *, run: str) -> Path | None:
-        """Copy the newest whole copy of that run into the folder `directory`, verified. Returns its path there.
-
-        None where there is none at all. Warns of those passed over. Raises as `fetch`, and UserError where all are
-        damaged.
-        """
-        damaged: dict[str, str] = {}
-        found = None
-        for one in self.copies(run):
-            path, problem = self.fetch(one.folder, directory)
-            if not problem:
-                found = path
-                break
-            damaged[f"checkpoint {one.name}"] = problem
-        passed_over(self.place.url, damaged, found, self.place.warn)
-        return found
-
     def fetch_files(self, directory: Path) -> None:
         """Copy everything besides copies into `directory`. Raises as `Place` does, and UserError."""
         names = self.place.names()
-        newest = self._newest_run_file(names)
+        newest, _ = self._newest_run(names)
         try:
             for name in names:
                 inside = name.partition("/")[2]
-                if newest and number_of(name) == newest[0] and _is_file(inside):
+                # No name may lead elsewhere
+                wanted = inside in FILES or (inside.startswith(f"{TENSORBOARD}/") and ".." not in inside)
+                if wanted and 0 < number_of(name) == newest:
                     self.place.download(name, directory / inside)
         except OSError as error:
             raise disk_error("copy of the run", directory, error) from None
 
-    def _newest_run_file(self, names: Iterable[str]) -> tuple[int, Lineage] | None:
-        """The last owner that has written a whole run.json, and what that says."""
-        for number in range(highest_number(names), 0, -1):
-            name = f"{folder_of(number)}/{RUN_FILE}"
-            if name in names and (found := Lineage.of(self.place.read_json(name))):
-                return number, found
-        return None
 
+class SecondPlace(StoredRun):
+    """The second place of the run in `folder`. Rank 0 only.
 
-@contextlib.contextmanager
-def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
-    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
-
-    The address may be of a run, whose newest checkpoint it is then, of a checkpoint's folder, or of a file. Checkpoints
-    are verified. Raises UserError where there is nothing to read or the store refuses, and PeerLost where it does not
-    answer within `timeout_s`.
+    Where it is required, a save that is not copied is an error. To a mirror a thread copies, always the newest, and
+    what it had no time for is left out; one that fails is one line until it is back, and the end says what is missing.
     """
-    if not is_url(place):
-        yield Path(place)
-        return
-    folder = cache_root() / "fetched"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
-        raise UserError(text) from None
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        yield _fetch_any(place.rstrip("/"), Path(own), warn, timeout_s)
 
+    def __init__(
+        self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
+    ) -> None:
+        """`url`: of all runs there. `lease`: of `folder`, which is held already. Raises UserError where the package for
+        such an address is missing."""
+        place = Place.open(url, warn=log.warning if required else self._fail)
+        super().__init__(place.below(folder.name))
+        self.folder, self.required, self.keep, self.log = folder, required, options.keep, log
+        self.address, self.run = self.place.url, ""  # the id of the run that is copied
+        self.called = self.address if required else f"the mirror {self.address}"
+        self._folder_lease, self._save_s = lease, options.save_timeout_s
+        self._opening_s = min(options.setup_timeout_s, options.save_timeout_s)
+        self._lease: StoreLease | None = None
+        self._free = 0  # of a mirror: the number that was free at the opening
+        self._mirroring = Writing("mirror", math.inf)
+        self._newest: Path | None = None  # the copy that a mirror is to have
+        self._has: Path | None = None  # the last one that it got
+        self._begun = False
+        self._failing = ""  # what was said of a mirror that fails
 
-def _fetch_any(url: str, directory: Path, warn: Callable[[str], None], timeout_s: float) -> Path:
-    stored = StoredRun(Place.open(url, warn=warn, timeout_s=timeout_s))
-    above, _, name = url.rpartition("/")
-    root = stored.place.root.rpartition("/")[0]
-    beside = StoredRun(replace(stored.place, url=above, root=root))
-    if MANIFEST in stored.place.names():
-        path, problem = beside.fetch(name, directory)
-        if problem:
-            raise UserError(f"checkpoint: {url} must be a whole checkpoint, got a damaged one: {problem}.")
-        return path
-    if run := stored.lineage():
-        newest = stored.fetch_newest(directory, run=run.run)
-        if newest is not None:
-            return newest
-    elif beside.place.download(name, directory / name):
-        return directory / name
-    raise UserError(f"{url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+    def patient(self, timeout_s: float) -> Self:
+        """This, with so much patience from now on."""
+        self.place = self.place.within(SHARE * timeout_s)
+        return self
+
+    # At opening -----------------------------------------------------------------------------------------------
+
+    def adopt(self, stack: contextlib.ExitStack, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
+        """Own the place until `stack` ends if it is required, and take the run that is there where the folder is behind
+        it, or empty.
+
+        `nothing_here`: the folder has neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
+        Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
+        """
+        with self._asking(alone=nothing_here):
+            if self.required:
+                ours = self._folder_lease
+                tokens = (ours.token, ours.predecessor)
+                lease = StoreLease(self.place, ours.attempt, tokens, agreed=ours.agreed)
+                self._lease = stack.enter_context(lease)
+                self.number = self._lease.number
+            else:
+                # Before the look at what is there: an attempt that copies after it takes this number, and this one
+                # can't. Two attempts may note the same number: the first to copy gets it, the other can never copy
+                self._free = highest_number(self.place.names()) + 1
+            here, there = Lineage.read(self.folder), self.lineage()
+            if there is None:
+                return
+            if self.required and not (here and here.goes_on_from(there)):
+                # What an earlier attempt on this machine left, and others have gone on without
+                shutil.rmtree(aside := self.folder / SUPERSEDED, ignore_errors=True)
+                if put_aside(self.folder, OF_RUN, aside):
+                    self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
+            elif not nothing_here or not wanted(there):
+                if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
+                    there.write(self.folder)
+                elif here and here.run != there.run:
+                    self.log.info(f"{self.called} holds another run, whose checkpoints stay there")
+                return
+            self.fetch_files(self.folder)
+            if Lineage.read(self.folder) is None:  # lost there
+                there.write(self.folder)
+
+    def found(self) -> Iterator[list[Any]]:
+        """The copies there of the run in the folder: path, step, attempt and run of each. Raises as `adopt`."""
+        if run := Lineage.read(self.folder):
+            with self._asking(alone=not self._whole()):
+                for one in self.copies(run.run):
+                    # Who wrote it, as far as nobody looked at its bytes; "" where that can't be read
+                    record = self.place.read_json(f"{one.folder}/{STATE}")
+                    attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
+                    yield [one.folder, one.step, attempt, one.run]
+
+    def fetch(self, folder: str, directory: Path | None = None) -> tuple[Path, str]:
+        """Copy that copy into the folder of this run, or into `directory`. Raises as `adopt`."""
+        path, problem, whole = self.folder / "checkpoints", f"{self.called} fails", self._whole()
+        with self._asking(alone=not whole):
+            path, problem = super().fetch(folder, directory or path)
+        if not problem:
+            had = f"{whole[-1]} as its newest" if whole else "no good checkpoint"
+            self.log.info(f"fetched {path.name} from {self.called}: {self.folder} had {had}")
+        return path, problem
+
+    def lacks(self, path: Path) -> bool:
+        """Whether it does not hold this copy: an earlier attempt may have had no time."""
+        return not self.patient(self._opening_s).holds(path, run=self.run)
+
+    def _whole(self) -> list[str]:
+        """The names of the copies in the folder, as far as nobody looked at their bytes."""
+        return [path.name for path in list_copies(self.folder / "checkpoints") if looks_whole(path)]
+
+    @contextlib.contextmanager
+    def _asking(self, *, alone: bool) -> Iterator[None]:
+        """A mirror may fail here, unless it `alone` may know where the run stands."""
+        try:
+            self.patient(self._opening_s if self.required else SEARCH_S if alone else FIND_S)
+            yield
+        except (UserError, PeerLost) as error:
+            if self.required or alone:
+                raise
+            self._fail(str(error))
+
+    # While training -------------------------------------------------------------------------------------------
+
+    def upload(self, path: Path | None, *, timeout_s: float) -> None:
+        """Copy what has changed beside the copies, and then the copy `path`: a resumed run does not repeat saved steps.
+
+        Raises UserError where the place refuses, and PeerLost where it does not answer within `timeout_s`, or where
+        another attempt owns the run by now. The copy stays here in any case.
+        """
+        lease = self.patient(timeout_s)._claim()
+        lease.check()
+        with uploading(path):
+            self.upload_files(self.folder)
+            if path is not None and not self.holds(path, run=self.run):
+                self.upload_copy(path, run=self.run, keep=self.keep, check=lease.check)
+                self.log.debug(f"{self.called} has {path.name}")
+
+    def _claim(self) -> StoreLease:
+        """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
+        PeerLost where the run has gone on there without this attempt."""
+        lease = self._lease = self._lease or StoreLease(self.place, self._folder_lease.attempt)
+        if self.number:
+            return lease
+        lease.place = self.place
+        if not self._free:  # the mirror did not answer then
+            number = highest_number(self.place.names()) + 1
+            there, here = self.lineage(), Lineage.read(self.folder)
+            if there and here and there.run == here.run and not here.goes_on_from(there):
+                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
+            self._free = number
+        lease.claim(self._free)
+        self.number = lease.number
+        return lease
+
+    def is_ours(self) -> bool:
+        """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
+        return self._folder_lease.is_ours() and (self._lease is None or self._lease.is_ours())
+
+    def check(self) -> None:
+        """Raises PeerLost where `is_ours` is not so."""
+        self._folder_lease.check()
+        if self._lease is not None and not self._lease.is_ours():
+            self._lease.check()
+
+    def finish(self, *, stopped: bool) -> None:
+        """Copy the files a last time, and the newest copy if it is not there. Raises as `upload` if it is required.
+
+        A mirror is waited for for a while, and what is not there then is said.
+        """
+        if self.required:
+            self.upload(None, timeout_s=self._save_s)
+        if not self._begun:
+            return
+        patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self._save_s / 2)
+        self._mirroring.start(lambda: self._mirror(UPLOAD_STOP_S))  # the files as they are in the end
+        self._mirroring.join(patience_s)
+        if self._newest is not None and self._newest is not self._has:
+            why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
+            self.log.warning(f"the newest checkpoint, {self._newest.name}, is not on {self.called}{why}")
+
+    # A mirror -------------------------------------------------------------------------------------------------
+
+    def copy(self, path: Path | None) -> None:
+        """Copy the files, and this copy if it is given, in the background; the newest one where that is busy."""
+        self._begun, self._newest = True, path or self._newest
+        self._mirroring.start(self._mirror)
+
+    def _mirror(self, timeout_s: float = 0.0) -> None:
+        """What the mirror lacks of the newest. Where that fails the next save tries again. `timeout_s`: 0 for as long
+        as its bytes may take."""
+        # `is`: the same step may have been saved again meanwhile
+        path = self._newest if self._newest is not self._has else None
+        try:
+            size = sum(file.stat().st_size for file in path.iterdir()) if path is not None else 0
+            self.upload(path, timeout_s=timeout_s or MIRROR_S + size / MIRROR_BYTES_PER_S)
+        except Exception as error:  # a mirror must not end the training
+            if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
+                self._fail(str(error) or type(error).__name__)
+            return
+        self._has = path or self._has
+        if self._failing:
+            self._failing = ""
+            self.log.info(f"{self.called} is back")
+
+    def _fail(self, text: str) -> None:
+        """One line, until it is back."""
+        if not self._failing:
+            self.log.warning(f"the mirror fails, the training goes on: {text}")
+        self._failing = text
 
 
 def _copies(names: Iterable[str]) -> Iterator[Stored]:
@@ -279,15 +430,3 @@ def _copies(names: Iterable[str]) -> Iterator[Stored]:
 
 def _digest(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest()[:12]
-
-
-def _is_file(name: str) -> bool:
-    """Whether it is one of those beside the copies, and leads nowhere else."""
-    return name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name)
-
-
-def _small_files(directory: Path) -> Iterator[str]:
-    """The names of what is copied besides copies."""
-    yield from (name for name in FILES if (directory / name).is_file())
-    events = (path for path in (directory / TENSORBOARD).rglob("*") if path.is_file())
-    yield from (path.relative_to(directory).as_posix() for path in events)

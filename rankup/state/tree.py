@@ -6,7 +6,7 @@ name, `{"$": "tensor", "is": "model/0.weight"}`: a tensor that appears twice has
 once. `stride` is kept where a tensor is dense but not in C order, as in channels_last.
 
 `model/0.weight` is the tensor `0.weight` of the file `model.safetensors`: each tracked item has a file of its own,
-which `safetensors.torch.load_file` reads. With shards the files belong to ranks, see `rankup.state.shards`.
+which `safetensors.torch.load_file` reads. With shards the files belong to ranks, see `rankup.state.reading`.
 """
 
 import base64

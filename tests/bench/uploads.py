@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from rankup.places.place import Place
+from rankup.state.export import fetch_newest
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
@@ -47,7 +48,7 @@ def measure(door: Door, folder: Path, mib: int) -> None:
     for path in paths:
         title = f"upload of {path.name}"
         count(door, title, lambda path=path: store.upload_copy(path, run=RUN, keep=2))  # type: ignore[misc]
-    count(door, "fetch of the newest", lambda: store.fetch_newest(folder / "there", run=RUN))
+    count(door, "fetch of the newest", lambda: fetch_newest(store, folder / "there", run=RUN))
 
 
 def count(door: Door, title: str, work: Callable[[], object]) -> None:

@@ -170,7 +170,7 @@ def test_configuration_that_ships_learns_the_digits(
     assert found["metrics"]["accuracy"] >= accuracy
 
 
-@pytest.mark.parametrize("setting", ["run-dir", "init-from"])
+@pytest.mark.parametrize("setting", ["run-dir", "init-from", "mirror"])
 @pytest.mark.parametrize("url", [
     "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
     "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "https://me:hu@hush@host/model.pt",

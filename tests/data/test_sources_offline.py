@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rankup.errors import UserError
-from rankup.places.cache import cache_root
+from rankup.places.files import cache_roots
 from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
 from train.config import Config
 from train.data.sources import fetch, load
@@ -213,12 +213,12 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    for call in (lambda: fetch.cached("FashionMNIST"), fetch.writable_cache, cache_root):
+    for call in (lambda: fetch.cached("FashionMNIST"), fetch.writable_cache, cache_roots):
         with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
             call()
     monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
     with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711/deep/down must belong to this user"):
-        cache_root()
+        cache_roots()
 
 
 def test_named_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,21 +113,18 @@ def test_live_owner_is_named(tmp_path: Path) -> None:
         assert held(tmp_path)["attempt"] == "attempt-1", "a refused attempt changed the lease"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_owners_lease_is_taken_at_once(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
+def test_lease_of_an_owner_that_is_gone_is_taken_at_once(tmp_path: Path, number: int | None) -> None:
+    """Killed, or released at its end."""
     with owner(tmp_path) as process:
-        process.send_signal(number)
-        process.wait()
+        if number is None:
+            process.communicate("")
+        else:
+            process.send_signal(number)
+            process.wait()
+        assert held(tmp_path)["released"] == (number is None)
         with Lease(tmp_path, "second", life_s=FOR_EVER_S):
             assert held(tmp_path)["attempt"] == "second"
-
-
-def test_released_lease_is_taken_at_once(tmp_path: Path) -> None:
-    with owner(tmp_path) as process:
-        process.communicate("")
-    assert held(tmp_path)["released"]
-    with Lease(tmp_path, "second", life_s=FOR_EVER_S):
-        pass
 
 
 def test_stopped_owner_is_alive_to_its_kernel(tmp_path: Path) -> None:
@@ -318,87 +315,62 @@ def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(
     assert (status["state"], status["attempt"]) == ("finished", json.loads(before)["attempt"])
 
 
-def test_frozen_job_that_was_taken_over_publishes_nothing_more(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    there = tmp_path / "there"
-    order = waiting(tmp_path / "never", tell=str(there))
-    with forks.running(*train_arguments(run), env=order, preload="tests.places.test_lease:on_machine_one") as first:
-        first.wait_until(lambda: there.exists() and steps(run / "checkpoints") == [8], "checkpoint and a step after it")
-        (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
-        first.processes[0].signal("SIGSTOP")
-        output = forks.ends(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
-        assert "resumed from step-00000008" in output
-        left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != ".lock"}
-        written = (tmp_path / "metrics").read_bytes()
-        (tmp_path / "never").touch()
-        first.processes[0].signal("SIGCONT")
-        assert first.wait() == [171], first.output
-    assert "another attempt owns" in first.output
-    assert (tmp_path / "metrics").read_bytes() == written
-    assert {name: (run / name).read_bytes() for name in left} == left
-    assert json.loads(left["status.json"])["state"] == "finished"
-
-
-def freeze_in_a_save() -> None:
-    """On machine one, and in the save of step 16 a wait for a file, then for its staging folder to be removed."""
+def freeze() -> None:
+    """On machine one. FREEZE says where it waits for a file: in a save of step 16, or before the run directory's files.
+    """
     on_machine_one()
     from rankup.state import copies
-
-    write, folder = copies.write_durably, Path(os.environ["FOLDER"])
-
-    def waits(path: Path, content: Any) -> Any:
-        if "step-00000016" in path.parent.name and path.name == "manifest.json":
-            (folder / "there").touch()
-            while not (folder / "go on").exists():
-                time.sleep(0.01)
-        return write(path, content)
-
-    copies.write_durably = waits
-
-
-def freeze_before_metrics() -> None:
-    """On machine one, and a wait for a file between the look at the run directory and the first write to it."""
-    on_machine_one()
     from rankup.state.run import Run
 
-    begin, folder = Run.begin, Path(os.environ["FOLDER"])
+    folder = Path(os.environ["FOLDER"])
+    begin, write = Run.begin, copies.write_durably
 
-    def waits(*values: Any) -> Any:
+    def wait() -> None:
         (folder / "there").touch()
         while not (folder / "go on").exists():
             time.sleep(0.01)
+
+    def writes(path: Path, content: Any) -> Any:
+        if "step-00000016" in path.parent.name and path.name == "manifest.json":
+            wait()
+        return write(path, content)
+
+    def begins(*values: Any) -> Any:
+        wait()
         return begin(*values)
 
-    Run.begin = waits  # type: ignore[method-assign]
+    if os.environ["FREEZE"] == "save":
+        copies.write_durably = writes
+    elif os.environ["FREEZE"] == "set-up":
+        Run.begin = begins  # type: ignore[method-assign]
 
 
-def test_owner_frozen_in_its_set_up_leaves_the_files_of_its_successor(forks: Forks, tmp_path: Path) -> None:
-    run, order = tmp_path / "run", {"FOLDER": str(tmp_path)}
-    freezing = "tests.places.test_lease:freeze_before_metrics"
-    with forks.running(*train_arguments(run), env=order, preload=freezing) as first:
-        first.wait_until((tmp_path / "there").exists, "the end of the set-up")
-        first.processes[0].signal("SIGSTOP")
-        forks.ends(*train_arguments(run), preload="tests.places.test_lease:on_machine_two")
-        left = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
-        assert {"run.json", "metrics.jsonl", "result.json"} <= left.keys()
-        (tmp_path / "go on").touch()
-        first.processes[0].signal("SIGCONT")
-        assert first.wait() == [171], first.output
-    assert {name: (run / name).read_bytes() for name in left} == left
-
-
-@pytest.mark.parametrize("save", ["sync", "async"])
-def test_frozen_owner_whose_checkpoint_is_gone_ends_with_171(forks: Forks, tmp_path: Path, save: str) -> None:
+@pytest.mark.parametrize(("where", "save"), [
+    ("set-up", "async"), ("save", "async"), ("save", "sync"), ("step", "async"),
+])
+def test_frozen_job_that_was_taken_over_writes_nothing_more(
+    forks: Forks, tmp_path: Path, where: str, save: str
+) -> None:
     run, more = tmp_path / "run", ("--save", save)
-    order = {"FOLDER": str(tmp_path)}
-    freezing = "tests.places.test_lease:freeze_in_a_save"
-    with forks.running(*train_arguments(run, *more), env=order, preload=freezing) as first:
-        first.wait_until((tmp_path / "there").exists, "a save of step 16")
+    env = {"FOLDER": str(tmp_path), "FREEZE": where}
+    if where == "step":
+        env |= waiting(tmp_path / "go on", tell=str(tmp_path / "there"))
+    preload = "tests.places.test_lease:{}"
+    with forks.running(*train_arguments(run, *more), env=env, preload=preload.format("freeze")) as first:
+        first.wait_until((tmp_path / "there").exists, where)
+        if where == "step":
+            first.wait_until(lambda: steps(run / "checkpoints") == [8], "checkpoint")
+            (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
         first.processes[0].signal("SIGSTOP")
-        forks.ends(*train_arguments(run, *more), preload="tests.places.test_lease:on_machine_two")
-        left = steps(run / "checkpoints")
+        output = forks.ends(*train_arguments(run, *more), preload=preload.format("on_machine_two"))
+        assert ("resumed from step-00000008" in output) == (where != "set-up")
+        files = [*tmp_path.iterdir(), *run.iterdir(), *(run / "checkpoints").rglob("*")]
+        left = {path: path.read_bytes() for path in files if path.is_file() and path.name != ".lock"}
+        assert {run / "run.json", run / "metrics.jsonl", run / "result.json"} <= left.keys()
         (tmp_path / "go on").touch()
         first.processes[0].signal("SIGCONT")
         assert first.wait() == [171], first.output
     assert "another attempt owns" in first.output
-    assert steps(run / "checkpoints") == left
+    assert {path: path.read_bytes() for path in left} == left
+    assert len(steps(run / "checkpoints")) == len(list((run / "checkpoints").iterdir()))
+    assert json.loads(left[run / "status.json"])["state"] == "finished"

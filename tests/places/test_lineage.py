@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lineage
 
 
 def test_line_of_attempts_goes_through_what_the_run_went_on_from_alone(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ import pytest
 
 from rankup.errors import PeerLost, UserError
 from rankup.places.files import write_json
-from rankup.places.lease import Lease, StoreLease
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
-from rankup.state.options import Options
-from rankup.state.second import SecondPlace
+from rankup.state.saver import Options
+from rankup.state.stored_run import SecondPlace
 from tests.rigs.checkpoints import load_checkpoint, save, steps
 from tests.rigs.object_store import BUCKET, S3
 
@@ -181,12 +180,12 @@ class AtSecondPlace:
             token=name, predecessor="", attempt=name, agreed=False, check=lambda: None, is_ours=lambda: True
         )
         log: Any = SimpleNamespace(info=str, debug=str, warning=str)
-        with SecondPlace(
-            self.url, run_dir, lease, log, Options(keep=1, save_timeout_s=60.0), required=self.required
-        ) as place:
+        options = Options(keep=1, save_timeout_s=60.0)
+        place = SecondPlace(self.url, run_dir, lease, log, options, required=self.required)
+        with contextlib.ExitStack() as stack:
             if writer:
                 writer.hold(place, 60.0)
-            place.adopt(nothing_here=True, wanted=lambda found: True)
+            place.adopt(stack, nothing_here=True, wanted=lambda found: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
             candidates = [Candidate(0, STORE, *found) for found in place.found()]
             group: Any = SimpleNamespace(hosts=["host"])

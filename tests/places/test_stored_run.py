@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lineage
 from rankup.places.place import Place
+from rankup.state.export import fetch_newest
 from rankup.state.stored_run import StoredRun
-from tests.rigs.checkpoints import newest, save, steps
+from tests.rigs.checkpoints import damaged, newest, save, steps
 
 RUN = "0123456789abcdef"
 
@@ -33,23 +34,18 @@ def open_store(url: str, *, warnings: list[str] | None = None, number: int = 1) 
     return StoredRun(Place.open(url, warn=said.append), number=number)
 
 
-def test_the_newest_checkpoint_comes_back_on_an_empty_disk(url: str, tmp_path: Path) -> None:
-    store = open_store(url)
-    for step in (10, 20):
-        store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
-    fetched = open_store(url).fetch_newest(tmp_path / "there", run=RUN)
-    assert fetched == tmp_path / "there" / "step-00000020"
-    assert newest(tmp_path / "there") == (20, [])
-    assert steps(tmp_path / "there") == [20]
-
-
-def test_old_ones_are_removed_and_the_objects_of_a_killed_upload_too(url: str, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_removed(
+    url: str, tmp_path: Path
+) -> None:
     store = open_store(url)
     store.place.write(f"00000001/checkpoints/{RUN}/step-00000005-0123456789ab/model.safetensors", b"cut off")
     for step in (10, 20, 30):
         store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
     left = {name.split("/")[3][:13] for name in store.place.names()}
     assert left == {"step-00000020", "step-00000030"}
+    assert fetch_newest(open_store(url), tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000030"
+    assert newest(tmp_path / "there") == (30, [])
+    assert steps(tmp_path / "there") == [30]
 
 
 def test_an_upload_without_its_manifest_is_no_checkpoint(url: str, tmp_path: Path) -> None:
@@ -62,7 +58,7 @@ def test_an_upload_without_its_manifest_is_no_checkpoint(url: str, tmp_path: Pat
 
     with pytest.raises(PeerLost):
         store.upload_copy(save(tmp_path / "here", 20), run=RUN, keep=9, check=killed)
-    assert store.fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
+    assert fetch_newest(store, tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
     assert warnings == []
 
 
@@ -85,11 +81,11 @@ def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> N
     (model,) = [name for name in store.place.names() if name.endswith("model.safetensors")]
     store.place.remove([model])
     with pytest.raises(UserError, match=r"damaged ones: checkpoint step-00000010-\w+: model\.safetensors is missing"):
-        store.fetch_newest(tmp_path / "there", run=RUN)
+        fetch_newest(store, tmp_path / "there", run=RUN)
 
 
 def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
-    """Each damages up to three objects: a bit turned over, cut, emptied, removed, another's or an older content."""
+    """Each damages up to three objects."""
     rng = random.Random(0)
     store = open_store("memory://damaged")
     for step in (10, 20, 30):
@@ -101,15 +97,15 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
             store.place.write(name, content)
         whole = {10, 20, 30}
         for name in rng.sample(list(objects), rng.randint(1, 3)):
-            damaged = _damaged(objects[name], list(objects.values()), rng)
+            left = damaged(objects[name], list(objects.values()), rng)
             store.place.remove([name])
-            if damaged is not None:
-                store.place.write(name, damaged)
-            if damaged != objects[name]:
+            if left is not None:
+                store.place.write(name, left)
+            if left != objects[name]:
                 whole -= {int(name.split("/")[3][5:13])}
         there = tmp_path / str(case)
         try:
-            fetched = open_store("memory://damaged").fetch_newest(there, run=RUN)
+            fetched = fetch_newest(open_store("memory://damaged"), there, run=RUN)
         except UserError:
             fetched = None
         step = newest(there)[0] if fetched else None
@@ -117,18 +113,6 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
         found[step] = found.get(step, 0) + 1
     assert found.keys() == {10, 20, 30, None}
     store.place.fs.store.clear()
-
-
-def _damaged(content: bytes, others: list[bytes], rng: random.Random) -> bytes | None:
-    kind = rng.choice(["flip", "cut", "empty", "lose", "swap"])
-    if kind == "lose":
-        return None
-    if kind == "flip":
-        at = rng.randrange(len(content))
-        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-    if kind == "swap":
-        return rng.choice(others)
-    return content[: rng.randrange(len(content))] if kind == "cut" else b""
 
 
 def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tmp_path: Path) -> None:

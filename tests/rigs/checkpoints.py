@@ -1,6 +1,7 @@
 """Checkpoints for tests: states in which only one field matters, files to save, to look at and to damage."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,32 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << (position % 8)
     path.write_bytes(data)
+
+
+def damaged(content: bytes, others: Sequence[bytes], draw: random.Random) -> bytes | None:
+    """What may have become of a file: bits turned over, cut, longer, empty, lost (None), or what another one holds."""
+    match draw.choice(("flip", "cut", "grow", "empty", "lose", "swap")):
+        case "flip":
+            data = bytearray(content)
+            for _ in range(draw.choice((1, 1, 8))):
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            return bytes(data)
+        case "cut":
+            return content[: draw.randrange(len(content))]
+        case "grow":
+            return content + draw.randbytes(draw.randrange(1, 99))
+        case "swap":
+            return draw.choice(others)
+        case "empty":
+            return b""
+    return None
+
+
+def damage(path: Path, draw: random.Random) -> bool:
+    """Do one of these to a file of a copy. Returns whether it has changed."""
+    content = path.read_bytes()
+    found = damaged(content, [each.read_bytes() for each in sorted(path.parent.iterdir()) if each != path], draw)
+    path.unlink()
+    if found is not None:
+        path.write_bytes(found)
+    return found != content

@@ -35,9 +35,8 @@ from rankup.group.meeting import read_place
 from rankup.loop.agreement import Agreement
 from rankup.observe.metrics import cut_after
 from rankup.observe.status import status
-from rankup.places.lease import Lease
-from rankup.places.lineage import Lineage
-from rankup.state import reading, shards, tree
+from rankup.places.lease import Lease, Lineage
+from rankup.state import reading, tree
 from rankup.state.copies import MANIFEST, STATE, fingerprint
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
@@ -150,10 +149,10 @@ def plain_copy() -> Files:
 
 def sharded_copy() -> Files:
     form, tensors = tree.encode(TRACKED)
-    own, offsets = shards.own_parts(tensors, 0)
+    own, offsets = reading.own_parts(tensors, 0)
     content = b"".join(map(bytes, tree.TensorFile(own)))
-    index = shards.index(form, tensors, [(offsets, fingerprint(content))])
-    return sealed({STATE: RECORD, **index, shards.file_of(0): content})
+    index = reading.index(form, tensors, [(offsets, fingerprint(content))])
+    return sealed({STATE: RECORD, **index, reading.file_of(0): content})
 
 
 def weights() -> Files:

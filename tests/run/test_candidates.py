@@ -14,11 +14,11 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.job import _checked
 from rankup.loop.record import check_random_scheme
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lineage
 from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
 from rankup.state.copies import list_copies
-from rankup.state.options import Options
+from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
 from train.run.run_directory import BEGIN_ANEW, _check_settings, check

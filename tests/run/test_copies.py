@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from rankup.agent.logs import host_name
-from rankup.places.lineage import FILE, Lineage
+from rankup.places.lease import FILE, Lineage
 from rankup.state import copies as state_copies
 from rankup.state.choice import SECOND
 from rankup.state.copies import to_json
-from rankup.state.options import Options
-from rankup.state.saver import SecondCopies
+from rankup.state.saver import Options, SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, result
@@ -199,7 +198,7 @@ def test_other_settings_are_refused_and_fresh_takes_no_copy(nodes: Nodes) -> Non
     assert len(nodes.copies()) == 1
     output = nodes.run("--lr=0.25", "--fresh", code=143, **STOP | {"call": 3})  # before the first checkpoint of it
     assert "resumed" not in output
-    (aside,) = nodes.runs(1).glob(f"before-*/{SECOND}/*/step-*")
+    (aside,) = nodes.runs(1).glob(f"before-*-{SECOND}-*/step-*")
     assert load_checkpoint(aside).record["config"]["lr"] == 0.08
     nodes.lose()
     assert "resumed from step 2, " in nodes.run("--lr=0.25", "--max-steps=4")

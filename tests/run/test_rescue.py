@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.places.lineage import Lineage
+from rankup.places.lease import Lineage
 from rankup.state import rescue
 from rankup.state.copies import Content, fingerprint
 from tests.rigs.checkpoints import files_of, load_checkpoint, train, training_state

@@ -181,61 +181,25 @@ def test_take_over_by_another_attempt_publishes_nothing(tmp_path: Path) -> None:
     assert newest(tmp_path) == (10, [])
 
 
-def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:
-    wide = ("--options.width", "20000", "--keep", "3")
+SPLIT = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-steps=0")
+
+
+@pytest.mark.parametrize("more", [(), SPLIT], ids=["plain", "sharded"])
+def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(
+    forks: Forks, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    wide = ("--options.width", "20000", "--keep", "3", *more)
     output = forks.ends(*train(tmp_path / "undisturbed", *wide), world_size=2)
     with small_disk(tmp_path / "disk", "5m") as disk:
         run = disk.path / "run"
-        output = forks.ends(*train(run, *wide), world_size=2, code=2)
-        assert "Traceback" not in output
-        assert output.count("has no space left") == 1
-        assert "run the same command again" in output
-        assert steps(run / "checkpoints") == [8, 16]
-        output = forks.ends(*train(run, *wide), world_size=2, code=2)
-        assert steps(run / "checkpoints") == [8, 16]
-        assert find_problem(run / "checkpoints" / "step-00000016") == ""
+        for _ in range(2):
+            output = forks.ends(*train(run, *wide), world_size=2, code=2)
+            assert "Traceback" not in output
+            assert output.count("has no space left") == 1
+            assert "run the same command again" in output
+            assert sorted(os.listdir(run / "checkpoints")) == ["step-00000008", "step-00000016"]
+            assert find_problem(run / "checkpoints" / "step-00000016") == ""
         disk.resize("50m")
         output = forks.ends(*train(run, *wide), world_size=2)
         assert "resumed from step-00000016" in output
         assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
-
-
-def fill(folder: Path) -> None:
-    with (folder / "filler").open("wb", buffering=0) as filler:
-        for size in (65536, 4096, 1):
-            try:
-                while filler.write(bytes(size)):
-                    pass
-            except OSError:
-                continue
-
-
-def fill_at_step_10() -> None:
-    import train.loop
-
-    step = train.loop.step
-
-    def filling(training: Any) -> Any:
-        if training.job.step_number == 10:
-            fill(Path(os.environ["DISK"]))
-        return step(training)
-
-    train.loop.step = filling
-
-
-def test_disk_that_fills_between_two_saves_is_one_line(forks: Forks, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        run = disk.path / "run"
-        # Metrics fill the pages that they have; the next save is far
-        arguments = train(run, "--tensorboard=true", "--epochs", "60", "--save-every-steps", "8")
-        far = (*arguments, "--save-every-steps", "100000", "--evaluate-every-epochs", "60")
-        output = forks.ends(*arguments, "--max-steps", "8")
-        filling = "tests.state.test_copies:fill_at_step_10"
-        output = forks.ends(*far, preload=filling, env={"DISK": str(disk.path)}, code=2)
-        assert f"error: metrics: {run} has no space left, 0 MiB free" in output
-        assert "Traceback" not in output
-        output = forks.ends(*arguments, code=2)
-        assert "Traceback" not in output
-        (disk.path / "filler").unlink()
-        output = forks.ends(*arguments, "--max-steps", "16")
-        assert "resumed from step-00000008" in output

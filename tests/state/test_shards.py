@@ -15,13 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup import cli
-from rankup.state import copies, shards
+from rankup.state import copies, reading
 from rankup.state.copies import find_problem, fingerprint, list_copies
-from rankup.state.shards import Shards
-from tests.rigs.checkpoints import load_checkpoint, load_newest
+from rankup.state.reading import Shards
+from tests.rigs.checkpoints import flip, load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from tests.rigs.small_filesystems import small_disk
 from tests.run.test_saver import HELD, hold, in_step
 from train.run import weights
 
@@ -85,20 +84,6 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
 
 
 # Going on -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "more", [(), ("--optimizer", "adamw", "--lr", "0.01", "--precision", "bf16")], ids=["sgd", "adamw"]
-)
-def test_run_goes_on_to_the_same_bits_after_kills(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
-    train(forks, tmp_path / "whole", 2, *SHARDED, *more)
-    for rank, step in ((1, 8), (0, 4)):
-        env = {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL"})}
-        line = (*LINE, *SHARDED, *more, "--save=sync", "--run-dir", tmp_path / "killed")
-        codes, output = forks.run(*line, world_size=2, env=env)
-        assert codes[rank] == -9, output
-    assert "resumed from step-00000009" in train(forks, tmp_path / "killed", 2, *SHARDED, *more)
-    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
 
 
 def test_steps_are_done_while_parts_are_written(forks: Forks, trained: Path, tmp_path: Path) -> None:
@@ -195,7 +180,7 @@ def test_run_goes_on_in_another_way(
 ])
 def test_state_of_another_shape_is_refused_by_name(trained: Path, model: dict[str, Any], message: str) -> None:
     path = newest(trained)
-    with Shards(path, (path / shards.INDEX).read_bytes()) as found, pytest.raises(ValueError, match=message):
+    with Shards(path, (path / reading.INDEX).read_bytes()) as found, pytest.raises(ValueError, match=message):
         found.read_into({"model": model})
 
 
@@ -203,7 +188,7 @@ def test_state_of_another_shape_is_refused_by_name(trained: Path, model: dict[st
 
 
 def test_parts_are_plain_safetensors(trained: Path) -> None:
-    parts = [load_file(newest(trained) / shards.file_of(rank)) for rank in range(2)]
+    parts = [load_file(newest(trained) / reading.file_of(rank)) for rank in range(2)]
     whole = {name: torch.cat([part[f"model/{name}"] for part in parts]) for name in plain_model().state_dict()}
     assert weights.digest(whole) == digest(trained)
 
@@ -252,19 +237,13 @@ def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path)
 # Damage ---------------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def rewrite(path: Path, **entry: Any) -> None:
     """Change what the index says of a tensor, as somebody would who wants it to be read: every digest is right."""
-    index = json.loads((path / shards.INDEX).read_text())
+    index = json.loads((path / reading.INDEX).read_text())
     index["shards"]["model/0.weight"] |= entry
-    (path / shards.INDEX).write_text(json.dumps(index))
+    (path / reading.INDEX).write_text(json.dumps(index))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][shards.INDEX] = fingerprint((path / shards.INDEX).read_bytes())
+    manifest["files"][reading.INDEX] = fingerprint((path / reading.INDEX).read_bytes())
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -275,10 +254,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "part of nobody": (lambda p: rewrite(p, parts=[[0, [0, 0]], [7, [8, 0]]]), FIT % "No such file"),
     "part elsewhere": (lambda p: rewrite(p, parts=[["../../x", [0, 0]]]), FIT % ""),
     "shape of another size": (lambda p: rewrite(p, shape=[2**40, 2**40]), FIT % ""),
-    "shard flipped": (lambda p: flip(p / "rank-00001.safetensors"), "rank-00001.safetensors does not match its digest"),
+    "shard flipped": (lambda p: flip(p / "rank-00001.safetensors", 200), "rank-00001.safetensors does not match its"),
     "shard truncated": (lambda p: os.truncate(p / "rank-00000.safetensors", 9), "rank-00000.safetensors has 9 bytes"),
     "shard removed": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
-    "index flipped": (lambda p: flip(p / "shards.json"), "shards.json does not match its digest"),
+    "index flipped": (lambda p: flip(p / "shards.json", 50), "shards.json does not match its digest"),
     "manifest removed": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
 }
 
@@ -328,7 +307,7 @@ def die_in_save() -> None:
         return
     calls: list[int] = []
     owner, name = {
-        "begin": (copies, "create_staging"), "write": (shards, "write_durably"), "publish": (copies, "publish")
+        "begin": (copies, "create_staging"), "write": (reading, "write_durably"), "publish": (copies, "publish")
     }[where]
     real = getattr(owner, name)
 
@@ -342,37 +321,28 @@ def die_in_save() -> None:
     setattr(owner, name, dies)
 
 
-@pytest.mark.parametrize("where", ["begin 0", "write 0", "write 1", "publish 0"])
-def test_kill_in_a_save_leaves_the_one_before(forks: Forks, trained: Path, tmp_path: Path, where: str) -> None:
-    more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--memory-every-steps=0")
-    line = (*LINE, *more, "--run-dir", tmp_path)
-    preload = "tests.state.test_shards:die_in_save"
+@pytest.mark.parametrize(("where", "other"), [
+    ("begin 0", ()), ("write 0", ()), ("write 1", ("--precision=bf16",)), ("publish 0", ("--optimizer=sgd",)),
+])
+def test_kill_in_a_save_leaves_the_one_before_and_the_run_ends_with_the_same_bits(
+    forks: Forks, trained: Path, tmp_path: Path, where: str, other: tuple[str, ...]
+) -> None:
+    more = (*SHARDED, "--optimizer", "adamw", "--lr", "0.01", "--memory-every-steps=0", *other)
+    line = (*LINE, *more, "--run-dir", tmp_path / "killed")
+    checkpoints, preload = tmp_path / "killed" / "run" / "checkpoints", "tests.state.test_shards:die_in_save"
     codes, output = forks.run(*line, world_size=2, env={"DIE": where}, preload=preload)
     assert sorted(codes) == [-9, 171], output
-    assert [path.name for path in list_copies(tmp_path / "run/checkpoints")] == ["step-00000003"]
-    assert find_problem(newest(tmp_path)) == ""
-    assert "resumed from step-00000003" in train(forks, tmp_path, 2, *more)
-    assert digest(tmp_path) == digest(trained)
-    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+    assert [path.name for path in list_copies(checkpoints)] == ["step-00000003"]
+    assert find_problem(checkpoints / "step-00000003") == ""
+    assert "resumed from step-00000003" in train(forks, tmp_path / "killed", 2, *more)
+    if other:
+        train(forks, tmp_path / "whole", 2, *more)
+        trained = tmp_path / "whole"
+    assert digest(tmp_path / "killed") == digest(trained)
+    assert not list(checkpoints.glob(".*"))
 
 
 # Disks ----------------------------------------------------------------------------------------------------------
-
-
-def test_full_disk_is_one_line_and_room_lets_it_go_on(forks: Forks, tmp_path: Path) -> None:
-    wide = (*SHARDED, "--options.width", "20000", "--keep", "3", "--max-steps", "9")
-    train(forks, tmp_path / "whole", 2, *wide)
-    with small_disk(tmp_path / "disk", "5m") as disk:
-        codes, output = forks.run(*LINE, *wide, "--run-dir", disk.path, world_size=2)
-        assert codes == [2, 2], output
-        assert "Traceback" not in output
-        assert output.count("has no space left") == 1, output
-        names = [path.name for path in list_copies(disk.path / "run/checkpoints")]
-        assert names == ["step-00000003", "step-00000006"]
-        assert not list((disk.path / "run/checkpoints").glob(".*"))
-        disk.resize("50m")
-        assert "resumed from step-00000006" in train(forks, disk.path, 2, *wide)
-        assert digest(disk.path) == digest(tmp_path / "whole")
 
 
 def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(forks: Forks, tmp_path: Path) -> None:
