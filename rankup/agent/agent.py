@@ -155,7 +155,7 @@ class Lead:
             self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
             self.status.job, self.status.world_size = self.job, self.ends.world_size
-            if not (self.status.owner is not None):
+            if self.status.owner is None:
                 self.again = await asyncio.to_thread(
                     self.status.take, self.ends.restarts, agreed=self.limits is not None
                 )
