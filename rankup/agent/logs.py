@@ -53,7 +53,8 @@ def host_name() -> str:
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to: printing raises nothing, and waits PRINT_S at most.
 
-    Any thread may print. On a disk that hangs one thread hangs with it; the others lose their lines.
+    Any thread and any fork of this process may print. On a disk that hangs one thread hangs with it; the others lose
+    their lines.
     """
 
     def __init__(self, number: int) -> None:
@@ -61,6 +62,10 @@ class Output(io.RawIOBase):
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
         self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._begin_fork)
+
+    def _begin_fork(self) -> None:
+        self._lock = threading.Lock()  # the one who held it may not be here
 
     def fileno(self) -> int:
         return self._number
@@ -85,6 +90,7 @@ class Output(io.RawIOBase):
     def _write(self, data: bytes) -> None:
         if stat.S_ISREG(os.fstat(self._number).st_mode):
             os.write(self._number, data)
+            self._dropped = 0
             return
         dropped, room = self._dropped, select.poll()
         until_s = time.monotonic() + (0.0 if dropped else PRINT_S)

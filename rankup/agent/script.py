@@ -131,12 +131,10 @@ class Script:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
                 with contextlib.suppress(ValueError):
                     names = [str(name) for name in ast.literal_eval(statement.value)]
-        folder, root = (self.file or Path()).resolve().parent, self._roots[-1]
-        package = ""
-        if os.path.isfile(root / "__init__.py"):
-            package = ".".join([root.name, *folder.relative_to(root).parts])
-            folder = root.parent
-        return [f"{package}{name}".lstrip(".") if name.startswith(".") else name for name in names], str(folder)
+        folder, package = (self.file or Path()).resolve().parent, ""
+        while (folder / "__init__.py").is_file():
+            folder, package = folder.parent, f"{folder.name}.{package}"
+        return [package + name.removeprefix(".") if name.startswith(".") else name for name in names], str(folder)
 
     @functools.cached_property
     def _roots(self) -> list[Path]:

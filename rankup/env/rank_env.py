@@ -157,7 +157,7 @@ def _checked(found: Variables) -> dict[str, Any]:
         max(0, numbers.get(name, MANY)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     )
     bounds = {
-        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(numbers.get("RANK", MANY), local - 1)),
+        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(max(0, numbers.get("RANK", MANY)), local - 1)),
         "GROUP_RANK": (0, groups - 1), "WORLD_SIZE": (1, MANY), "LOCAL_WORLD_SIZE": (1, world),
         "GROUP_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
     }

@@ -22,7 +22,7 @@ LOG_NAME = re.compile(r"[^.]+|.*\.(?:log|out|err|txt|stdout|stderr|[oe]\d+)(?:\.
 RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 # LOG_DIR/ID_RANDOM/attempt_0/LOCAL_RANK/stderr.log, as torchrun writes it. Beside the ranks' folders it keeps copies of
 # what it showed: filtered_stdout.log
-TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/[^/]+")
+TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/[^/]+\.log")
 MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
 MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -85,8 +85,11 @@ class MemberLine(Line):
         if self.launch.rank == 0:
             self.log.info(f"waiting for {self.launch.world_size} ranks at {self.address}")
         # Rank 0 holds several connections of each rank. Most systems allow 1,024 at first and many times that if asked
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 2 * self.launch.world_size + 512
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if self.launch.rank == 0 and soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         threading.Thread(target=self._run, name="line", daemon=True).start()
         found = self._commit.get()
         if isinstance(found, Exception):

@@ -293,6 +293,7 @@ KNOWN = (
     ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
     ("parallel/shared_gradients.py", "all_reduce"),
     ("group/meeting.py", "join"),
+    ("group/joining.py", "join"),
     ("data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
     ("state/copies.py", "save"),

@@ -180,3 +180,19 @@ def test_horovod_script_is_refused_where_each_rank_would_train_alone(
 )
 def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[str, str], tmp_path: Path) -> None:
     Script.find([str(write(tmp_path, text))]).check(environ, world_size=2)
+
+
+# What the server may import for it -----------------------------------------------------------------------------------
+
+
+def test_module_beside_a_script_is_named_by_the_packages_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '__preload__ = [".loop", "numpy"]'
+    plain, inside = write(tmp_path / "repo/plain", text), write(tmp_path / "repo/pack/part", text)
+    for folder in (tmp_path, tmp_path / "repo/pack", tmp_path / "repo/pack/part"):
+        write(folder, "", "__init__.py")
+    assert Script.find([str(inside)]).own_imports() == (["pack.part.loop", "numpy"], str(tmp_path / "repo"))
+    assert Script.find([str(plain)]).own_imports() == (["loop", "numpy"], str(plain.parent))
+    monkeypatch.chdir(tmp_path)  # which is a package, and the module is none of its
+    assert Script.find(["-m", "timeit"]).own_imports()[0] == []

@@ -119,6 +119,11 @@ def test_wrong_value_is_named_with_its_rule_and_who_sets_it(change: Env, rule: s
     assert all("torchrun" in line for line in got.splitlines())
 
 
+def test_one_mistake_is_one_line():
+    without = {name: text for name, text in FULL.items() if name != "LOCAL_RANK"}
+    assert len(refusal({**without, "RANK": "-1"}).splitlines()) == 1
+
+
 @pytest.mark.parametrize("host", ["node0", "job-master-0.ns.svc", "my_service", "10.0.0.1", "::1", "2001:db8::1"])
 def test_host_names_and_plain_addresses_are_taken(host: str):
     assert read_rank_env({**FULL, "MASTER_ADDR": host}).master_addr == host
