@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from rankup.agent.processes import has_handler
 from rankup.errors import PeerLost, UserError
@@ -30,25 +31,23 @@ _all: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Workers:
-    """What `iter(loader)` gives. The workers, where it has any, begin here; main thread only.
+    """What `iter(loader)` gives. The workers of a DataLoader begin here, and the loader is afterwards as before; main
+    thread only.
 
     Raises PeerLost where one does not begin. `next` raises UserError for a full /dev/shm, PeerLost where a worker died,
     and what the data set raised.
     """
 
     def __init__(self, loader: Any) -> None:
-        if getattr(loader, "num_workers", 0) and not isinstance(loader.collate_fn, _Sharing):
-            # Python 3.14 starts processes from a server by default, which is their parent then
-            chosen = (loader.multiprocessing_context or multiprocessing).get_start_method(allow_none=True)
-            method = chosen or multiprocessing.get_all_start_methods()[0]  # the default
-            parent = 0 if method == "forkserver" else os.getpid()
-            loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
-            loader.collate_fn = _Sharing(loader.collate_fn)
-        with _signals_held():
-            self._iterator: Iterator[Any] = iter(loader)
+        before = {*multiprocessing.active_children()}
+        with _signals_held(), _prepared(loader):
+            try:
+                self._iterator: Iterator[Any] = iter(loader)
+            finally:  # a sampler may raise once the workers are there
+                _all.update({*multiprocessing.active_children()} - before)
         self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
-        _all.update(self._workers)
-        self._wait_for_all()
+        # A loader may keep its workers, and those may have begun without us
+        self._wait_for([worker for worker in self._workers if worker not in before])
 
     def __iter__(self) -> "Workers":
         return self
@@ -59,25 +58,27 @@ class Workers:
         except StopIteration:
             raise
         except Exception as error:
-            if not self._workers:
+            explained = self._explained(error) if self._workers else None
+            if explained is None and not (self._workers and str(error).startswith("Caught ")):
                 raise
             # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
-            found = (self._explained(error) or error).with_traceback(None)
+            found = (explained or error).with_traceback(None)
             self._iterator, self._workers = iter(()), ()
             raise found from None
 
-    def _wait_for_all(self) -> None:
+    @staticmethod
+    def _wait_for(workers: Sequence[Any]) -> None:
         """CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread
         held at that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300
         workers hung like that on a busy machine."""
         until_s = time.monotonic() + START_S
         # A rank handles this signal, and so does what it forks until `start_worker` has run
-        while hanging := [each for each in self._workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
+        while hanging := [each for each in workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
             if time.monotonic() > until_s:
-                for worker in self._workers:
+                for worker in workers:
                     worker.kill()
                 raise PeerLost(
-                    f"DataLoader worker {self._workers.index(hanging[0])} has not begun {START_S:g} s after its start. "
+                    f"DataLoader worker {workers.index(hanging[0])} has not begun {START_S:g} s after its start. "
                     "Is this machine overloaded?"
                 )
             time.sleep(0.005)
@@ -139,6 +140,26 @@ def _begin(parent: int, then: Callable[[int], None] | None, worker: int) -> None
     start_worker(parent or os.getppid())
     if then is not None:
         then(worker)
+
+
+@contextlib.contextmanager
+def _prepared(loader: Any) -> Iterator[None]:
+    """What a DataLoader starts meanwhile are workers of ours. Of a subclass whose `__iter__` is a generator, these start
+    later, and are as torch makes them."""
+    if not (isinstance(loader, DataLoader) and loader.num_workers):
+        yield
+        return
+    begin, collate = loader.worker_init_fn, loader.collate_fn
+    # Python 3.14 starts processes from a server by default, which is their parent then
+    context: Any = loader.multiprocessing_context or multiprocessing
+    chosen = context.get_start_method(allow_none=True)
+    method = chosen or multiprocessing.get_all_start_methods()[0]  # the default
+    loader.worker_init_fn = functools.partial(_begin, 0 if method == "forkserver" else os.getpid(), begin)
+    loader.collate_fn = _Sharing(collate)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn, loader.collate_fn = begin, collate
 
 
 @contextlib.contextmanager

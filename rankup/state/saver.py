@@ -290,7 +290,7 @@ class Saver:
         if join_parts is not None:
             def join() -> bool:
                 self._write(lambda: join_parts([part for *_, part in found]))
-                return self._uploading.under_way
+                return self._uploading.under_way or self._uploading.failure is not None
 
             if self.group.on_rank0(join):
                 return  # it is being uploaded

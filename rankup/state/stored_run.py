@@ -275,9 +275,12 @@ class SecondPlace(StoredRun):
             if there is None:
                 return
             if self.required and not (here and here.goes_on_from(there)):
-                # What an earlier attempt on this machine left, and others have gone on without
-                shutil.rmtree(aside := self.folder / SUPERSEDED, ignore_errors=True)
-                if put_aside(self.folder, OF_RUN, aside):
+                # What an earlier attempt on this machine left, and others have gone on without. An attempt that ended
+                # before it had fetched the run leaves nothing, and what it put aside stays
+                aside = self.folder / SUPERSEDED
+                if any((self.folder / name).exists() for name in ("checkpoints", FILE)):
+                    shutil.rmtree(aside, ignore_errors=True)
+                    put_aside(self.folder, OF_RUN, aside)
                     self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             elif not nothing_here or not wanted(there):
                 if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since

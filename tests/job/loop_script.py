@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
+import time
 import warnings
 
 import torch
@@ -95,7 +97,9 @@ for _epoch in job.epochs(6):
             assert all(map(torch.equal, before, net.parameters())) == infinite
         if die.split(":")[:2] == [str(job.rank), str(job.step_number)] and not os.path.exists(f"{sys.argv[1]}.died"):
             open(f"{sys.argv[1]}.died", "w").close()
-            os.kill(os.getpid(), int(die.split(":")[2]))
+            os.kill(os.getpid(), number := int(die.split(":")[2]))
+            while number == signal.SIGTERM and not job.group.stop.requested:  # else a step or a phase later
+                time.sleep(0.001)
     noises.close()
     if mistake == "unset":
         print(infinite)

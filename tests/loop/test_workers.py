@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankup.errors import PeerLost, UserError
 from rankup.loop.batches import evaluation_batches, source_of
+from rankup.loop.workers import Workers
 from tests.rigs.jobs import ended, start
 
 
@@ -97,3 +98,38 @@ def test_script_ends_though_it_leaves_workers() -> None:
     with ended(start(sys.executable, "-c", LEFT)) as job:
         assert job.wait() == [0], job.output
     assert job.output.splitlines() == ["0"]
+
+
+# What a user's loader must not notice --------------------------------------------------------------------------------
+
+
+def test_workers_that_a_loader_keeps_may_have_begun_without_us() -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)  # as a rank has, and forks of it
+    try:
+        loader = DataLoader(Stream(Faulty(int)), batch_size=4, num_workers=1, persistent_workers=True)
+        its_own = loader.worker_init_fn, loader.collate_fn
+        next(iter(loader))  # to learn a shape
+        assert len([*evaluation_batches(loader, 1, 0, 1, pad=False)]) == 4
+        assert (loader.worker_init_fn, loader.collate_fn) == its_own
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_iterable_that_has_workers_of_its_own_is_left_alone() -> None:
+    class Prefetching:
+        num_workers = 2
+
+        def __iter__(self) -> Any:
+            return iter([1, 2])
+
+    assert [*Workers(Prefetching())] == [1, 2]
+
+
+def test_error_in_the_loop_s_own_process_shows_where_it_was() -> None:
+    def broken() -> Any:
+        yield [0]
+        raise KeyError("batch 1")
+
+    with pytest.raises(KeyError, match="batch 1") as error:
+        list(Workers(DataLoader(Faulty(int), batch_sampler=broken(), num_workers=1)))
+    assert error.traceback[-1].name == "broken"

@@ -4,9 +4,11 @@ import contextlib
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -232,3 +234,34 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
     assert [path.name[:13] for path in there] == sorted({"step-00000008", newer.name})
     for file in newer.iterdir():
         assert (there[-1] / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_a_machine_had_of_a_run_stays_though_the_run_is_fetched_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: Any = SimpleNamespace(info=print, debug=print, warning=print)
+
+    def adopt(run_dir: Path, then: Callable[[SecondPlace], None] = lambda place: None) -> None:
+        with contextlib.ExitStack() as stack:
+            lease = stack.enter_context(Lease(run_dir, "attempt"))
+            place = SecondPlace(str(tmp_path / "there"), run_dir, lease, log, Options(keep=2), required=True)
+            place.adopt(stack, nothing_here=False, wanted=lambda found: True)
+            then(place)
+
+    def upload(place: SecondPlace) -> None:
+        place.run = "run"
+        place.upload(save(ahead / "checkpoints", 8, keep=1), timeout_s=60.0)
+
+    ahead, behind = tmp_path / "ahead/run", tmp_path / "behind/run"
+    for folder, run in ((ahead, "run"), (behind, "other")):
+        folder.mkdir(parents=True)
+        Lineage(run, "", "", []).write(folder)
+    adopt(ahead, upload)
+    fetch = SecondPlace.fetch_files
+    monkeypatch.setattr(SecondPlace, "fetch_files", Mock(side_effect=UserError("no room")))
+    with pytest.raises(UserError, match="no room"):
+        adopt(behind)
+    monkeypatch.setattr(SecondPlace, "fetch_files", fetch)
+    adopt(behind)
+    found = [Lineage.read(folder) for folder in (behind, behind / "superseded")]
+    assert [lineage and lineage.run for lineage in found] == ["run", "other"]

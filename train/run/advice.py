@@ -67,7 +67,7 @@ def _seconds_of_a_pass(
 ) -> float:
     """Forward and backward of a micro-batch with these settings. `num_threads`: to go back to."""
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in plain.buffers()]
+    buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
     torch.set_num_threads(config.num_threads)
     try:
         _wait_for(device)
@@ -81,8 +81,8 @@ def _seconds_of_a_pass(
     finally:
         torch.set_num_threads(num_threads)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for name, buffer in plain.named_buffers():  # forward may have put others in their place
+                buffer.copy_(buffers[name])
 
 
 def on_setting(setting: str, price: str, seconds: dict[str, float], name: str) -> Iterator[str]:
