@@ -190,9 +190,12 @@ def advice(tail: str) -> str:
 
 
 def _status(given: argparse.Namespace) -> int:
-    from rankup.observe.status import status
+    from rankup.observe.status import status, watch
 
-    print_whole(status(given.runs, given.run, as_json=given.as_json))
+    if given.watch:
+        watch(given.runs, given.run)
+    else:
+        print_whole(status(given.runs, given.run, as_json=given.as_json))
     return FINISHED
 
 
@@ -322,9 +325,10 @@ COMMANDS = {command.name: command for command in (
         "status", _status,
         "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
         "reads files alone, on any machine that sees the run's folder.",
-        "[RUN] [OPTIONS]", ("", "mine --json"),
+        "[RUN] [OPTIONS]", ("", "mine --watch"),
         _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (all runs, a line each)"),
-        RUN_DIR, JSON,
+        RUN_DIR, _option("--watch", action="store_true", help="show it anew every two seconds, until the run ends"),
+        JSON,
     ),
     Parser(
         "logs", _logs, "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
@@ -387,7 +391,22 @@ def overview() -> str:
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
     return (
         f"Start PyTorch jobs anywhere, and keep them alive: rankup COMMAND [OPTIONS]\n{lines}"
-        "`rankup COMMAND --help` shows options and examples; `rankup --version`.\n"
+        "`rankup COMMAND --help` shows options and examples. Also: --version, completion\n"
+    )
+
+
+def completion() -> str:
+    """What `rankup completion` prints: a script for bash, and for zsh with bashcompinit."""
+    options = {
+        name: [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+        for name, command in COMMANDS.items()
+    }
+    cases = "".join(f"    {name}) words='{' '.join(found)}' ;;\n" for name, found in options.items())
+    return (
+        f"_rankup() {{\n  local words='{' '.join([*COMMANDS, *OF_PROGRAM, 'help'])}'\n"
+        f"  ((COMP_CWORD == 1)) || case ${{COMP_WORDS[1]}} in\n    help) ;;\n{cases}    *) words= ;;\n  esac\n"
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))\n}\n'
+        "complete -o default -F _rankup rankup  # where none fits: files\n"
     )
 
 
@@ -406,6 +425,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return FINISHED if first else USER_MISTAKE
     if first in ("-V", "--version"):
         print_whole(f"rankup {_version('rankup')}, torch {_version('torch')}, Python {sys.version.split()[0]}\n")
+        return FINISHED
+    if first == "completion":
+        print_whole(completion())
         return FINISHED
     from rankup.agent.logs import setup_logging
 

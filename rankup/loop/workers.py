@@ -144,7 +144,7 @@ def _begin(parent: int, then: Callable[[int], None] | None, worker: int) -> None
 
 @contextlib.contextmanager
 def _prepared(loader: Any) -> Iterator[None]:
-    """What a DataLoader starts meanwhile are workers of ours. Of a subclass whose `__iter__` is a generator, these start
+    """What a DataLoader starts meanwhile are workers of ours. Those of a subclass whose `__iter__` is a generator start
     later, and are as torch makes them."""
     if not (isinstance(loader, DataLoader) and loader.num_workers):
         yield

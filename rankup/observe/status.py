@@ -6,21 +6,25 @@ two seconds (`rankup.observe.goodput`), and its lease as often.
 
 import json
 import os
+import signal
 import sys
 import time
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run
 from rankup.observe.tracker import address_of
 from rankup.places.files import read_json
-from rankup.timing import LONG_S, NOW_S, RUN_SILENT_S
+from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
 MOST_RESTARTS = 5
@@ -40,6 +44,24 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         where, got = folder or runs, " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"status: {where} must hold files that a run has written, got damaged ones ({got}).") from error
+
+
+def watch(runs: Path, run: str = "") -> None:
+    """Draw it anew until the run has ended, or until Ctrl-C. In a pipe the last screen alone is printed. Raises as
+    `status`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal gets its cursor back
+    with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
+        while True:
+            live.update(Text.from_ansi(status(runs, run).rstrip("\n")), refresh=True)
+            if run and _is_over(look(find_run(runs, run, _is_run), now=time.time())):
+                return
+            time.sleep(REPORT_S)
+
+
+def _is_over(run: dict[str, Any]) -> bool:
+    # One that failed or was stopped may be going on at once
+    silent = run["last_sign_s"] > RUN_SILENT_S
+    return run["state"] == "finished" or (run["state"] in ("failed", "stopped") and silent)
 
 
 def _is_run(folder: Path) -> bool:

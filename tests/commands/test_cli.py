@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.cli import COMMANDS, OF_PROGRAM, main, parser
+from rankup.cli import COMMANDS, OF_PROGRAM, completion, main, parser
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -109,6 +109,16 @@ def test_results_are_json_for_programs(run: Path, capsys: pytest.CaptureFixture[
     for words in ("explain mine --json", "explain --json"):  # the run that wrote last
         code, out, _ = said(capsys, *words.split())
         assert (code, json.loads(out)[0]["name"]) == (20, "cuda-memory")
+
+
+@pytest.mark.parametrize(("line", "offered"), [
+    ("rankup st", "status stacks"), ("rankup status --w", "--watch"), ("rankup launch --nn", "--nnodes"),
+    ("rankup help exp", "explain export"), ("rankup train --", ""),
+])
+def test_completion_offers_commands_and_their_options(line: str, offered: str) -> None:
+    script = f"{completion()}COMP_WORDS=({line})\nCOMP_CWORD={line.count(' ')}\n_rankup\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == (offered, "")
 
 
 def test_logs_are_an_object_a_line_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -82,9 +82,13 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Fork
         assert re.search(r"^step +3 of 14 \(21%\), .* samples/s, about .* left$", text, re.MULTILINE)
         assert len(re.findall(r"step, waits for others", text)) == 2
 
+        command = [sys.executable, MAIN, "status", str(run), "--watch"]
+        watching = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
         process_of(1, job.processes[0].pid).kill()
         go.touch()  # for the one in its place
         assert job.wait() == [0], job.output
+        last_screen = watching.communicate(timeout=120)[0]
+        assert (watching.returncode, len(re.findall("^state +finished", last_screen, re.MULTILINE))) == (0, 1)
 
     found = as_json(run)
     assert (found["state"], found["code"], found["step"], found["remaining_s"]) == ("finished", 0, 14, None)
