@@ -42,7 +42,7 @@ def test_torchrun_folder_is_read_rank_by_rank_of_the_last_attempt(tmp_path: Path
     write(job / "attempt_0" / "1" / "stderr.log", ["torch.OutOfMemoryError: CUDA out of memory."])
     write(job / "attempt_1" / "0" / "stderr.log", LOST)
     write(job / "attempt_1" / "0" / "stdout.log", ["step 3"])
-    write(job / "attempt_1" / "0" / "error.json", ['{"message": "RuntimeError: Connection closed by peer"}'])
+    write(job / "attempt_1" / "1" / "error.json", ['{"message": "RuntimeError: [gloo] Connection closed by peer"}'])
     write(job / "attempt_1" / "1" / "stderr.log", FAILED)
     write(job / "attempt_1" / "filtered_stderr.log", FAILED)
     first, *rest = diagnose_files([tmp_path])
