@@ -464,7 +464,7 @@ def test_store_is_a_process_of_its_own(rig: Rig) -> None:
     """The server and the ranks hold no copy of its listener: with the store the port is gone."""
     port = rig.store()
     store = the_store(rig, port)
-    assert store.name() == "store"
+    wait_for("its name", lambda: store.name() == "store")  # it listens from its first moment on
     assert not psutil.Process(rig.server.pid).net_connections("tcp")
 
 

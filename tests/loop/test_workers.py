@@ -103,16 +103,46 @@ def test_script_ends_though_it_leaves_workers() -> None:
 # What a user's loader must not notice --------------------------------------------------------------------------------
 
 
+# In processes of their own, where workers that are left end
+KEPT = """
+import signal
+from torch.utils.data import DataLoader, IterableDataset
+from rankup.loop.batches import evaluation_batches
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(16))
+
+signal.signal(signal.SIGUSR2, lambda *_: None)  # as a rank has, and forks of it
+loader = DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=True)
+its_own = loader.worker_init_fn, loader.collate_fn
+next(iter(loader))  # to learn a shape
+print(len([*evaluation_batches(loader, 1, 0, 1, pad=False)]), (loader.worker_init_fn, loader.collate_fn) == its_own)
+"""
+BROKEN = """
+from torch.utils.data import DataLoader
+from rankup.loop.workers import Workers
+
+def broken():
+    yield [0]
+    raise KeyError("batch 1")
+
+for _ in Workers(DataLoader(range(9), batch_sampler=broken(), num_workers=1)):
+    pass
+"""
+
+
 def test_workers_that_a_loader_keeps_may_have_begun_without_us() -> None:
-    before = signal.signal(signal.SIGUSR2, lambda *_: None)  # as a rank has, and forks of it
-    try:
-        loader = DataLoader(Stream(Faulty(int)), batch_size=4, num_workers=1, persistent_workers=True)
-        its_own = loader.worker_init_fn, loader.collate_fn
-        next(iter(loader))  # to learn a shape
-        assert len([*evaluation_batches(loader, 1, 0, 1, pad=False)]) == 4
-        assert (loader.worker_init_fn, loader.collate_fn) == its_own
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    with ended(start(sys.executable, "-c", KEPT)) as job:
+        assert job.wait() == [0], job.output
+    assert job.output.splitlines() == ["4 True"]
+
+
+def test_error_in_the_loop_s_own_process_shows_where_it_was() -> None:
+    with ended(start(sys.executable, "-c", BROKEN)) as job:
+        assert job.wait() == [1], job.output
+    *_, where, error = (line.strip() for line in job.output.splitlines() if line.strip())
+    assert (where.endswith("in broken"), error) == (True, "KeyError: 'batch 1'")
 
 
 def test_iterable_that_has_workers_of_its_own_is_left_alone() -> None:
@@ -123,13 +153,3 @@ def test_iterable_that_has_workers_of_its_own_is_left_alone() -> None:
             return iter([1, 2])
 
     assert [*Workers(Prefetching())] == [1, 2]
-
-
-def test_error_in_the_loop_s_own_process_shows_where_it_was() -> None:
-    def broken() -> Any:
-        yield [0]
-        raise KeyError("batch 1")
-
-    with pytest.raises(KeyError, match="batch 1") as error:
-        list(Workers(DataLoader(Faulty(int), batch_sampler=broken(), num_workers=1)))
-    assert error.traceback[-1].name == "broken"
