@@ -99,7 +99,7 @@ class Job:
     def rested(self) -> None:
         """Wait until all nodes take part and the processes that fork the ranks have imported torch: what is measured is
         no start, and a node that is not known yet has no vote."""
-        wait_for("all nodes", lambda: self.torchrun or self._taking_part() == NODES)
+        wait_for("all nodes", lambda: self.torchrun or len(self._states({"in use", "spare"})) == NODES)
         before_s, now_s = -1.0, 0.0
         while now_s > before_s + 0.05 and not self.torchrun:
             time.sleep(2)
@@ -107,10 +107,14 @@ class Job:
             servers = [child for child in children if not child.name().startswith("rank ")]
             before_s, now_s = now_s, sum(sum(server.cpu_times()[:2]) for server in servers)
 
-    def _taking_part(self) -> int:
+    def another(self) -> int:
+        """A node in use that is not node 0. Which one is the spare at first is chance."""
+        return NODES - 1 if self.torchrun else max(self._states({"in use"}))
+
+    def _states(self, states: set[str]) -> list[int]:
         newest = max(self.run.glob("status/*/progress-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
-        states = [node["state"] for node in json.loads(newest.read_text())["nodes"]] if newest else []
-        return states.count("in use") + states.count("spare")
+        nodes = json.loads(newest.read_text())["nodes"] if newest else []
+        return [node["node"] for node in nodes if node["state"] in states]
 
 
 def to_next_step(job: Job, act: Callable[[], Any]) -> float:
@@ -135,18 +139,20 @@ def measure(job: Job, kind: str) -> dict[str, float]:
 
     found, spare = {}, "spare" in kind
     job.rested()
-    found["another node is killed"] = to_next_step(job, lambda: job.kill(2))
+    node = job.another()
+    found["another node is killed"] = to_next_step(job, lambda: job.kill(node))
     if spare:
-        job.start(2)
+        job.start(node)
         job.rested()
     else:
         time.sleep(1)
-        found["it comes back: pause"] = pause(job, 2)
+        found["it comes back: pause"] = pause(job, node)
         job.rested()
     if not job.torchrun:
-        found[f"another node is silent for {SILENT_S} s"] = to_next_step(job, lambda: stop(1))
-        job.kill(1)
-        job.start(1)
+        node = job.another()
+        found[f"another node is silent for {SILENT_S} s"] = to_next_step(job, lambda: stop(node))
+        job.kill(node)
+        job.start(node)
         job.rested()
         time.sleep(3)
         found["node 0 is killed"] = to_next_step(job, lambda: job.kill(0))
