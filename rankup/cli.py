@@ -202,9 +202,7 @@ def _status(given: argparse.Namespace) -> int:
 def _logs(given: argparse.Namespace) -> int:
     from rankup.observe.logs import logs
 
-    logs(
-        given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json
-    )
+    logs(given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json)
     return FINISHED
 
 

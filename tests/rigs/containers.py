@@ -20,7 +20,7 @@ from tests.rigs.jobs import FOREIGN, ROOT, environ_of, result, wait_for
 IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
 SETTINGS = (
-    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTARTS", "COMPOSE_PROFILES",
+    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART", "COMPOSE_PROFILES",
     "COMPOSE_FILE",
 )
 
@@ -79,7 +79,7 @@ class Project:
     def __init__(self, folder: Path, **env: str) -> None:
         self.name = f"rankup-test-{secrets.token_hex(4)}"
         self.folder, self.runs = folder, folder / "runs"
-        self.env = {"RUNS": str(self.runs), "RESTARTS": "50", **env}
+        self.env = {"RUNS": str(self.runs), "RESTART": "on-failure:50", **env}
         self.files = ["-f", str(ROOT / "compose.yaml")]
 
     def add(self, name: str) -> None:

@@ -199,7 +199,7 @@ AT_START = dict(os.environ)
 
 def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
-    commands = ("train.commands.checkpoint", "train.commands.checkpoint", "rankup.doctor.stages", "train.loop")
+    commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop")
     for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images", *sys.argv[1:]):
         importlib.import_module(slow)
 

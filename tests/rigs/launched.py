@@ -66,7 +66,7 @@ class Compose:
     """Two containers of compose.yaml."""
 
     def __init__(self, folder: Path, settings: Sequence[str], stack: ExitStack) -> None:
-        self.project = Project(folder, ARGS=" ".join(settings), RESTARTS="100000")
+        self.project = Project(folder, ARGS=" ".join(settings), RESTART="on-failure:100000")
         stack.callback(self.project.remove)
         self.run, self.node = folder / "runs" / "job", "the container of node 1"
 

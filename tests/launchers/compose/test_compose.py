@@ -147,8 +147,7 @@ def test_health_tells_a_rank_that_trains_from_a_hung_one(nodes: Project) -> None
 
 
 def test_compile_is_refused_where_there_is_no_compiler(nodes: Project) -> None:
-    nodes.override('services: {node0: {restart: "no"}}')
-    nodes.up("node0", ARGS=f"{JOB} --compile", NNODES="1")
+    nodes.up("node0", ARGS=f"{JOB} --compile", NNODES="1", RESTART="no")
     assert nodes.codes("node0") == [2], nodes.logs()
     assert "compile needs a C++ compiler and Python's headers" in nodes.logs()
 

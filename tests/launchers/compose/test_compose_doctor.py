@@ -12,10 +12,11 @@ from tests.rigs.containers import project, warned
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 
 
-def doctor(folder: Path, more: str = "", **env: str) -> tuple[list[int], str, dict[str, Any]]:
+def doctor(folder: Path, limits: str = "", **env: str) -> tuple[list[int], str, dict[str, Any]]:
     """Exit codes, the log without line breaks and prefixes (a long line is wrapped), and the report."""
-    with project(folder, SCRIPT="train/main.py doctor", ARGS="--name job", **env) as made:
-        made.override(f'services: {{node0: {{restart: "no"}}, node1: {{restart: "no"{more}}}}}')
+    with project(folder, RESTART="no", SCRIPT="train/main.py doctor", ARGS="--name job", **env) as made:
+        if limits:
+            made.override(f"services: {{node1: {{{limits}}}}}")
         made.up()
         codes = made.codes()
         said = " ".join(made.logs().replace("\x1b[2K", "").replace("[node0 r0/2]", "").split())
@@ -31,7 +32,7 @@ def test_compose_doctor_finds_two_containers_fit(tmp_path: Path) -> None:
 
 
 def test_compose_doctor_names_the_container_that_has_too_little(tmp_path: Path) -> None:
-    codes, said, report = doctor(tmp_path, ", mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb, cpus: 0.4")
+    codes, said, report = doctor(tmp_path, "mem_limit: 700m, memswap_limit: 700m, shm_size: 16mb, cpus: 0.4")
     assert codes == [10, 10], said
     for warning in (
         "limits rank 1 on node1: 700 MiB of memory for 1 ranks",

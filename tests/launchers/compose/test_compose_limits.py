@@ -19,8 +19,7 @@ SCRIPT = "--join-timeout-s 6 train/main.py train"
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    with project(tmp_path, SCRIPT=SCRIPT, ARGS=JOB) as made:
-        made.override('services: {node0: {restart: "no"}, node1: {restart: "no"}}')
+    with project(tmp_path, RESTART="no", SCRIPT=SCRIPT, ARGS=JOB) as made:
         yield made
 
 

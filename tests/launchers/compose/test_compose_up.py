@@ -126,20 +126,20 @@ def test_up_ends_with_0_when_all_nodes_do(clone: Clone) -> None:
     ],
 )
 def test_up_ends_with_the_code_of_the_node_that_failed(clone: Clone, nodes: str, code: int) -> None:
-    found, said = clone.up(nodes, RESTARTS="5")
+    found, said = clone.up(nodes, RESTART="on-failure:5")
     assert found == code, said
     assert "which no restart mends" in said
 
 
 def test_up_lets_the_engine_restart_what_may_help(clone: Clone) -> None:
-    code, said = clone.up("0:0:171,0 1:0:137,171,0", RESTARTS="5")
+    code, said = clone.up("0:0:171,0 1:0:137,171,0", RESTART="on-failure:5")
     assert code == 0, said
     assert "node0 ended with 0, 1 restarts" in said
     assert "node1 ended with 0, 2 restarts" in said
 
 
 def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
-    code, said = clone.up("0:900:0 1:0:171", RESTARTS="2")
+    code, said = clone.up("0:900:0 1:0:171", RESTART="on-failure:2")
     assert code == 171, said
     assert "node1 ended with 171 and is not started again" in said
     assert clone.starts(1) == 3
@@ -147,7 +147,7 @@ def test_up_ends_when_the_restarts_of_a_node_are_used_up(clone: Clone) -> None:
 
 def test_up_knows_how_a_node_ended_although_no_event_tells_it_in_time(clone: Clone, tmp_path: Path) -> None:
     path = docker_that(tmp_path, '[ "$1" != events ] || exec sleep 900')
-    code, said = clone.up("0:0:0 1:0:171", RESTARTS="1", PATH=path)
+    code, said = clone.up("0:0:0 1:0:171", RESTART="on-failure:1", PATH=path)
     assert (code, "up: node1 ended with 171, 1 restarts" in said) == (171, True), said
 
 
