@@ -120,12 +120,13 @@ next(iter(loader))  # to learn a shape
 print(len([*evaluation_batches(loader, 1, 0, 1, pad=False)]), (loader.worker_init_fn, loader.collate_fn) == its_own)
 """
 BROKEN = """
+import sys
 from torch.utils.data import DataLoader
 from rankup.loop.workers import Workers
 
 def broken():
-    yield [0]
-    raise KeyError("batch 1")
+    yield from [[0]] * int(sys.argv[1])
+    raise KeyError("no more")
 
 for _ in Workers(DataLoader(range(9), batch_sampler=broken(), num_workers=1)):
     pass
@@ -138,11 +139,12 @@ def test_workers_that_a_loader_keeps_may_have_begun_without_us() -> None:
     assert job.output.splitlines() == ["4 True"]
 
 
-def test_error_in_the_loop_s_own_process_shows_where_it_was() -> None:
-    with ended(start(sys.executable, "-c", BROKEN)) as job:
+@pytest.mark.parametrize("batches", [1, 5])  # as the loader asks for the first ones, and later
+def test_error_in_the_loop_s_own_process_shows_where_it_was(batches: int) -> None:
+    with ended(start(sys.executable, "-c", BROKEN, str(batches))) as job:
         assert job.wait() == [1], job.output
     *_, where, error = (line.strip() for line in job.output.splitlines() if line.strip())
-    assert (where.endswith("in broken"), error) == (True, "KeyError: 'batch 1'")
+    assert (where.endswith("in broken"), error) == (True, "KeyError: 'no more'")
 
 
 def test_iterable_that_has_workers_of_its_own_is_left_alone() -> None:
