@@ -3,11 +3,13 @@
 The scripts do not import torch, so that a test takes a second.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ import psutil
 import pytest
 
 from rankup.agent.limits import cpu_quota
+from rankup.agent.processes import has_handler
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
@@ -364,18 +367,23 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
 
 
-def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
-    with ended(Job()) as job:
-        add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
-        wait_for("a handler", lambda: _signals_are_handled(job.processes[0].pid))
+@pytest.mark.parametrize("node", TWO)
+def test_stop_before_the_ranks_are_there_ends_at_once_also_in_the_middle_of_a_greeting(
+    node: int, tmp_path: Path
+) -> None:
+    port = free_port()
+    with ended(Job()) as job, contextlib.ExitStack() as stack:
+        leader = stack.enter_context(socket.create_server(("127.0.0.1", port))) if node else None
+        add_node(job, tmp_path, WAITS, node=node, num_nodes=2, port=port)
+        wait_for("a handler", lambda: has_handler(job.processes[0].pid, signal.SIGTERM))
+        if leader is None:
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            assert stranger.recv(10)
+        else:
+            stack.enter_context(leader.accept()[0])  # and says nothing
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert "Traceback" not in job.output
-
-
-def _signals_are_handled(pid: int) -> bool:
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 # Several nodes --------------------------------------------------------------------------------------------------------
