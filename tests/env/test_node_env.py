@@ -7,7 +7,7 @@ import pytest
 from rankup.env.node_env import Limits, read_node_env
 from rankup.errors import LaunchError
 from tests.env.test_launchers import BATCH, HOROVOD, MPI, STEP, TRAINER, elastic, pod
-from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env
+from tests.env.test_rank_env import AGENT, FULL, Env
 
 ONE_EACH = {  # `srun --ntasks-per-node=1 -N 2`: the second task
     **STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
@@ -23,11 +23,9 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
     [
         # (node rank, nodes, ranks of each), (first rank, world size), address and port
         ({}, {}, (0, 1, 1), "127.0.0.1:0"),
-        ({}, {"nproc": 4}, (0, 1, 4), "127.0.0.1:0"),
         ({}, {**NODE, "nproc": 2}, (2, 3, 2), "a:29400"),
         ({"MASTER_ADDR": "b", "MASTER_PORT": "6000"}, {"nnodes": 2}, (0, 2, 1), "b:6000"),
         ({"TORCHELASTIC_RUN_ID": "none"}, NODE, (2, 3, 1), "a:29400"),  # left in the shell
-        (FULL, {}, (1, 4, 1), "node0:29500"),
         (FULL, {"nnodes": 4, "node_rank": 1, "master_addr": "b", "master_port": 5000}, (1, 4, 1), "b:5000"),
         (FULL, {"master_addr": "", "master_port": 0}, (1, 4, 1), "node0:29500"),
         (COMPOSE, {"nproc": 1}, (1, 2, 1), "node0:29400"),
@@ -61,12 +59,11 @@ def test_agent_is_what_options_and_environment_say(
         ({}, {"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "--node-rank must be a whole number from 0 to 1"),
         ({}, {"node_rank": 1}, r"--node-rank must be 0 where there is one node, got 1\. Give --nnodes too\."),
         ({}, {"nnodes": 2}, r"--master-addr must name node 0's machine when there are several nodes, got nothing\."),
-        ({}, {"master_port": 70000}, "--master-port must be a whole number from 0 to 65535, got 70000"),
         ({}, {**NODE, "master_addr": "a b"}, "MASTER_ADDR must be a host name or an address"),
         # Half a set, and two that contradict each other
         ({"MASTER_ADDR": "a"}, {"nproc": 2}, "MASTER_ADDR=a but RANK WORLD_SIZE MASTER_PORT are not set"),
-        (FULL, {"nnodes": 1}, r"--nnodes must be WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes out\."),
         (FULL, {"node_rank": 0}, r"--node-rank must be RANK=1 \(from environment\), got 0"),
+        (FULL, {"nnodes": 1}, r"--nnodes must be WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes out\."),
         (STEP, {"nnodes": 2}, r"--nnodes must be WORLD_SIZE=4 \(from slurm\), got 2"),
         (COMPOSE, {"nproc": 2}, "--nproc must be 1, as the environment has LOCAL_RANK: .*, got 2"),
         (STEP, {"nproc": 2}, "runs in each of 4 Slurm tasks on 2 nodes: that multiplies the processes"),
@@ -77,10 +74,8 @@ def test_agent_is_what_options_and_environment_say(
         (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 is for torchrun.* Set RANK"),
         ({**FULL, **elastic("e-worker-0:23456", "1", "2:4")}, {}, "PET_NNODES=2:4 is for torchrun.* give --nnodes"),
         ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"}, {}, "PET_NNODES=2 PET_NPROC_PER_NODE=auto but RANK is not"),
-        ({"PET_NNODES": "two", "PET_NPROC_PER_NODE": "1"}, {}, "PET_NNODES=two"),
         # Launchers that start the ranks
         (AGENT, {}, "a rank of torchrun, which starts the processes already. Start the script directly there"),
-        (LAUNCH, {}, "a rank of launch"),
         (MPI, NODE, "a rank of mpirun"),
         ({**HOROVOD, **FULL}, {}, "a rank of horovodrun"),
         ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
