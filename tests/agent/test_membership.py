@@ -110,46 +110,21 @@ def test_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
     assert len(nodes.jobs()) == 1
 
 
-def test_spare_that_came_later_goes_on_after_node_0_with_the_other(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "2", "--spares=1", "--wait-for-node=100")
-    with ended(nodes.job) as job:
-        first = nodes.begin(2)
-        nodes.add(2)
-        wait_for("a status", lambda: (tmp_path / "runs0/job/status").exists())
-        wait_for("a spare", lambda: nodes.shown(0).count("spare"))
-        time.sleep(1)
-        nodes.kill(0)
-        nodes.attempt(2, after=first)
-        nodes.go()
-        assert job.wait() == [-9, 0, 0], job.output
-
-
-def test_job_goes_on_with_fewer_nodes_and_takes_one_that_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_job_goes_on_with_fewer_nodes_and_takes_one_that_comes(lost: int, tmp_path: Path) -> None:
+    """After node 0 the next one leads, and a new node 0 founds no second job."""
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=2")
     with ended(nodes.job) as job:
         first = nodes.begin(3)
-        nodes.kill(1)
+        nodes.kill(lost)
         second = nodes.attempt(2, after=first)
-        nodes.add(1)
+        nodes.add(lost)
         nodes.attempt(3, after=second)
         nodes.go()
-        assert job.wait() == [0, -9, 0, 0], job.output
-    assert "membership" in job.outputs[0]
-    assert len(nodes.jobs()) == 1
-
-
-def test_after_node_0_the_next_one_leads_and_a_new_node_0_founds_no_second_job(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "1:3", "--wait-for-node=2")
-    with ended(nodes.job) as job:
-        first = nodes.begin(3)
-        nodes.kill(0)
-        second = nodes.attempt(2, after=first)
-        nodes.add(0)
-        nodes.attempt(3, after=second)
-        nodes.go()
-        assert job.wait() == [-9, 0, 0, 0], job.output
-    assert sum("this node leads from now on" in output for output in job.outputs) == 1
-    assert "another node leads" in job.outputs[3]
+        assert job.wait() == [-9 * (node == lost) for node in (0, 1, 2, 3)], job.output
+    assert "membership" in job.outputs[1 - lost]
+    assert sum("this node leads from now on" in output for output in job.outputs) == (lost == 0)
+    assert ("another node leads" in job.outputs[3]) == (lost == 0)
     assert len(nodes.jobs()) == 1
 
 
@@ -232,17 +207,6 @@ def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
         nodes.add(1, env={"BAD": ""})
         assert job.wait() == [137, 137], job.output
     assert "failure 2 of its ranks, and without that node too few are here" in job.outputs[0]
-
-
-def test_spare_and_limits_must_fit(tmp_path: Path) -> None:
-    wrong = {
-        "--spares=1": "--spares must come with --nnodes", "--nnodes=3:2": "--nnodes must be a number of nodes",
-        "--max-failures-per-node=3": "with --nnodes 2:4 or --spares",
-    }
-    for words, text in wrong.items():
-        with ended(start(sys.executable, "-m", "rankup", "launch", words, "job.py", cwd=tmp_path)) as job:
-            assert job.wait() == [2], job.output
-        assert text in job.output
 
 
 # Cut networks ---------------------------------------------------------------------------------------------------------
