@@ -21,7 +21,7 @@ from rankup.agent.logs import host_name
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port, wait_for
-from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
+from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, all_said, starting
 
 JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
 HOST = host_name()
@@ -42,12 +42,7 @@ class Failures:
     port: dict[str, int]
 
     def of(self, name: str, code: int) -> list[str]:
-        """What each rank of a case said; all ended with `code`."""
-        codes = [rank.wait() for rank in self.ranks[name]]
-        said = [rank.said for rank in self.ranks[name]]
-        assert codes == [code] * len(codes), "\n".join(said)
-        assert not any("Traceback" in text for text in said), "\n".join(said)
-        return said
+        return all_said(self.ranks[name], code)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +90,12 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
             started.append(begin(int(rank), int(world_size), ports[name], name, *arguments, join_s=JOIN_S, **env))
         return started
 
+    nodes = "--simulated-nodes"
     ranks = {
-        "missing": case("missing", (0, 4), (1, 4), (2, 4)),
+        "missing": [
+            *case("missing", (0, 4, nodes), (1, 4, nodes), GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (2, 4, nodes), GROUP_RANK="1", LOCAL_WORLD_SIZE="2"),
+        ],
         "double": case("double", (0, 3), (1, 3), (1, 3)),
         "sizes": case("sizes", (0, 2), (1, 4)),
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
@@ -116,7 +115,7 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
 
 def test_a_missing_rank_is_named_by_all_others(failures: Failures):
     for said in failures.of("missing", 170):
-        assert f"rank 3 of 4 has not joined after {JOIN_S} s (joined: 0-2 on {HOST})" in said
+        assert f"rank 3 of 4 (on node 1 of 2) has not joined after {JOIN_S} s (joined: 0-2 on {HOST})" in said
 
 
 def test_an_error_of_all_is_printed_by_one_rank_of_the_host(failures: Failures):
@@ -207,9 +206,7 @@ def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
 
 def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
     """All ended well, and said nothing that would alarm a user."""
-    codes = [rank.wait() for rank in ranks]
-    said = "\n".join(rank.said for rank in ranks)
-    assert codes == [0] * len(codes), said
+    said = "\n".join(all_said([*ranks], 0))
     assert not noise.search(said), said
 
 
@@ -303,11 +300,6 @@ def agent_rank(
     return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **variables, **own)
 
 
-def test_agents_that_count_restarts_differently_meet(begin: Starter, agent: tuple[int, dict[str, str]]):
-    # The agent whose rank failed counts a restart, the one that follows it does not
-    finished(agent_rank(begin, agent, 0, "counts"), agent_rank(begin, agent, 1, "counts", restarts=1))
-
-
 def test_attempts_in_one_store_do_not_meet_each_other(begin: Starter, agent: tuple[int, dict[str, str]]):
     refused = [agent_rank(begin, agent, 0, "attempts"), agent_rank(begin, agent, 1, "attempts", "--seed", "3")]
     assert [rank.wait() for rank in refused] == [2, 2], refused[0].said
@@ -323,6 +315,7 @@ def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(
 ):
     finished(*[agent_rank(begin, agent, rank, "fresh") for rank in (0, 1)])
     more = ("--fresh", "--max-steps", "2")
+    # The agent whose rank failed counts a restart, the one that follows it does not
     again = [agent_rank(begin, agent, 0, "fresh", *more), agent_rank(begin, agent, 1, "fresh", *more, restarts=1)]
     finished(*again)
     assert "epoch 2:" in again[0].said

@@ -227,18 +227,8 @@ async def _attended(data: bytes) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
     ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, "d", 9.0)
     leader = Leader(me, say=lambda text: None, prepare=prepare, hear=hear)
-    reader = asyncio.StreamReader(limit=LONGEST)
-    transport = SimpleNamespace(abort=lambda: None)
-    writer = SimpleNamespace(write=lambda data: None, close=lambda: None, is_closing=lambda: False,
-                             transport=transport, get_extra_info=lambda name: ("127.0.0.1", 1))
-    task = asyncio.create_task(leader.attend(reader, writer))  # type: ignore[arg-type]
-    for line in data.splitlines(keepends=True):
-        reader.feed_data(line)
-        for _ in range(6):
-            await asyncio.sleep(0)
-    reader.feed_eof()
+    await leader.attend(*_said(data))
     leader.tick()
-    await task
     assert not broken, broken
 
 
