@@ -210,14 +210,6 @@ def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
     assert not noise.search(said), said
 
 
-def test_eight_ranks_join_whatever_the_order(begin: Starter):
-    port = free_port()
-    ranks = [begin(rank, 8, port, "eight") for rank in (5, 7, 1)]
-    ranks[0].wait_for("rank 5 of 8")
-    ranks += [begin(rank, 8, port, "eight") for rank in (3, 0, 2, 6, 4)]
-    finished(*ranks)
-
-
 def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
     port = free_port()
     first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
@@ -273,50 +265,14 @@ def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, en
     finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
 
 
-# Under torch's agents, whose store outlives the attempts ------------------------------------------------------
-
-
-@pytest.fixture
-def agent(begin: Starter) -> Iterator[tuple[int, dict[str, str]]]:
-    """The port of a store as torchrun's agent keeps it, and what the agent gives its ranks besides the five
-    variables."""
-    from torch.distributed import TCPStore
-
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    variables = {
-        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
-    }
-    yield port, variables
-    del store
-
-
-def agent_rank(
-    begin: Starter, agent: tuple[int, dict[str, str]], rank: int, name: str, *arguments: str, restarts: int = 0
-) -> Rank:
-    port, variables = agent
-    own = {"GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **variables, **own)
-
-
-def test_attempts_in_one_store_do_not_meet_each_other(begin: Starter, agent: tuple[int, dict[str, str]]):
-    refused = [agent_rank(begin, agent, 0, "attempts"), agent_rank(begin, agent, 1, "attempts", "--seed", "3")]
-    assert [rank.wait() for rank in refused] == [2, 2], refused[0].said
-    # Each time rank 1 is early: it finds an attempt that was refused, then one that is over
-    for more in ([], ["--fresh"]):
-        early = agent_rank(begin, agent, 1, "attempts", *more)
-        early.wait_for("rank 1 of 2")
-        finished(early, agent_rank(begin, agent, 0, "attempts", *more))
-
-
-def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(
-    begin: Starter, agent: tuple[int, dict[str, str]]
-):
-    finished(*[agent_rank(begin, agent, rank, "fresh") for rank in (0, 1)])
-    more = ("--fresh", "--max-steps", "2")
-    # The agent whose rank failed counts a restart, the one that follows it does not
-    again = [agent_rank(begin, agent, 0, "fresh", *more), agent_rank(begin, agent, 1, "fresh", *more, restarts=1)]
-    finished(*again)
-    assert "epoch 2:" in again[0].said
-    assert "the earlier run was moved" not in again[0].said
+def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Starter):
+    """torchrun's agent whose rank failed counts a restart, the one that follows it does not."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for restarts, more in (("0", ()), ("1", ("--fresh", "--max-steps", "2"))):
+        port, ranks = free_port(), list[Rank]()
+        for rank, count in enumerate(("0", restarts)):
+            own = {**torchrun, "GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count}
+            ranks.append(begin(rank, 2, port, "fresh", "--simulated-nodes", *more, **own))
+        finished(*ranks)
+    assert "epoch 2:" in ranks[0].said
+    assert "the earlier run was moved" not in ranks[0].said

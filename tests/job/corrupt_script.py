@@ -1,7 +1,7 @@
 """A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
-gradient before or after the exchange. FLIP is `kind:rank:step:bit`, rank -1 for all. With the kind `product` the machine
-stays broken: in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes;
-RECOMPUTE says how often all ranks compute one batch. It prints the digest of its weights."""
+gradient before or after the exchange. FLIP is `kind:rank:step:bit`, rank -1 for all. With the kind `product` it stays
+broken: in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes; RECOMPUTE
+says how often all ranks compute one batch. It prints the digest of its weights."""
 
 import hashlib
 import os

@@ -73,7 +73,6 @@ class Soak:
         problems += [f"left: {process}" for process in left]
         for process in left:
             process.kill()
-        places.remove_cgroups(folder / "faults")
         if not problems:
             problems = differences(folder / "run", expected)
         struck, updates = places.strikes(folder / "faults"), places.updates(folder / "faults")
