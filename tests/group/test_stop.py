@@ -224,35 +224,25 @@ def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_
 # Repeats ------------------------------------------------------------------------------------------------------
 
 
-def slow_save() -> None:
-    """The save at a stop takes so long that a repeat comes in the middle of it, and a slow sender is still within the
-    window."""
-    import rankup.group.stop
-    from rankup.state import copies
+def wide_window() -> None:
+    """A slow sender is still within it."""
+    from rankup.group import stop
 
-    rankup.group.stop.REPEAT_S = 60.0
-    write = copies.write_durably
-
-    def slow(path: Path, content: Any) -> Any:
-        time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
-        return write(path, content)
-
-    copies.write_durably = slow
+    stop.REPEAT_S = 60.0
 
 
 def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
-    with forks.running(*endless, world_size=2, preload="tests.group.test_stop:slow_save") as job:
-        metrics = run / "metrics.jsonl"
-        job.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first step")
-        (run / "asked").touch()
+    run, there, go = tmp_path / "run", tmp_path / "there", tmp_path / "go"
+    order = probe("loss", 14, rank=0, tell=str(there), until=str(go))
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:wide_window") as job:
+        job.wait_until(there.exists, "rank 0 in step 12")
         for _ in range(3):
             for process in job.processes:
                 process.signal_group("SIGTERM")
             time.sleep(0.2)  # the kernel merges what comes faster
-        assert job.wait() == [143, 143], job.output
-    assert f"saved at step {steps(run)[-1]} of 800000" in job.output
+        go.touch()
+        codes = job.wait()
+    assert_stopped(run, codes, job.output, at_least=11)
     assert "leaving without saving" not in job.output + "".join(log.read_text() for log in run.glob("logs/*"))
 
 
