@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start, wait_for
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, result, start, wait_for
 from train.config import Config
 from train.workloads import Workload
 
@@ -86,8 +86,7 @@ def assert_resumes(
 
 
 def lines(run: Path, key: str) -> list[dict[str, Any]]:
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [entry for entry in entries if key in entry]
+    return [entry for entry in metrics(run) if key in entry]
 
 
 # Where it comes -----------------------------------------------------------------------------------------------
