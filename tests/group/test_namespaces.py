@@ -181,15 +181,14 @@ def interface_to_nowhere(case: Case) -> None:
 APART = "all ranks reached the master, but not each other: ", "gloo and nccl use any high port between the nodes"
 
 
-@case(170, "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:", *APART)
-def ports_dropped(case: Case) -> None:
-    for node in case.nodes:
-        firewall(node, "DROP")
+@case(170, "rank 0 on node0 got no answer from rank 1 on node1 at 192.168.77.2:", *APART)
+def ports_dropped_on_one_side(case: Case) -> None:
+    firewall(case.nodes[1], "DROP")
     case.both()
 
 
 @case(170, "rank 1 on node1 was refused by rank 0 on node0 at 192.168.77.1:", *APART)
-def ports_rejected(case: Case) -> None:
+def ports_rejected_on_both(case: Case) -> None:
     for node in case.nodes:
         firewall(node, "REJECT")
     case.both()
