@@ -67,11 +67,6 @@ class Group:
         self.record = watch.record
 
     @property
-    def local_rank(self) -> int:
-        """Of this rank among those of its node."""
-        return self.launch.local_rank
-
-    @property
     def is_rank0(self) -> bool:
         return self.rank == 0
 
