@@ -29,12 +29,13 @@ class Asked(Line):
         if self.late is not None:
             self.hear(self.late)
         if self.answer is not None:
-            self.hear({"is": "ranks", "ranks": self.answer})
+            now = time.time()
+            self.hear({"is": "ranks", "ranks": [{**sign, "seen": now - sign["silent_s"]} for sign in self.answer]})
         return self.answer is not None
 
 
 def sign(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
-    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "seen": time.time() - silent_s}
+    return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
 
 
 LOST = {"is": "lost", "ranks": [2], "why": "error: x", "code": 1}
@@ -49,7 +50,7 @@ ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
         ([], LOST, ALL_WAIT, True, "rank 2 on node1 (error: x)"),
         ([GONE], None, None, True, "rank 0 on node0 (its process has ended)"),
         ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
-        ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=1e6)], True,
+        ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
          "suspected: rank 3 on node1 (gave no sign of life)"),
         ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
     ],

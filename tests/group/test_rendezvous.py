@@ -94,7 +94,7 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
     ranks = {
         "missing": [
             *case("missing", (0, 4, nodes), (1, 4, nodes), GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
-            *case("missing", (2, 4, nodes), GROUP_RANK="1", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (2, 4, nodes), GROUP_RANK="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
         ],
         "double": case("double", (0, 3), (1, 3), (1, 3)),
         "sizes": case("sizes", (0, 2), (1, 4)),
