@@ -109,15 +109,12 @@ def replace(dice: random.Random, path: Path) -> None:
     """Something else in the file's place."""
     path.unlink()
     kind = dice.choice(("nothing", "folder", "pipe", "../outside", "nowhere", "/dev/zero", "/dev/full", path.name))
-    match kind:
-        case "folder":
-            path.mkdir()
-        case "pipe":
-            os.mkfifo(path)
-        case "nothing":
-            pass
-        case _:
-            path.symlink_to(kind)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind != "nothing":
+        path.symlink_to(kind)
 
 
 # Formats --------------------------------------------------------------------------------------------------------------
