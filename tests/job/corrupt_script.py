@@ -1,7 +1,7 @@
 """A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
 gradient before or after the exchange. FLIP is `kind:rank:step:bit`, rank -1 for all. With the kind `product` it stays
-broken: in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes; RECOMPUTE
-says how often all ranks compute one batch. It prints the digest of its weights."""
+broken: in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes, with 3 in
+another way each time; RECOMPUTE says how often all ranks compute one batch. It prints the digest of its weights."""
 
 import hashlib
 import os
@@ -51,7 +51,7 @@ def break_a_product(module: nn.Module, given: object, product: torch.Tensor) -> 
     if dice.random() >= step:
         return product
     if step > 1:
-        return product * 1.001
+        return product * (1.001 if step == 2 else 1 + dice.random())
     wrong = product.detach().clone()
     wrong.view(torch.int32).view(-1)[dice.randrange(wrong.numel())] ^= 1 << dice.randrange(24)
     return product + (wrong - product).detach()

@@ -55,9 +55,9 @@ sgd = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
 adam = torch.optim.AdamW(head.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with numbers as keys
 scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**10, growth_interval=5)
-best, seen, total = {"accuracy": 0.0, "epochs": 0}, [], torch.zeros(2)
+best, history, passes = {"accuracy": 0.0, "epochs": 0}, [], torch.zeros(2)
 tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best,
-           "seen": seen, "total": total}
+           "history": history, "passes": passes}
 if "UNTRACKED" not in os.environ:
     job.track(**tracked)
 else:  # two loaders together
@@ -117,14 +117,14 @@ for _epoch in job.epochs(6):
     with job.change():
         best["accuracy"] = max(best["accuracy"], accuracy)
         best["epochs"] += 1
-        seen.append(accuracy)
-        total += 1
+        history.append(accuracy)
+        passes += 1
     if mistake == "epoch":
         best["epochs"] += 1
 if job.is_main:
     state = {**net.state_dict(prefix="body."), **head.module.state_dict(prefix="head.")}
     last_epoch = scheduler.state_dict()["last_epoch"]
-    digest = hashlib.sha256(repr((best, seen, total.tolist(), scaler.state_dict(), last_epoch)).encode())
+    digest = hashlib.sha256(repr((best, history, passes.tolist(), scaler.state_dict(), last_epoch)).encode())
     for name in sorted(state):
         digest.update(state[name].cpu().numpy().tobytes())
     print("weights", json.dumps([value for each in state.values() for value in each.flatten().tolist()]))
