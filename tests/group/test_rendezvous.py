@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -34,15 +33,6 @@ def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 # Failures that end by themselves ------------------------------------------------------------------------------
-
-
-@dataclass
-class Failures:
-    ranks: dict[str, list[Rank]]
-    port: dict[str, int]
-
-    def of(self, name: str, code: int) -> list[str]:
-        return all_said(self.ranks[name], code)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +68,8 @@ def wait_for_connection(rank: Rank, port: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
-    """All cases at once."""
+def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int, list[Rank]]]:
+    """All cases at once: their port and their ranks."""
     ports = {name: free_port() for name in ("missing", "double", "sizes", "settings", "taken", "stopped", "loopback")}
     ports["web"] = web_server[0]
 
@@ -110,68 +100,51 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
     wait_for_connection(ranks["stopped"][0], ports["stopped"])
     stopped.process.signal("SIGSTOP")
     ranks["stopped"] += case("stopped", (2, 3))
-    return Failures(ranks, ports)
+    return {name: (ports[name], started) for name, started in ranks.items()}
 
 
-def test_a_missing_rank_is_named_by_all_others(failures: Failures):
-    for said in failures.of("missing", 170):
-        assert f"rank 3 of 4 (on node 1 of 2) has not joined after {JOIN_S} s (joined: 0-2 on {HOST})" in said
-
-
-def test_an_error_of_all_is_printed_by_one_rank_of_the_host(failures: Failures):
-    failures.of("missing", 170)
-    assert sum("has not joined" in rank.process.output for rank in failures.ranks["missing"]) == 1
-
-
-def test_a_foreign_service_on_the_port_is_named(failures: Failures, web_server: tuple[int, int]):
-    first, other = failures.of("web", 170)
-    assert re.search(rf"MASTER_PORT={web_server[0]} is in use on {HOST} by pid {web_server[1]} \(.*http\.server", first)
-    assert "does not answer as a rendezvous store: another service holds the port" in other
-
-
-def test_a_second_rank_0_is_told_who_holds_the_port(failures: Failures):
-    first, second = failures.of("taken", 170)
-    holder = failures.ranks["taken"][0].process.pid
-    taken = f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}"
-    assert taken in failures.ranks["taken"][1].said
-    assert "a second process with RANK=0" in second
-    assert "rank 1 of 2 has not joined" in first
-
-
-def test_a_stopped_rank_0_holds_nobody(failures: Failures):
-    first, late = failures.of("stopped", 170)
-    address = f"127.0.0.1:{failures.port['stopped']}"
-    assert f"rank 0 at {address} has said nothing for " in first
-    assert "or the process of rank 0 is stopped" in late
-
-
-def test_both_holders_of_one_rank_are_named(failures: Failures):
-    one, two = (rank.process.pid for rank in failures.ranks["double"][1:])
-    for said in failures.of("double", 170):
-        assert "rank 1 was claimed twice: by" in said
-        assert f"{HOST} (pid {one})" in said
-        assert f"{HOST} (pid {two})" in said
-
-
-def test_world_sizes_that_differ_are_named_with_their_ranks(failures: Failures):
-    pids = [rank.process.pid for rank in failures.ranks["sizes"]]
-    for said in failures.of("sizes", 170):
-        assert f"rank 1 on {HOST} (pid {pids[1]}) was started with WORLD_SIZE=4" in said
-        assert f"rank 0 on {HOST} (pid {pids[0]}) with WORLD_SIZE=2" in said
-
-
-def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures):
-    for said in failures.of("settings", 2):
-        got = f"got 0 on ranks 0, 2 ({HOST}) and 3 on rank 1 ({HOST})"
-        assert f"setting seed must be the same on all ranks, {got}" in said
-        assert "setting lr must be the same" in said
-        assert "setting model" not in said
-
-
-def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
-    (said,) = failures.of("loopback", 2)
-    assert "MASTER_ADDR=localhost on 2 nodes: each node would wait for itself" in said
-    assert "waiting for" not in said
+@pytest.mark.parametrize(
+    ("name", "code", "texts"),
+    [
+        ("missing", 170, [f"rank 3 of 4 (on node 1 of 2) has not joined after {JOIN_S} s (joined: 0-2 on {HOST})"]),
+        ("web", 170, [
+            ("MASTER_PORT={port} is in use on {host} by pid {web} (", "does not answer as a rendezvous store"),
+            ("http.server", "another service holds the port"),
+        ]),
+        ("taken", 170, [
+            ("rank 1 of 2 has not joined", "MASTER_PORT={port} is in use on {host} by pid {pid[0]}"),
+            ("", "a second process with RANK=0"),
+        ]),
+        ("stopped", 170, [
+            ("rank 0 at 127.0.0.1:{port} has said nothing for ", "or the process of rank 0 is stopped"),
+        ]),
+        ("double", 170, ["rank 1 was claimed twice: by", "{host} (pid {pid[1]})", "{host} (pid {pid[2]})"]),
+        ("sizes", 170, [
+            "rank 1 on {host} (pid {pid[1]}) was started with WORLD_SIZE=4",
+            "rank 0 on {host} (pid {pid[0]}) with WORLD_SIZE=2",
+        ]),
+        ("settings", 2, [
+            "setting seed must be the same on all ranks, got 0 on ranks 0, 2 ({host}) and 3 on rank 1 ({host})",
+            "setting lr must be the same",
+        ]),
+        ("loopback", 2, ["MASTER_ADDR=localhost on 2 nodes: each node would wait for itself"]),
+    ],
+)
+def test_what_is_in_the_way_is_named_on_all_ranks(
+    failures: dict[str, tuple[int, list[Rank]]], web_server: tuple[int, int], name: str, code: int,
+    texts: list[str | tuple[str, str]],
+) -> None:
+    """Of a pair each rank says its own."""
+    port, ranks = failures[name]
+    said = all_said(ranks, code)
+    facts = {"port": port, "host": HOST, "pid": [rank.process.pid for rank in ranks], "web": web_server[1]}
+    for text in texts:
+        for rank, own in enumerate(said):
+            assert (text if isinstance(text, str) else text[rank]).format(**facts) in own
+    if name == "missing":  # one rank of the host prints an error of all
+        assert sum("has not joined" in rank.process.output for rank in ranks) == 1
+    assert name != "settings" or not any("setting model" in own for own in said)
+    assert name != "loopback" or not any("waiting for" in own for own in said)
 
 
 def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
