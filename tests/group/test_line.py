@@ -52,6 +52,8 @@ ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
         ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
         ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
          "suspected: rank 3 on node1 (gave no sign of life)"),
+        ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
+         "suspected: rank 2 on node1 (is alive, in step at step 7)"),
         ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
     ],
 )
