@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rankup.agent.protocol import Links
+from rankup.group.line import AgentLine
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import AgentLine
 
 
 @pytest.mark.parametrize(
