@@ -24,6 +24,8 @@ from tests.agent.test_membership import Nodes
 from tests.rigs.jobs import Job, ended, free_port, wait_for
 
 SECRET = b"0123456789abcdef"
+
+
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
@@ -116,9 +118,9 @@ async def test_half_open_connections_keep_nobody_out():
         strangers = [await Link.connect("127.0.0.1", leader.port) for _ in range(network.MOST_HALF_OPEN + 20)]
         assert await leader.is_asked(SECRET) == ""
         for stranger in strangers[:20]:  # the oldest made room
-            await stranger.receive()
-            with pytest.raises(ConnectionError):
-                await stranger.receive()
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await stranger.receive()
         for stranger in strangers:
             stranger.close()
         assert leader.num_let_in == 1
@@ -133,12 +135,10 @@ async def test_member_tells_no_stranger_that_plays_the_leader():
         stranger = await links.get()
         stranger.send("challenge", nonce=bytes(NONCE).hex())
         answer = await stranger._reader.readexactly(2 * NONCE)
-        stranger.send("proof", proof=answer[NONCE:].hex())
-        stranger.send("leader", over="")
+        stranger.write(encode("proof", proof=answer[NONCE:].hex()) + encode("leader", over=""))
         assert str((await greeted)["over"]).startswith("rank 0 has another secret")
         link.close()
-        with pytest.raises(ConnectionError):
-            await stranger.receive()
+        assert await stranger._reader.read() == b""
 
 
 @pytest.mark.parametrize(("mode", "content", "why"), [
