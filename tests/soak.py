@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
-from tests.rigs.lost_ranks import PROFILES, Case, Outcome, Soak
+from tests.rigs.lost_ranks import PROFILES, WITHOUT_RESCUE, Case, Outcome, Soak
 from tests.rigs.places import JOINING, KEEPING, PREPARING, STEPPING, Fault
 
 
@@ -45,7 +45,7 @@ def matrix() -> Iterator[Case]:
         ))
         yield Case("wide", world_size, sequence(
             Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
-            Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16, "memory"),
+            Fault("after the optimizer", last, 12, whom="server"),
         ))
     for world_size in (2, 3):  # each rank in a container of its own
         yield Case("wide", world_size, sequence(
@@ -58,7 +58,7 @@ def matrix() -> Iterator[Case]:
     for number, profile in enumerate(PROFILES):
         for world_size in (2, 3):
             chosen = ["backward", "after the optimizer", "evaluating", "forward", "before the optimizer"]
-            if profile == "fsdp":  # whose parameters the hooks of "backward" do not know
+            if profile in WITHOUT_RESCUE:  # whose parameters the hooks of "backward" do not know
                 chosen[0] = "in the optimizer"
             yield Case(profile, world_size, sequence(*(
                 Fault(place, (number + i) % world_size, 3 + 4 * i, hows[i % 3]) for i, place in enumerate(chosen)

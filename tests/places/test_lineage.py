@@ -38,10 +38,3 @@ def test_line_of_attempts_says_what_came_of_what() -> None:
     other.go_on("elsewhere", step=8, writer="first")
     assert not lineage.goes_on_from(other)
     assert not lineage.goes_on_from(Lineage("another", "", "", []))
-
-
-def test_damaged_run_file_is_no_run(tmp_path: Path) -> None:
-    assert Lineage.read(tmp_path) is None
-    for text in ("", "[]", '{"run": "x"}', '{"run": "x", "begun_by": "", "start": "", "attempts": [1], "number": 1}'):
-        (tmp_path / "run.json").write_text(text)
-        assert Lineage.read(tmp_path) is None

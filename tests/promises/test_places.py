@@ -11,7 +11,7 @@ import pytest
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.lost_ranks import Case, Soak
-from tests.rigs.places import JOINING, KEEPING, OUT_OF_MEMORY_CGROUPS, PREPARING, STEPPING, Fault
+from tests.rigs.places import JOINING, KEEPING, PREPARING, STEPPING, Fault
 from tests.soak import random_case, sequence
 
 RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
@@ -40,8 +40,10 @@ def test_while_starting_and_joining_again(soak: Soak) -> None:
     check(soak, Case("wide", 2, sequence(*(Fault(place, i % 2) for i, place in enumerate((*JOINING, *PREPARING))))))
 
 
-def test_while_evaluating_and_saving(soak: Soak) -> None:
-    check(soak, Case("wide", 2, sequence(Fault("evaluating", 1), *(Fault(place, 0) for place in KEEPING))))
+@pytest.mark.parametrize("profile", ["wide", "sharded"])
+def test_while_evaluating_and_saving(soak: Soak, profile: str) -> None:
+    more = [Fault("saving", 1)] if profile == "sharded" else []
+    check(soak, Case(profile, 2, sequence(Fault("evaluating", 1), *(Fault(place, 0) for place in KEEPING), *more)))
 
 
 def test_two_of_three_ranks_at_once_and_then_all(soak: Soak) -> None:
@@ -62,11 +64,6 @@ def test_a_survivor_while_it_writes_the_rescue_and_who_reads_it(soak: Soak) -> N
         Fault("backward", 1, 4), Fault("writing the rescue"), Fault("reading the rescue"), Fault("sending the rescue"),
         Fault("backward", 0, 7), Fault("before the rescue"), Fault("rescue known", 2),
     )))
-
-
-@pytest.mark.skipif(not (OUT_OF_MEMORY_CGROUPS / "cgroup.procs").exists(), reason="needs cgroup v1's memory limit")
-def test_out_of_memory(soak: Soak) -> None:
-    check(soak, Case("wide", 2, sequence(Fault("between buckets", 1, 4, "memory"))))
 
 
 @pytest.mark.slow

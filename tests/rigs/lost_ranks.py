@@ -38,8 +38,10 @@ PROFILES: dict[str, tuple[str, ...]] = {
              "--max-seq-len=64"),
     # Ranks hold different states: the run goes on from its parts in memory
     "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
+    "sharded": (*OWN, "--options.model=wide", "--parallel=fsdp", "--checkpoint-format=sharded",
+                "--memory-every-steps=0"),
 }
-WITHOUT_RESCUE = ("fsdp",)
+WITHOUT_RESCUE = ("fsdp", "sharded")
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,6 @@ class Soak:
         problems += [f"left: {process}" for process in left]
         for process in left:
             process.kill()
-        places.remove_cgroups(folder / "faults")
         if not problems:
             problems = differences(folder / "run", expected)
         struck, updates = places.strikes(folder / "faults"), places.updates(folder / "faults")

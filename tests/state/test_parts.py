@@ -176,18 +176,6 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
     assert min(came_to.values()) > TRIES // 10, came_to
 
 
-def test_two_are_kept_and_the_older_one_makes_room(memory: Path) -> None:
-    keep(Ranks(), 1, 2, 3, 4)
-    files = sorted(str(path.relative_to(memory).parent) for path in memory.rglob("manifest.json"))
-    own = f"rankup-{os.getuid()}/{RUN}"
-    assert files == [f"{own}.rank-{rank:05d}/step-{step:08d}" for rank in range(RANKS) for step in (3, 4)]
-    assert list(memory.rglob(".writing-*")) == []
-    found = go_on(Ranks())
-    assert found is not None
-    assert found[0] == 4
-    assert is_right(found)
-
-
 def test_second_part_is_on_the_next_node_if_no_other_node_holds_the_same() -> None:
     split = [(f"node{rank // 2}", f"part {rank}", 1) for rank in range(6)]
     assert [peer_of(rank, split) for rank in range(6)] == [2, 3, 4, 5, 0, 1]
