@@ -221,7 +221,7 @@ def _tensorboard(folder: Path) -> dict[str, list[int]]:
 
 def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
     got = of_run(run_dir)
-    problems = []
+    problems = [f"left: {path}" for path in (run_dir / "checkpoints").glob(".*")]
     if got["digest"] != expected["digest"]:
         problems.append("other weights")
     if got["tensorboard"] != expected["tensorboard"]:

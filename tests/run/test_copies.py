@@ -139,16 +139,13 @@ def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
 ) -> None:
     nodes.run(code=143, **STOP)
     (copied,) = nodes.copies()
-    kept = nodes.folders[0].with_name("kept")
-    shutil.copytree(nodes.folders[0], kept)
     flip(copied / name, 20)
     if name == "model.safetensors":
         nodes.lose()
         output = nodes.run(code=2)
         assert f"got only damaged ones: the second copy {copied.name} on {HOST} (rank 1): " in output
         assert f"{name} does not match its digest" in output
-        shutil.rmtree(nodes.folders[0])
-        kept.rename(nodes.folders[0])
+        return
     assert "resumed from step-00000010" in nodes.run()
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
     assert [path.name for path in nodes.copies()] == ["step-00000032"]

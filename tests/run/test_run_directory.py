@@ -10,18 +10,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.rigs.checkpoints import train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, result
-
-# 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
-SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--schedule", "constant",
-    "--log-every-steps", "1", "--eval-batch-size", "4", "--tensorboard=false", "--join-timeout-s", "30",
-)
-
-
-def train(run: Path, *more: str) -> tuple[str, ...]:
-    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
 
 
 def finished(forks: Forks, run: Path, *more: str, world_size: int = 1) -> str:

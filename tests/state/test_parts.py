@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,24 +34,16 @@ class Ranks:
 
     def each(self, work: Callable[[Any], Any]) -> list[Any]:
         """What `work` returns for the group of each rank."""
-        found: list[Any] = [None] * RANKS
-        problems: list[BaseException] = []
 
-        def run(rank: int) -> None:
+        def run(rank: int) -> Any:
             try:
-                found[rank] = work(self._group(rank))
-            except BaseException as error:
-                problems.append(error)
+                return work(self._group(rank))
+            except BaseException:
                 self._barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if problems:
-            raise problems[0]
-        return found
+        with ThreadPoolExecutor(RANKS) as pool:
+            return [*pool.map(run, range(RANKS))]
 
     def _group(self, rank: int) -> Any:
         def gather(value: Any) -> list[Any]:
