@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from rankup.errors import UserError
 from rankup.state import stored_run
 from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3
-from train.config import load_config
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.places.test_mirror:impatient"
@@ -172,11 +170,6 @@ def test_mirror_that_fails_for_a_while_gets_the_newest_checkpoint_all_the_same(
         assert "is not on the mirror" not in job.output
         disks.lose()
         assert "is finished: 32 steps" in disks.run(mirror=url)
-
-
-def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="mirror must be another place than run_dir"):
-        load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
 
 
 def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Disks, s3: S3, tmp_path: Path) -> None:

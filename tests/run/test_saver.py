@@ -92,7 +92,7 @@ def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_th
 ) -> None:
     # Step 11 lets the save of step 8 go on: a training that waited for that save would wait until the deadline
     env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=0)
-    line = train(tmp_path / "run", *OFTEN, "--save=async", "--save-timeout-s=60", *more)
+    line = train(tmp_path / "run", *OFTEN, "--save-timeout-s=60", *more)
     forks.ends(*line, world_size=world_size, env=env, preload=HELD)
     assert (tmp_path / "writing").exists()
     whole, found = undisturbed(world_size, *more), tmp_path / "run" / "checkpoints"

@@ -159,6 +159,10 @@ def test_evaluation_reads_it(forks: Forks, trained: Path) -> None:
 def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path) -> None:
     output = train(forks, tmp_path, 1, "--init-from", str(newest(trained)), "--max-steps", "1", "--lr", "1e-12")
     assert "4 of 4 tensors" in output
+    shutil.copytree(newest(trained), tmp_path / "damaged")
+    flip(tmp_path / "damaged" / "rank-00001.safetensors", 200)
+    line = (*LINE, "--init-from", tmp_path / "damaged", "--run-dir", tmp_path, "--name=other")
+    assert "got a damaged one: rank-00001.safetensors" in forks.ends(*line, code=2)
 
 
 # Damage ---------------------------------------------------------------------------------------------------------
