@@ -26,12 +26,14 @@ from tests.rigs.jobs import ROOT, environment, result
 FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is
 pytestmark = pytest.mark.timeout(400)
 OWNER = """
-import sys
+import sys, rankup.places.lease
 from pathlib import Path
 from rankup.places.lease import Lease
-from tests.places import test_lease
 
-getattr(test_lease, sys.argv[2])()
+rankup.places.lease.LOCK_S = 0.5
+if sys.argv[2]:
+    from tests.places import test_lease
+    getattr(test_lease, sys.argv[2])()
 try:
     with Lease(Path(sys.argv[1]), f"attempt-{sys.argv[3]}", beat_s=0.1):
         print("held", flush=True)
@@ -50,7 +52,6 @@ def short_waits() -> None:
 
 def no_locks() -> None:
     """A file system without locks, as NFS without its lock service."""
-    short_waits()
 
     def lockf(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -59,16 +60,17 @@ def no_locks() -> None:
 
 
 def on_machine_one() -> None:
+    short_waits()
     no_locks()
     rankup.places.lease._kernel = lambda: "one"
 
 
 def on_machine_two() -> None:
-    no_locks()
+    on_machine_one()
     rankup.places.lease._kernel = lambda: "two"
 
 
-def start_owner(folder: Path, where: str = "short_waits", *, number: int = 1) -> subprocess.Popen[str]:
+def start_owner(folder: Path, where: str = "", *, number: int = 1) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), where, str(number)],
         env=environment({"PYTHONPATH": str(ROOT)}), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -86,7 +88,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def owner(folder: Path, where: str = "short_waits") -> Iterator[subprocess.Popen[str]]:
+def owner(folder: Path, where: str = "") -> Iterator[subprocess.Popen[str]]:
     process = start_owner(folder, where)
     try:
         assert said(process) == "held"
