@@ -173,17 +173,22 @@ def test_one_save_after_the_other_beside_the_training_where_memory_allows(
 # Ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_stop_waits_for_the_save_under_way_and_saves_its_own_step(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "what", "own"), [
+    (143, in_step(9, signal="SIGTERM", rank=1), [10]), (2, in_step(10, rank=0, **{"raise": "UserError"}), []),
+], ids=["stop, which saves its own step", "mistake"])
+def test_end_does_not_cost_the_save_under_way(
+    forks: Forks, tmp_path: Path, code: int, what: dict[str, str], own: list[int]
+) -> None:
     run, asked = tmp_path / "run", tmp_path / "asked"
-    env = hold(tmp_path / "go") | in_step(9, signal="SIGTERM", tell=str(asked), rank=1)
-    with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
-        job.wait_until(asked.exists, "the signal")
+    what = {"PROBE": json.dumps({**json.loads(what["PROBE"]), "tell": str(asked)})}
+    with forks.running(*train(run, *OFTEN), world_size=2, env=hold(tmp_path / "go") | what, preload=HELD) as job:
+        job.wait_until(asked.exists, "the reason to end")
         (tmp_path / "go").touch()
-        assert job.wait() == [143, 143], job.output
+        assert job.wait() == [code, code], job.output
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
-        "step-00000004", "step-00000008", "step-00000010"
+        f"step-{step:08d}" for step in (4, 8, *own)
     ]
-    assert "saved at step 10 of 32" in job.output
+    assert ("saved at step 10 of 32" in job.output) == (own == [10])
 
 
 @pytest.mark.parametrize(("more", "fails", "code", "line"), [
@@ -204,16 +209,6 @@ def test_failure_ends_all_ranks_at_the_next_step(
         assert list((run / "checkpoints").iterdir()) == []
     assert 22 <= max(entry["step"] for entry in metrics(run)) < 32
     assert steps(run / "checkpoints") == []
-
-
-def test_mistake_elsewhere_does_not_cost_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
-    run, asked = tmp_path / "run", tmp_path / "asked"
-    env = hold(tmp_path / "go") | in_step(10, rank=0, tell=str(asked), **{"raise": "UserError"})
-    with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
-        job.wait_until(asked.exists, "the mistake")
-        (tmp_path / "go").touch()
-        assert job.wait() == [2, 2], job.output
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
 
 
 def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(

@@ -124,8 +124,8 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(
 ) -> None:
     wide = ("--options.width", "20000", "--keep", "3", *more)
     output = forks.ends(*train(tmp_path / "undisturbed", *wide), world_size=2)
-    with small_disk(tmp_path / "disk", "5m") as disk:
-        run = disk.path / "run"
+    with small_disk(tmp_path / "disk", "5m") as (disk, resize):
+        run = disk / "run"
         for _ in range(2):
             output = forks.ends(*train(run, *wide), world_size=2, code=2)
             assert "Traceback" not in output
@@ -133,7 +133,7 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(
             assert "run the same command again" in output
             assert sorted(os.listdir(run / "checkpoints")) == ["step-00000008", "step-00000016"]
             assert find_problem(run / "checkpoints" / "step-00000016") == ""
-        disk.resize("50m")
+        resize("50m")
         output = forks.ends(*train(run, *wide), world_size=2)
         assert "resumed from step-00000016" in output
         assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
