@@ -23,6 +23,7 @@ from typing import Any
 FAULTS = "FAULTS"
 # A fault that shall come together with others waits for them so long: some may have died of the first already
 TOGETHER_S = 5.0
+
 JOINING = ("before joining", "met", "before forming", "formed")
 PREPARING = ("before building", "data loaded", "warming up", "ready")
 STEPPING = (
