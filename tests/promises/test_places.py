@@ -73,7 +73,8 @@ def matrix() -> Iterator[Case]:
         ))
         for profile in PROFILES:
             # The hooks of "backward" do not know fsdp's parameters
-            places = ["in the optimizer" if profile in ("fsdp", "sharded") else "backward", "after the optimizer", "evaluating"]
+            first = "in the optimizer" if profile in ("fsdp", "sharded") else "backward"
+            places = [first, "after the optimizer", "evaluating"]
             yield case(profile, world_size, *(Fault(p, i % world_size, 3 + 4 * i) for i, p in enumerate(places)))
     for world_size in (2, 3):  # each rank in a container of its own
         yield case(
