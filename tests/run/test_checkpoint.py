@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from torch import nn
 
 from rankup.loop.record import FORMAT, RANDOM_SCHEME
 from rankup.state.copies import fingerprint, list_copies
@@ -26,24 +24,6 @@ from tests.rigs.checkpoints import (
 )
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.run import weights
-
-# What is in it ------------------------------------------------------------------------------------------------
-
-
-def test_checkpoint_of_two_ranks_has_plain_names_and_loads_anywhere(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    forks.ends(*train(run, "--max-steps", "3"), world_size=2)
-    path = run / "checkpoints" / "step-00000003"
-    assert not [file for file in path.iterdir() if file.suffix not in (".json", ".safetensors")]
-    loaded = load_file(path / "model.safetensors")
-    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 4))
-    plain.load_state_dict(loaded)
-    nn.DataParallel(plain).module.load_state_dict(loaded)
-    assert weights.digest(plain.state_dict()) == result(run)["digest"]
-    state = json.loads((path / "state.json").read_text())
-    assert {"format", "step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
-
 
 # Damage -------------------------------------------------------------------------------------------------------
 
@@ -152,6 +132,9 @@ def test_five_steps_and_five_more_equal_ten_to_the_bit(forks: Forks, tmp_path: P
     whole, parts_ = (tmp_path / run / "checkpoints" / "step-00000010" for run in ("whole", "parts"))
     for name in ("model.safetensors", "optimizer.safetensors", "tree.json"):
         assert (whole / name).read_bytes() == (parts_ / name).read_bytes()
+    assert {file.suffix for file in whole.iterdir()} == {".json", ".safetensors"}
+    state = json.loads((whole / "state.json").read_text())
+    assert {"format", "step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
 
 
 # Another format, another scheme -------------------------------------------------------------------------------
