@@ -50,11 +50,9 @@ engine: $(TESTED) ## pytest on a real container engine: builds the image, starts
 
 soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a rank lost at every place (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
-	$(RUN)python -m tests.soak --random 100
 
 compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Methods and launchers side by side (ARGS: --only, settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)
-throughput: $(TESTED) ; $(RUN)python tests/bench/throughput.py $(ARGS) ## Measure images/s here
 race: $(TESTED) ## Race the tutorial's loop, Accelerate, Lightning and a loop tuned by hand (ARGS: --repeats 3)
 	$(RUN)python tests/bench/race.py $(ARGS)
 
@@ -76,4 +74,4 @@ $(VENV)/.ready-for-tests: $(VENV)/.ready docker/requirements-test.lock tests/rig
 	@$(INSTALL) tests $(PYTHON)
 	@touch $@
 
-.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak throughput race lock clean
+.PHONY: check sbom audit venv-tests doctor k8s-kind k8s-minikube k8s-render k8s-logs k8s-delete horovod slurm-local slurm-local-down engine help venv demo up down image wheels push test lint types unit soak race lock clean

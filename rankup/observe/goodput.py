@@ -20,7 +20,7 @@ from rankup.agent.processes import began
 from rankup.errors import Stopped
 from rankup.observe.metrics import Progress
 from rankup.observe.tracker import Facts, Tracker
-from rankup.places.files import read_json, write_atomically
+from rankup.places.files import read_json, read_object, write_atomically
 from rankup.timing import LAST_REPORT_S, REPORT_S
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ class Report:
 def read_reports(run_dir: Path) -> list[Report]:
     """The last report of each attempt of the run that `run_dir` holds now, in the order in which they began.
 
-    What an earlier run in the same folder left, and what can't be read, is passed over.
+    What an earlier run in the same folder left, and what can't be read, is passed over. Raises UserError where the file
+    that names the run is damaged.
     """
     names = {each.name for each in fields(Report)}
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
@@ -83,7 +84,7 @@ def read_reports(run_dir: Path) -> list[Report]:
     reports = sorted(whole, key=lambda report: report.began)
     # A user's own script leaves no file that names the run: there it is the newest
     newest = reports[-1].run if reports else ""
-    run = (read_json(run_dir / "run.json") or {}).get("run", newest)
+    run = read_object(run_dir / "run.json").get("run", newest)
     return [report for report in reports if report.run == run]
 
 

@@ -23,7 +23,7 @@ from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run
 from rankup.observe.tracker import address_of
-from rankup.places.files import read_json
+from rankup.places.files import read_json, read_object
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
@@ -41,9 +41,13 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
         return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
+    except UserError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        where, got = folder or runs, " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"status: {where} must hold files that a run has written, got damaged ones ({got}).") from error
+        raise UserError(
+            f"status: {folder or runs} must hold files that a run has written, got a damaged status.json, run.json or "
+            "file in status/. Remove it."
+        ) from error
 
 
 def watch(runs: Path, run: str = "") -> None:
@@ -83,7 +87,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
     started has reported nothing.
     """
-    summary = read_json(run_dir / "status.json") or {}
+    summary = read_object(run_dir / "status.json")
     reports = read_reports(run_dir)
     newest = reports[-1] if reports else None
     attempt, state = summary.get("attempt", ""), summary.get("state", "unknown")
@@ -104,7 +108,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
-        "tracker": address_of(run_dir, (read_json(run_dir / "run.json") or {}).get("run", "")),
+        "tracker": address_of(run_dir, read_object(run_dir / "run.json").get("run", "")),
     }
 
 

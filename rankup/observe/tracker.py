@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import rankup
 from rankup.errors import UserError, reason
-from rankup.places.files import read_json, write_json
+from rankup.places.files import read_json, read_object, write_json
 from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
 # A new tracker is a class below, and an extra in pyproject.toml with the name of its package
@@ -83,7 +83,7 @@ def check(name: str) -> None:
 
 def address_of(run_dir: Path, run: str) -> str:
     """Where a browser finds the run with that id; empty where no tracker has it."""
-    known = read_json(run_dir / FOLDER / "sent.json") or {}
+    known = read_object(run_dir / FOLDER / "sent.json")
     return str(known["address"]) if known.get("run") == run else ""
 
 

@@ -71,6 +71,14 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one if it is missing or not whole. Raises UserError for anything else."""
+    found = read_json(path)
+    if not isinstance(found, dict | None):
+        raise UserError(f"{path} must hold a JSON object, got a {type(found).__name__}: it is damaged. Remove it.")
+    return found or {}
+
+
 def open_regular(path: Path) -> BufferedReader:
     """A file to read that came from elsewhere. Raises OSError, also for a pipe or a device, which may never end."""
     # Who opens a pipe otherwise waits for its writer

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -32,12 +33,14 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench import recovery
 from tests.bench.machine import conditions, markdown_table
 from tests.bench.recovery import SETTINGS, Fault, newest_steps
 from tests.rigs.containers import wait_for
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
 NODES = 3
+recovery.PATIENCE_S = 60  # torchrun does not always go on
 TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", "--simulated-nodes", *SETTINGS]
 SILENT_S, WAIT_S = 3, 1
 LAUNCH = ["-m", "rankup", "launch", "--master-addr=127.0.0.1", "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
@@ -275,6 +278,10 @@ def main() -> None:
                 wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())
                 time.sleep(3)
                 take(kind, measure(job, kind))
+            except SystemExit:
+                if not job.torchrun:
+                    raise
+                take(kind, {f"no step within {recovery.PATIENCE_S:g} s": math.inf})
             finally:
                 job.kill(*job.nodes)
                 shutil.rmtree(folder)

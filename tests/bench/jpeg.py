@@ -8,8 +8,6 @@ repeats. The files are made here, 500 x 375 pixels. Nothing is asserted.
 """
 
 import argparse
-import datetime
-import os
 import shutil
 import statistics
 import sys
@@ -29,7 +27,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
 from rankup.group.stop import StopRequest  # noqa: E402
-from tests.bench.machine import cpu_model  # noqa: E402
+from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
@@ -83,19 +81,15 @@ def _inputs(loader: DataLoader[Any]) -> Batches:
 
 def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
     """One epoch, as training takes it."""
-    config = Config(
-        dataset="imagefolder", data_dir=str(root), augment=RECIPES[recipe][0], batch_size=batch_size, model="cnn",
-    )
+    augment = RECIPES[recipe][0]
+    config = Config(dataset="imagefolder", data_dir=str(root), augment=augment, batch_size=batch_size, model="cnn")
     samples = images.build(config).train
     return _normalized(samples, Order(len(samples), batch_size, seed=0), workers=workers)
 
 
 def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
-    normalize = images.Normalize(images.MEAN, images.STD)
-    steps = order.steps_per_epoch
-    loader = Loader(
-        samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers
-    )
+    normalize, steps = images.Normalize(images.MEAN, images.STD), order.steps_per_epoch
+    loader = Loader(samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers)
     try:
         for _ in range(steps):
             yield normalize(loader.next()[0])
@@ -131,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; torchvision's side gains from it too
-    before = os.getloadavg()[0]
+    about = conditions()
     numbers = [int(number) for number in arguments.workers.split(",")]
     options = {"batch_size": arguments.batch_size, "repeats": arguments.repeats}
     with tempfile.TemporaryDirectory() as folder:
@@ -139,15 +133,11 @@ def main() -> None:
         make_files(root, arguments.images)
         epoch = arguments.images // arguments.batch_size
         loading = {number: measure_loading(root, steps=epoch, workers=number, **options) for number in numbers}
-    print(
-        f"{cpu_model()}, {os.cpu_count()} CPUs (load {before:.1f} before), one thread a process, batch "
-        f"{arguments.batch_size}, {arguments.images} files of 500 x 375; torch {torch.__version__}, "
-        f"torchvision {torchvision.__version__}, {datetime.date.today().isoformat()}."
-    )
+    print(f"{about}, torchvision {torchvision.__version__}, one thread a process, batch {arguments.batch_size}, "
+          f"{arguments.images} files of 500 x 375.")
     for number, table in loading.items():
-        print(f"\n| images/s, {number} workers | torchvision | rankup | ratio |\n|---|---|---|---|")
-        for name, (theirs, own) in table.items():
-            print(f"| {name} | {theirs:,.0f} | {own:,.0f} | {own / theirs:.2f} |")
+        rows = [[name, f"{theirs:,.0f}", f"{own:,.0f}", f"{own / theirs:.2f}"] for name, (theirs, own) in table.items()]
+        print("", *markdown_table([f"images/s, {number} workers", "torchvision", "rankup", "ratio"], rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 For each number of processes it trains with `--save sync`, with `--save async`, and without saves but the last, in
 turns, so that a machine that is busy for a while slows all three. Prints a table of medians with its conditions: the
-time for which a save keeps the steps waiting, images/s over the wall clock, saves included, and the time to load what
-was saved. Nothing is asserted here.
+time for which a save keeps the steps waiting, and images/s over the wall clock, saves included.
 """
 
 import argparse
@@ -17,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.machine import conditions
+from tests.bench.machine import conditions, markdown_table
 from tests.rigs import place_hooks
 from tests.rigs.jobs import MAIN, ROOT, environment
 
@@ -99,56 +100,31 @@ def measure(loop: Any) -> None:
     loop.step, Job.save, Saver.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
 
 
-def load(checkpoints: Path) -> float:
-    """Seconds to read, verify and unpack the newest checkpoint, whose files the system still has in memory."""
-    from tests.rigs.checkpoints import load_newest
-
-    began_s = time.perf_counter()
-    load_newest(checkpoints, print)
-    return time.perf_counter() - began_s
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4 * EVERY + 5, help="of each training")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of processes")
-    arguments = parser.parse_args()
-    about = conditions()
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    loads = []
-    for repeat in range(arguments.repeats):
-        for world_size in arguments.worlds:
-            for how in HOWS:
-                print(f"{repeat + 1} of {arguments.repeats}: {world_size} x {how}", file=sys.stderr, flush=True)
-                with tempfile.TemporaryDirectory() as folder:
-                    measured = train(how, world_size, arguments.steps, Path(folder))
-                    loads.append(load(Path(folder) / "run" / "checkpoints"))
-                found.setdefault((world_size, how), []).append(measured)
-    print(table(about, found, loads))
+    given = parser.parse_args()
+    about, found = conditions(), defaultdict[tuple[int, str], list[dict[str, Any]]](list)
+    for repeat, world_size, how in product(range(given.repeats), given.worlds, HOWS):
+        print(f"{repeat + 1} of {given.repeats}: {world_size} x {how}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            found[world_size, how].append(train(how, world_size, given.steps, Path(folder)))
 
-
-def table(about: str, found: dict[tuple[int, str], list[dict[str, Any]]], loads: list[float]) -> str:
-    """Markdown. Medians of the repeats."""
-    lines = [
-        f"{about}, one thread a process. A save each {EVERY} steps of {BATCH} images.",
-        "",
-        "| processes | save | keeps the steps waiting, ms | of sync | images/s | of no saves | peak memory, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-
-    def median(world_size: int, how: str, what: str) -> float:
-        return statistics.median(entry[what] for entry in found[world_size, how])
-
-    for world_size, how in found:
-        blocked_s, per_s = median(world_size, how, "blocked_s"), median(world_size, how, "images_per_s")
-        share = blocked_s / median(world_size, "sync", "blocked_s")
-        waits = "| |" if how == "none" else f"| {1000 * blocked_s:,.0f} | {share:.1%} |"
-        of_none = per_s / median(world_size, "none", "images_per_s")
-        lines.append(f"| {world_size} | {how} {waits} {per_s:,.1f} | {of_none:.2f} | "
-                     f"{median(world_size, how, 'peak_mb'):,.0f} |")
-    lines += ["", f"Loading it: {statistics.median(loads):.2f} s."]
-    return "\n".join(lines)
+    medians = {case: {what: statistics.median(entry[what] for entry in entries) for what in entries[0]}
+               for case, entries in found.items()}
+    rows = []
+    for (world_size, how), own in medians.items():
+        sync, none = medians[world_size, "sync"], medians[world_size, "none"]
+        rows.append([
+            str(world_size), how, f"{1000 * own['blocked_s']:,.0f}", f"{own['blocked_s'] / sync['blocked_s']:.1%}",
+            f"{own['images_per_s']:,.0f}", f"{own['images_per_s'] / none['images_per_s']:.2f}",
+            f"{own['peak_mb']:,.0f}",
+        ])
+    header = ["processes", "save", "holds the steps up, ms", "of sync", "images/s", "of no saves", "peak memory, MB"]
+    print(f"{about}, one thread a process. A save each {EVERY} steps of {BATCH} images.\n")
+    print("\n".join(markdown_table(header, rows)))
 
 
 if __name__ == "__main__":

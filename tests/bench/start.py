@@ -6,7 +6,6 @@
 `python -m train.main train` with the same model, from the command to the end of its first step. `forked` are ranks that
 are forked from the process that an agent forks them from, from the request to the end of their first step. All take
 turns, so that a machine that is busy for a while slows all of them. Prints a table of medians with its conditions.
-Nothing is asserted here.
 """
 
 import argparse
@@ -18,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.script import Script
-from tests.bench.machine import conditions
+from tests.bench.machine import conditions, markdown_table
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port, rank_env
 
 GOAL = 1.3  # cold over bare
-WORLDS = (1, 2)
 COMMON = ("--max-steps", "1", "--log-every-steps", "1", "--limit-eval", "64", "--fresh", "--progress", "none")
 BARE = """
 import time, torch
@@ -50,25 +49,19 @@ MLP = "model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Lin
 RESNET = "from torchvision import models; model = models.resnet18(num_classes=10)"
 
 
-@dataclass
-class Case:
-    """One training, and the seconds that were measured of it."""
-
-    name: str
-    line: tuple[str, ...]  # settings
-    model: str  # Python for BARE: the same model
-    shape: tuple[int, ...]  # of a batch
-    bare: list[float] = field(default_factory=list)
-    cold: list[float] = field(default_factory=list)
-    forked: dict[int, list[float]] = field(default_factory=lambda: {world: [] for world in WORLDS})
+CASES = {  # settings of the training, and the same model and shape of a batch for BARE
+    "Fashion-MNIST, cnn": (("--dataset", "fashion-mnist", "--model", "cnn"), CNN, (64, 1, 28, 28)),
+    "digits, mlp": (("--dataset", "digits", "--model", "mlp"), MLP, (64, 1, 8, 8)),
+    "fake images, resnet18": (
+        ("--dataset", "fake", "--model", "resnet18", "--batch-size", "16"), RESNET, (16, 3, 32, 32)),
+}
 
 
-def bare_s(case: Case) -> float:
+def bare_s(model: str, shape: tuple[int, ...]) -> float:
     """Seconds from the start of the interpreter to the end of the first step of the script BARE."""
-    script = BARE.format(model=case.model, shape=case.shape)
     began_s = time.time()
-    printed = subprocess.check_output([sys.executable, "-c", script], env=environment(), text=True)
-    return float(printed) - began_s
+    script = BARE.format(model=model, shape=shape)
+    return float(subprocess.check_output([sys.executable, "-c", script], env=environment(), text=True)) - began_s
 
 
 def cold_s(run_dir: Path, line: tuple[str, ...]) -> float:
@@ -82,42 +75,28 @@ def cold_s(run_dir: Path, line: tuple[str, ...]) -> float:
 
 
 class Forks:
-    """Ranks of one training, forked from a server as an agent has it."""
+    """Ranks, forked from a server as an agent has it."""
 
-    def __init__(self, run_dir: Path, line: tuple[str, ...]) -> None:
-        self.run = run_dir / "run"
-        self.words = [str(MAIN), "train", *line, *COMMON, "--run-dir", str(run_dir), "--name", self.run.name]
-        self.loop = asyncio.new_event_loop()
-        self.codes: list[int] = []
-        self.loop.run_until_complete(self.start())
-        self.seconds(1)  # answered once the server has imported everything
-
-    async def start(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.codes = folder, list[int]()
         self.server = ForkServer(on_end=lambda _, code: self.codes.append(code), on_warning=refuse, on_gone=refuse)
         script = Script.find([str(MAIN)])
-        preload, folder = script.own_imports()
-        self.server.start(script.safe_imports(), env=environment(), preload=preload, folder=folder)
+        preload, own = script.own_imports()
+        self.server.start(script.safe_imports(), env=environment(), preload=preload, folder=own)
 
-    def seconds(self, world_size: int) -> float:
+    async def seconds(self, line: tuple[str, ...], world_size: int) -> float:
         """From the request to the end of the first step."""
-        return self.loop.run_until_complete(self.measure(world_size))
-
-    async def measure(self, world_size: int) -> float:
-        port = free_port()
+        port, began_s = free_port(), time.time()
+        words = [str(MAIN), "train", *line, *COMMON, "--run-dir", str(self.folder), "--name", "forked"]
         self.codes.clear()
-        began_s = time.time()
         with open(os.devnull, "w") as nowhere:  # what the ranks print would stand between the lines of the table
             for rank in range(world_size):
-                env = {**environment(), **(rank_env(rank, world_size, port) if world_size > 1 else {})}
-                outputs = [nowhere.fileno()] * 2
-                self.server.start_rank(rank, self.words, env=env, name=f"rank {rank}", outputs=outputs)
+                env = environment(rank_env(rank, world_size, port) if world_size > 1 else {})
+                self.server.start_rank(rank, words, env=env, name=f"rank {rank}", outputs=[nowhere.fileno()] * 2)
         while len(self.codes) < world_size:
             await asyncio.sleep(0.01)
         assert self.codes == [0] * world_size
-        return first_step_at(self.run) - began_s
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self.server.close())
+        return first_step_at(self.folder / "forked") - began_s
 
 
 def refuse(warning: str = "the server is gone") -> NoReturn:
@@ -130,45 +109,33 @@ def first_step_at(run: Path) -> float:
     return next(float(line["time"]) for line in lines if line["step"] == 1 and "train/loss" in line)
 
 
+async def measure(repeats: int) -> dict[str, dict[str, list[float]]]:
+    """By case, what was measured, and the seconds of each time."""
+    took = {name: defaultdict[str, list[float]](list) for name in CASES}
+    with tempfile.TemporaryDirectory() as folder:
+        forks = Forks(Path(folder))
+        await forks.seconds(CASES["digits, mlp"][0], 1)  # when it answers, the server has imported everything
+        for repeat, (name, (line, model, shape)) in product(range(repeats), CASES.items()):
+            print(f"{repeat + 1} of {repeats}: {name}", file=sys.stderr, flush=True)
+            took[name]["bare, s"].append(bare_s(model, shape))
+            took[name]["cold, s"].append(cold_s(Path(folder), line))
+            for world in (1, 2):
+                took[name][f"forked ranks: {world}, s"].append(await forks.seconds(line, world))
+        await forks.server.close()
+    return {**took}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
-    cases = [
-        Case("Fashion-MNIST, cnn", ("--dataset", "fashion-mnist", "--model", "cnn"), CNN, (64, 1, 28, 28)),
-        Case("digits, mlp", ("--dataset", "digits", "--model", "mlp"), MLP, (64, 1, 8, 8)),
-        Case("fake images, resnet18", ("--dataset", "fake", "--model", "resnet18", "--batch-size", "16"), RESNET,
-             (16, 3, 32, 32)),
-    ]
-    about = conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        forks = {case.name: Forks(Path(folder) / case.name, case.line) for case in cases}
-        for repeat in range(repeats):
-            print(f"{repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-            for case in cases:
-                case.bare.append(bare_s(case))
-                case.cold.append(cold_s(Path(folder), case.line))
-                for world in WORLDS:
-                    case.forked[world].append(forks[case.name].seconds(world))
-        for each in forks.values():
-            each.close()
-    print(table(cases, about, load_after=os.getloadavg()[0]))
-
-
-def table(cases: list[Case], about: str, *, load_after: float) -> str:
-    """Markdown, to be read and to be pasted."""
-    heads = "".join(f" {world} forked rank{'s' if world > 1 else ''}, s |" for world in WORLDS)
-    lines = [
-        f"{about}, load {load_after:.1f} after, one thread a process; medians of {len(cases[0].cold)}.",
-        "",
-        f"| until the end of the first step | bare, s | cold, s | cold / bare (goal {GOAL}) |{heads}",
-        f"|---|---|---|---|{'---|' * len(WORLDS)}",
-    ]
-    for case in cases:
-        bare, cold = statistics.median(case.bare), statistics.median(case.cold)
-        forked = "".join(f" {statistics.median(seconds):.2f} |" for seconds in case.forked.values())
-        lines.append(f"| {case.name} | {bare:.2f} | {cold:.2f} | {cold / bare:.2f} |{forked}")
-    return "\n".join(lines)
+    repeats, about = parser.parse_args().repeats, conditions()
+    medians = {name: {what: statistics.median(found) for what, found in each.items()}
+               for name, each in asyncio.run(measure(repeats)).items()}
+    rows = [[name, *(f"{each:.2f}" for each in found.values()), f"{found['cold, s'] / found['bare, s']:.2f}"]
+            for name, found in medians.items()]
+    print(f"{about}, load {os.getloadavg()[0]:.1f} after, one thread a process; medians of {repeats}.\n")
+    header = ["until the end of the first step", *next(iter(medians.values())), f"cold / bare (goal {GOAL})"]
+    print("\n".join(markdown_table(header, rows)))
 
 
 if __name__ == "__main__":

@@ -88,11 +88,7 @@ def test_scalars_are_those_of_the_run(digits: Path) -> None:
     found = digits.rglob("events.out.tfevents.*")
     assert [path.parent.name for path in found] == ["tensorboard"]  # each folder is a run in TensorBoard's list
     assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
-
-
-def test_ranks_are_measured(digits: Path) -> None:
-    """At the first report, and then every few seconds."""
-    written = lines(digits)
+    # Ranks are measured at the first report, and then every few seconds
     ranks = {name for name in written if name.startswith("ranks/")}
     assert ranks == {f"ranks/{part}_s/{rank}" for part in ("data", "compute", "waiting") for rank in (0, 1)}
     assert all(written[name][10] > 0 for name in ranks)
@@ -124,12 +120,13 @@ def test_picture_is_there_and_not_blank(digits: Path) -> None:
     assert len(picture.getcolors(2**24)) > 20
 
 
-def test_few_classes_have_no_top5(forks: Forks, tmp_path: Path) -> None:
+def test_few_classes_have_no_top5_and_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fake = ("--dataset", "fake", "--fake-classes", "5", "--fake-samples", "64", "--batch-size", "32", "--epochs", "1")
-    forks.ends("train", "--model", "mlp", *fake, *at(run))
-    assert "eval/accuracy_top5" not in scalars(run)
-    assert scalars(run)["eval/accuracy"].keys() == {2}
+    forks.ends("train", "--model", "mlp", *fake, "--tensorboard=false", *at(run))
+    assert "eval/accuracy_top5" not in lines(run)
+    assert lines(run)["eval/accuracy"].keys() == {2}
+    assert not (run / "tensorboard").exists()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
@@ -159,28 +156,12 @@ def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> 
     }
 
 
-def test_tensorboard_can_be_left_out(forks: Forks, tmp_path: Path) -> None:
-    forks.ends(*MADE_UP, "--tensorboard=false", *at(tmp_path / "run"))
-    assert not (tmp_path / "run" / "tensorboard").exists()
-    assert lines(tmp_path / "run")["train/loss"].keys() == set(range(1, 33))
-
-
 # Units --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_past_the_checkpoint_and_half_ones_are_cut(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    whole = [{"step": step, "train/loss": 1.0} for step in (1, 2, 3)] + [{"step": 2, "eval/loss": 2.0}]
-    path.write_bytes("".join(json.dumps(line) + "\n" for line in whole).encode() + b'[1]\n\xff\n{"step": 1, "tra')
-    cut_after(path, 2, 2)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [whole[0], whole[1], whole[3]]
-    cut_after(path, 2, 0)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == whole[:2]
-    cut_after(tmp_path / "missing.jsonl", 2, 2)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("torn", [b"", b'{"step": 60001, "tra', b"\0\0\n\n", b'{"step": 60000, "train/loss": 1.0}'])
+@pytest.mark.parametrize("torn", [
+    b"", b'{"step": 60001, "tra', b"\0\0\n\n", b'[1]\n\xff\n{"step": 1, "tra', b'{"step": 60000, "train/loss": 1.0}',
+])
 def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, torn: bytes) -> None:
     """The outcome is that of a look at each line: two attempts may have written at once, and a kill tears a line."""
     draw = random.Random(len(torn))
@@ -226,29 +207,17 @@ def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: s
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
-    metrics.training(entry(1, {"train/loss": math.nan, "train/lr": math.inf, "train/images_per_s": 3.0}))
+    assert metrics.line(0, 9) == "step 0/9"
+    metrics.training(entry(1, {"train/loss": math.nan, "train/lr": math.inf, "train/images_per_s": 1234.0}))
+    assert metrics.line(1, 9) == "step 1/9  loss nan  1,234 images/s"
     metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert (line["train/loss"], line["train/lr"], line["train/images_per_s"]) == (None, None, 3.0)
-
-
-def test_without_a_directory_it_only_remembers() -> None:
-    metrics = Metrics(None, Position(), saved=Position(), tensorboard=True)
-    assert metrics.line(3, 9) == "step 3/9"
-    metrics.training(entry(4, {"train/loss": 0.5, "train/images_per_s": 1234.0}))
-    assert metrics.line(4, 9) == "step 4/9  loss 0.5000  1,234 images/s"
-    metrics.flush()
-    metrics.close()
+    assert (line["train/loss"], line["train/lr"], line["train/images_per_s"]) == (None, None, 1234.0)
 
 
 def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(28, "No space left on device")
-
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
-    assert metrics._file is not None
-    metrics._file.close()
-    metrics._file = Full()  # type: ignore[assignment]
-    with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
-        metrics.training(entry(1, {"train/loss": 1.0}))
+    for write in (lambda: metrics.training(entry(1, {"train/loss": 1.0})), metrics.close):
+        with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
+            write()

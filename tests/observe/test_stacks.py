@@ -6,11 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rankup.agent import logs
@@ -18,7 +17,7 @@ from rankup.agent.logs import announce_stacks
 from rankup.observe import stacks
 from tests.rigs import jobs
 from tests.rigs.containers import wait_for
-from tests.rigs.fork_server import Forks, Job, Process
+from tests.rigs.fork_server import Forks, Process
 from tests.rigs.jobs import MAIN, environment, free_port
 from train.main import main
 
@@ -100,20 +99,15 @@ def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_pa
 
 @contextmanager
 def launched(
-    forks: Forks, words: Sequence[str], env: dict[str, str], *, nodes: int = 1
+    forks: Forks, *words: str | Path, env: dict[str, str], nodes: int = 1
 ) -> Iterator[tuple[Process, Callable[[], str]]]:
     """`launch` with three ranks: the last node's agent, and what all have printed so far."""
-    port, job = free_port(), Job([])
-    try:
-        for node in range(nodes):
-            where = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            job.processes += forks.start("launch", f"--nproc={WORLD // nodes}", *where, *words, env=env).processes
-        yield job.processes[-1], lambda: job.output
-    finally:
-        below = [child for process in job.processes if process.code is None
-                 for child in psutil.Process(process.pid).children(recursive=True)]
-        job.kill()
-        psutil.wait_procs(below, timeout=60)
+    where = (f"--nproc={WORLD // nodes}", f"--nnodes={nodes}", "--master-addr=127.0.0.1",
+             f"--master-port={free_port()}")
+    with ExitStack() as stack:
+        agents = [stack.enter_context(forks.running("launch", *where, f"--node-rank={node}", *words, env=env))
+                  for node in range(nodes)]
+        yield agents[-1].processes[0], lambda: "\n".join(agent.output for agent in agents)
 
 
 def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_answers(
@@ -121,12 +115,17 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
     order = probe("data", arrived, sleep_s=1000)
-    with launched(forks, [str(MAIN), *settings(run), "--simulated-nodes"], order, nodes=3) as (process, output):
+    with launched(forks, MAIN, *settings(run), "--simulated-nodes", env=order, nodes=3) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
         shown_at_last(run, WAITING)
-        before = answers(run)
+
+        def answers() -> list[int]:
+            """How often each rank was asked for its stacks."""
+            return [(run / "stacks" / f"rank-{rank}.txt").read_text().count('"why": "asked"') for rank in range(WORLD)]
+
+        before = answers()
         process.signal("SIGUSR2")
-        wait_for("answers", lambda: all(n > old for n, old in zip(answers(run), before, strict=True)), log=output)
+        wait_for("answers", lambda: all(n > old for n, old in zip(answers(), before, strict=True)), log=output)
 
         # On a machine that shares the disk and sees none of the processes
         monkeypatch.setattr(stacks, "host_name", lambda: "login")
@@ -137,11 +136,6 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
         for rank, place in ((0, "backward"), (1, "data: loader"), (2, "backward")):
             assert re.search(rf"ranks? [\d, -]*\b{rank}\b.*: {asked}{place}", said), said
         assert process.code is None
-
-
-def answers(run: Path) -> list[int]:
-    """How often each rank was asked for its stacks."""
-    return [(run / "stacks" / f"rank-{rank}.txt").read_text().count('"why": "asked"') for rank in range(WORLD)]
 
 
 SCRIPT = """
@@ -166,8 +160,8 @@ dist.barrier()
 def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) -> None:
     run, arrived, script = tmp_path / "run", tmp_path / "arrived", tmp_path / "train.py"
     script.write_text(SCRIPT)
-    words = [f"--run-dir={tmp_path}", "--name=run", str(script), str(arrived)]
-    with launched(forks, words, {"PATH_BEFORE": environment()["PYTHONPATH"]}) as (process, output):
+    words, env = (f"--run-dir={tmp_path}", "--name=run", script, arrived), {"PATH_BEFORE": environment()["PYTHONPATH"]}
+    with launched(forks, *words, env=env) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
         shown_at_last(run, r"^ranks 0, 2: barrier \(train\.py:\d+ <module>\)$", r"^rank 1: train\.py:\d+ hang$")
         process.signal("SIGUSR2")
@@ -186,42 +180,30 @@ def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest
     assert "RUN must be a run whose ranks can be asked, got no stacks/rank-N.txt in" in capsys.readouterr().err
 
 
-# Whom a request may reach -----------------------------------------------------------------------------------------
+# Whom a request may reach, and what is read ---------------------------------------------------------------------------
 
 
-@contextmanager
-def sleeper(first: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that sleeps, once it has done what comes `first`."""
-    code = f"{first}\nimport time\nprint(1, flush=True)\ntime.sleep(600)"
+@pytest.mark.parametrize("stranger", [False, True])
+def test_process_that_must_not_get_the_signal_is_not_sent_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: bool
+) -> None:
+    """A rank that would die of it, as it has no handler yet; or another process that has got the rank's number."""
+    monkeypatch.setattr(stacks, "ANSWER_STACKS_S", (0.2, 0.2))
+    handler = "signal.signal(signal.SIGUSR2, lambda *_: exit(3));" if stranger else ""
+    code = f"import signal, time; {handler} print(1, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            yield process
+            if stranger:
+                monkeypatch.setattr(logs, "start_of", lambda pid: "12345")
+            announce_stacks(tmp_path, 0, 1, process.pid, signals=[signal.SIGUSR2])
+            (answer,) = stacks.ask(tmp_path)
+            assert answer.fresh != stranger
+            assert stranger or answer.place.startswith("does not answer: it waits")
+            assert process.poll() is None
         finally:
             process.kill()
-
-
-def test_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has not come so far as yet, or has taken its handler away."""
-    monkeypatch.setattr(stacks, "ANSWER_STACKS_S", (0.2, 0.2))
-    with sleeper() as process:
-        announce_stacks(tmp_path, 0, 1, process.pid, signals=[signal.SIGUSR2])
-        (answer,) = stacks.ask(tmp_path)
-        assert answer.place.startswith("does not answer: it waits")
-        assert process.poll() is None
-
-
-def test_another_process_with_that_number_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sleeper("import signal; signal.signal(signal.SIGTERM, lambda *_: exit(3))") as stranger:
-        monkeypatch.setattr(logs, "start_of", lambda pid: "12345")
-        announce_stacks(tmp_path, 0, 1, stranger.pid, signals=[signal.SIGTERM])
-        (answer,) = stacks.ask(tmp_path)
-        assert not answer.fresh
-        assert stranger.poll() is None
-
-
-# What is read -----------------------------------------------------------------------------------------------------
 
 
 def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> None:

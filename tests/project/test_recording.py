@@ -14,12 +14,6 @@ def texts(svg: str) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("}text")]
 
 
-def test_recording_shows_every_line_once_and_wraps_long_ones() -> None:
-    shown = texts(draw(LINES))
-    assert " ".join(" ".join(shown).split()) == " ".join(" ".join(text for _, text in LINES).split())
-    assert COLUMNS - 3 < max(map(len, shown)) <= COLUMNS
-
-
 def test_recording_shows_the_kill_after_three_seconds_and_all_that_follows_in_time() -> None:
     said = [(0.0, "[node0 r0/2] step 1"), (8.0, "[node0 r0/2] step 2"), (10.0, COMMAND),
             (10.1, "[node0 r0/2] data   x"),
@@ -28,13 +22,15 @@ def test_recording_shows_the_kill_after_three_seconds_and_all_that_follows_in_ti
                               (9.0, "up: node0 ended with 0")]
 
 
-def test_recording_shows_lines_at_their_times_and_the_last_ones_where_nothing_moves() -> None:
+def test_recording_shows_lines_wrapped_at_their_times_and_the_last_ones_where_nothing_moves() -> None:
     svg = draw(LINES)
+    shown = texts(svg)
+    assert " ".join(" ".join(shown).split()) == " ".join(" ".join(text for _, text in LINES).split())
+    assert COLUMNS - 3 < max(map(len, shown)) <= COLUMNS
     moves = re.findall(r"([\d.]+)%\{transform:translateY\((-?[\d.]+)px\)\}", svg)
     times = [float(percent) for percent, _ in moves]
     assert times == sorted(times)
-    assert times[-1] == 100
-    assert len(moves) == len(texts(svg)) + 1
+    assert (times[-1], len(moves)) == (100, len(shown) + 1)
     assert len(set(re.findall(r"@keyframes (l\d+)", svg))) == ROWS
     (still,) = re.findall(r"#all\{transform:translateY\((-?[\d.]+)px\)\}", svg)
     assert float(still) == float(moves[-1][1]) < 0

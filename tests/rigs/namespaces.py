@@ -113,29 +113,9 @@ class Node:
             self._first.stdout.close()
 
 
-class Pair:
-    """Two machines on one cable, node0 at 192.168.77.1 and node1 at 192.168.77.2. (On 10.x gloo's fault stays hidden:
-    the lower address calls, the higher listens.)"""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        one, two = self.nodes = [
-            Node(f"node{number}", folder, ip=f"192.168.77.{number + 1}", aux_ip=f"172.30.{number}.9")
-            for number in (0, 1)
-        ]
-        cable = f"ip link add eth0 netns {one.pid} type veth peer name eth0 netns {two.pid}"
-        subprocess.run(cable.split(), check=True)
-        for node, other in ((one, two), (two, one)):
-            node.run(f"ip addr add {node.ip}/24 dev eth0", "ip link set eth0 up")
-            node.know(other.name, other.ip)
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.close()
-
-
 class Net:
-    """Machines on one switch, node0 at 192.168.77.1 and so on."""
+    """Machines on one switch, node0 at 192.168.77.1 and so on. (On 10.x gloo's fault stays hidden: the lower address
+    calls, the higher listens.)"""
 
     def __init__(self, folder: Path, count: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,6 +155,13 @@ class Net:
     def close(self) -> None:
         for node in [*self.nodes, self._switch]:
             node.close()
+
+
+class Pair(Net):
+    """Two of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 2)
 
 
 def enter(environ: Mapping[str, str] = os.environ) -> None:
