@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import rankup
 from tests.rigs.fork_server import Forks, Job, Process
-from tests.rigs.jobs import rank_env, wait_for
+from tests.rigs.jobs import rank_env
 from train import group
 
 # Our ranks end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
@@ -34,8 +35,11 @@ class Rank:
         return self.process.output + (self.log.read_text() if self.log.exists() else "")
 
     def wait_for(self, text: str) -> None:
-        wait_for(repr(text), lambda: text in self.said or self.process.code is not None, log=lambda: self.said)
-        assert text in self.said, f"ended before {text!r}:\n{self.said}"
+        until_s = time.monotonic() + BOUND_S
+        while text not in self.said:
+            assert self.process.code is None or text in self.said, f"ended before {text!r}:\n{self.said}"
+            assert time.monotonic() < until_s, f"no {text!r}:\n{self.said}"
+            time.sleep(0.02)
 
     def wait(self) -> int:
         assert self.process.ended.wait(BOUND_S), f"rank did not end:\n{self.said}"

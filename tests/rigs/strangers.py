@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,17 +119,20 @@ class Strangers:
 
     def _scan(self) -> None:
         began_s = time.monotonic()
-        turn = list[str]()
+        turn = self._endless()
         while not self._over.wait(PAUSE_S):
             for ip, port in sorted(listening(self._pids())):
-                turn = turn or self._dice.sample([*self._said], len(self._said))
-                name = turn.pop()
+                name = next(turn)
                 if not ipaddress.ip_address(ip).is_loopback:
                     self.open_to_all.add((ip, port))
                 self.log.append((round(time.monotonic() - began_s, 2), port, name))
                 # One in the name of all addresses is reached by the loopback one. Any other is this machine's own, too
                 if self._talk("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port, self._said[name]):
                     self.heard[port] += 1
+
+    def _endless(self) -> Iterator[str]:
+        while True:
+            yield from self._dice.sample([*self._said], len(self._said))
 
     def _talk(self, ip: str, port: int, message: bytes) -> bool:
         try:
