@@ -67,10 +67,14 @@ def run_with_torchrun(clone: Path, script: str) -> "subprocess.CompletedProcess[
     )
 
 
-def agents_of(tree: list[psutil.Process]) -> dict[str, psutil.Process]:
+def tree_of(job: Job) -> list[psutil.Process]:
+    return psutil.Process(job.processes[0].pid).children(recursive=True)
+
+
+def agents_of(job: Job) -> dict[str, psutil.Process]:
     """The two agents by their node rank."""
     found = {}
-    for child in tree:
+    for child in tree_of(job):
         with contextlib.suppress(psutil.NoSuchProcess):  # the script's own `sleep` is gone by now
             words = child.cmdline()
             if "--node-rank" in words:
@@ -113,8 +117,8 @@ def test_demo_interrupted_saves_goes_on_next_time_and_fails_with_an_agent_that_i
     assert "SIGTERM: saved at step" in demo.output
     assert "resumed from step-" not in demo.output
     with endless(clone, trained=(clone / "runs/demo/metrics.jsonl").stat().st_size) as demo:
-        tree, node = psutil.Process(demo.processes[0].pid).children(recursive=True), random.randrange(2)
-        agents = agents_of(tree)
+        tree, node = tree_of(demo), random.randrange(2)
+        agents = agents_of(demo)
         assert sorted(agents) == ["0", "1"]
         agents[str(node)].kill()
         assert demo.wait()[0] not in (0, None), demo.output
