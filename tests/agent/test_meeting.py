@@ -476,6 +476,15 @@ async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was
         assert here.leader.running
 
 
+@asynchronous
+async def test_new_leader_of_another_version_leaves_the_job_to_the_others():
+    async with room() as here:
+        own = await here.enter(member(0))
+        other = await here.enter(member(1), version=VERSION + 1, n=3)
+        assert (await own.hears("refused"))["code"] == USER_MISTAKE
+        await other.is_cut()
+
+
 @pytest.mark.parametrize(
     "data",
     [

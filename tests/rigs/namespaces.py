@@ -8,8 +8,10 @@ changes.
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NEEDED = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -95,6 +97,15 @@ class Node:
         file.write_text(text)
         self.run(f"mount --bind {file} {path}")
 
+    def listener(self, port: int) -> socket.socket:
+        """A socket of this process that listens on the node's 127.0.0.1."""
+        def make() -> socket.socket:  # a socket belongs to the network in which its thread was
+            _enter_namespace(self.pid, "net")
+            return socket.create_server(("127.0.0.1", port))
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make).result()
+
     def close(self) -> None:
         self._first.kill()
         self._first.wait()
@@ -156,10 +167,13 @@ class Pair(Net):
 def enter(environ: Mapping[str, str] = os.environ) -> None:
     """Move this process, which must have a single thread, to the node that its environment names."""
     folder = os.getcwd()
-    libc = ctypes.CDLL(None, use_errno=True)
     for kind in ("net", "uts", "mnt"):
-        handle = os.open(f"/proc/{environ[NODE]}/ns/{kind}", os.O_RDONLY)
-        if libc.setns(handle, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to {kind} of {environ[NODE]}")
-        os.close(handle)
+        _enter_namespace(environ[NODE], kind)
     os.chdir(folder)
+
+
+def _enter_namespace(pid: int | str, kind: str) -> None:
+    handle = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"setns to {kind} of {pid}")
+    os.close(handle)
