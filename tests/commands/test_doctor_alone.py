@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,15 +16,15 @@ from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 
-
-def run(*words: str | Path, shell: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rankup", *map(str, words)]
-    line = ["bash", "-c", f'{shell}; exec "$@"', "-", *command] if shell else command
-    return subprocess.run(line, env=environment(env), cwd=ROOT, capture_output=True, text=True, timeout=300)
+# As a pod: its place stands in the environment, but its peer is nowhere
+LOST = rank_env(1, 2, free_port())
 
 
-def test_doctor_alone_checks_the_machine_and_says_what_it_did_not_check(forks: Forks, tmp_path: Path) -> None:
-    said = forks.ends("doctor", "--run-dir", tmp_path, preload="tests.rigs.injected_faults:healthy")
+@pytest.mark.parametrize(("words", "env"), [([], {}), (["--alone"], LOST)])
+def test_doctor_alone_checks_the_machine_and_says_what_it_did_not_check(
+    forks: Forks, tmp_path: Path, words: list[str], env: dict[str, str]
+) -> None:
+    said = forks.ends("doctor", *words, "--run-dir", tmp_path, env=env, preload="tests.rigs.injected_faults:healthy")
     assert "note     joined       a single process: nothing was checked that needs several ranks" in said
     assert "doctor: fit to train" in said
     (run,) = tmp_path.iterdir()
@@ -43,11 +44,11 @@ def test_result_that_a_full_disk_takes_is_no_success(forks: Forks, tmp_path: Pat
 
 
 def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None:
-    line = ("launch", "--nproc=2", "-m", "rankup", "doctor", "--run-dir", tmp_path, "--json")
-    done = run(*line, shell="ulimit -n 400")
+    words = f"-m rankup launch --nproc=2 -m rankup doctor --run-dir {tmp_path} --json"
+    line = ["bash", "-c", f"ulimit -n 400; exec {sys.executable} {words}"]
+    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 10, done.stderr
-    (line,) = done.stdout.splitlines()  # the table and torch's words go elsewhere
-    report = json.loads(line)
+    report = json.loads(done.stdout)  # one line: the table and torch's words go elsewhere
     assert report["exit_code"] == 10
     # How fast the link is, on a machine that others use too, is anybody's guess
     warnings = [told for told in report["findings"] if told["level"] == "warning"]
@@ -57,17 +58,13 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     assert len(report["links"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("env", "what"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-         "RANK must be a whole number from 0 to 1, got '2' (from environment)."),
-    ],
-)
+@pytest.mark.parametrize(("env", "what"), [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+     "RANK must be a whole number from 0 to 1, got '2' (from environment)."),
+])
 def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:
-    (code,), said = forks.run("doctor", env=env)
-    assert code == 20
+    said = forks.ends("doctor", env=env, code=20)
     assert what in " ".join(said.split())
     assert "doctor: not fit to train" in said
 
@@ -79,33 +76,16 @@ def test_table_of_findings_is_used_and_says_why() -> None:
     assert {entry["level"] for entry in table.values()} == {WARNING, INCOMPLETE, UNFIT}
 
 
-# Before the ranks of a node start -------------------------------------------------------------------------------------
-
-# As a pod: its place stands in the environment, but its peer is nowhere
-LOST = rank_env(1, 2, free_port())
-SCRIPT = "print('started')"
-
-
-def test_preflight_that_says_no_starts_no_rank(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
+def test_preflight_starts_a_rank_only_if_it_says_yes(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('started')")
+    output = forks.ends("launch", "--preflight", "job.py", cwds=[tmp_path])
+    assert output.index("doctor: fit to train") < output.index("started")
+    shutil.rmtree(tmp_path / "runs")
     (tmp_path / "runs").touch()  # no folder: nothing can be written there
-    output = forks.ends("launch", "--preflight", script, env=LOST, cwds=[tmp_path], code=20)
+    output = forks.ends("launch", "--preflight", "job.py", env=LOST, cwds=[tmp_path], code=20)
     assert "NOT FIT  storage" in output
     assert ": not fit to train. No rank was started (exit code 20)" in output
     assert "started" not in output.splitlines()
-
-
-def test_preflight_that_says_yes_is_followed_by_the_script(forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(SCRIPT)
-    output = forks.ends("launch", "--preflight", "job.py", cwds=[tmp_path])
-    assert output.index("doctor: fit to train") < output.index("started")
-
-
-def test_doctor_alone_asks_no_other_rank(forks: Forks, tmp_path: Path) -> None:
-    preload = "tests.rigs.injected_faults:healthy"
-    output = forks.ends("doctor", "--alone", "--run-dir", tmp_path, env=LOST, preload=preload)
-    assert "a single process" in output
 
 
 # The verdict ----------------------------------------------------------------------------------------------------------
@@ -123,26 +103,17 @@ def test_doctor_verdict_is_the_worst_finding(levels: list[str], code: int) -> No
 # Limits ---------------------------------------------------------------------------------------------------------------
 
 
-def files(root: Path, **contents: str) -> Path:
-    for name, text in contents.items():
-        path = root / name.replace("__", "/").replace("_DOT_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-GROUPS = {"proc__self__cgroup": "0::/\n3:memory:/\n"}
-V2, V1 = "sys__fs__cgroup__memory_DOT_max", "sys__fs__cgroup__memory__memory_DOT_limit_in_bytes"
-
-
 def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
     """What exit code 137 without a traceback comes from."""
-    events = {"sys__fs__cgroup__memory_DOT_events": "low 0\noom 3\noom_kill 2\n"}
-    root = files(tmp_path, **GROUPS, **{V2: "314572800\n"}, **events)
-    found = machine.limits(ranks=1, threads=1, root=root)
-    told = [finding.seen for finding in found if finding.level == WARNING]
-    assert told[0] == "300 MiB of memory for 1 ranks"
-    assert told[1:] == ["processes of this container or job killed because the memory was not enough: 2"]
+    for name, text in {"proc/self/cgroup": "0::/\n3:memory:/\n", "sys/fs/cgroup/memory.max": "314572800\n",
+                       "sys/fs/cgroup/memory.events": "low 0\noom 3\noom_kill 2\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = machine.limits(ranks=1, threads=1, root=tmp_path)
+    assert [finding.seen for finding in found if finding.level == WARNING] == [
+        "300 MiB of memory for 1 ranks",
+        "processes of this container or job killed because the memory was not enough: 2",
+    ]
 
 
 def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:

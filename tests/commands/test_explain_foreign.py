@@ -1,7 +1,6 @@
 """explain on anybody's logs: torchrun's folders, files of Slurm, kubectl and compose; who failed first."""
 
 import json
-import re
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -51,35 +50,7 @@ def test_torchrun_folder_is_read_rank_by_rank_of_the_last_attempt(tmp_path: Path
     assert [(other.name, other.rank) for other in rest] == [("peer-closed", 0)]
 
 
-def test_abort_at_the_end_of_a_process_is_not_what_made_it_end(tmp_path: Path) -> None:
-    log = write(tmp_path / "stderr.log", [*FAILED, "terminate called without an active exception"])
-    assert [found.name for found in diagnose_files([log])] == ["", "not-destroyed"]
-    assert root(log).seen == "KeyError: 'image_17'"
-    assert root(write(log, ["step 3", "terminate called without an active exception"])).name == "not-destroyed"
-
-
-def test_torchrun_folders_of_two_nodes_are_told_apart(tmp_path: Path) -> None:
-    write(tmp_path / "7_aa" / "attempt_0" / "0" / "stderr.log", LOST, prefix="[rank0]: ")
-    write(tmp_path / "7_bb" / "attempt_0" / "0" / "stderr.log", FAILED, prefix="[rank1]: ")
-    first = root(tmp_path)
-    assert (first.rank, first.file) == (1, "7_bb/attempt_0/0/stderr.log")
-
-
 SUMMARY = (LOGS / "exception-on-one-rank.log").read_text().splitlines()[-20:]
-
-
-def test_torchrun_summary_alone_says_which_rank_failed_first() -> None:
-    assert SUMMARY[0].startswith("job.py FAILED")
-    first = diagnose(SUMMARY)[0]
-    assert (first.rank, first.host, first.title) == (1, "localhost", "a process ended with exit code 1")
-    assert first.seen == "exitcode  : 1 (pid: 27411)"
-
-
-def test_torchrun_summary_of_a_recorded_function_has_the_traceback() -> None:
-    inside = ["  traceback : " + FAILED[0], *(f"  {line}" for line in FAILED[1:])]
-    first, *rest = diagnose([*SUMMARY[:-2], *inside, SUMMARY[-1]])
-    assert (first.seen, first.rank, first.traceback[-1]) == ("KeyError: 'image_17'", 1, "    load(image)")
-    assert {other.name for other in rest} == {"torchrun-stops"}
 
 
 def test_torchrun_summary_decides_between_ranks_without_times(tmp_path: Path) -> None:
@@ -116,11 +87,9 @@ def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
     ("line", "time"),
     [
         ("2026-11-22T10:00:01 node1 r3 step", datetime(2026, 11, 22, 10, 0, 1)),
-        ("2026-11-22 10:00:01,5 - INFO - x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
         ("[2026-11-22 10:00:01,500] [INFO] x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
         ("11/22/2026 10:00:01 - WARNING - x", datetime(2026, 11, 22, 10, 0, 1)),
         ("  time      : 2026-11-22_10:00:01", datetime(2026, 11, 22, 10, 0, 1)),
-        ("[rank0]:[W1121 10:00:01.500000000 socket.cpp:764] x", datetime(NOW.year, 11, 21, 10, 0, 1, 500_000)),
         ("[rank0]:[E826 10:00:01.500000000 ProcessGroupNCCL.cpp:607] x", datetime(NOW.year, 8, 26, 10, 0, 1, 500_000)),
         ("epoch 3 [10:00:01<00:20]", None),
         ("9999-99-99T10:00:01 x", None),
@@ -141,15 +110,12 @@ def test_folder_is_searched_for_logs_alone(tmp_path: Path) -> None:
     write(tmp_path / "train.py", FAILED)
     write(tmp_path / "metrics.json", FAILED)
     (tmp_path / "events.out.1").write_bytes(b"\0\1KeyError: 1\n")
+    with pytest.raises(UserError, match=r"explain needs a folder with logs \(\*.log, "):
+        diagnose_files([tmp_path])
     write(tmp_path / "sub" / "rank_2.err", FAILED)
     write(tmp_path / "job.o4711", ["all is well"])
     (found,) = diagnose_files([tmp_path])
     assert (found.rank, found.file) == (2, "sub/rank_2.err")
-
-
-def test_folder_without_logs_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"explain needs a folder with logs \(\*.log, "):
-        diagnose_files([tmp_path])
 
 
 def test_run_is_found_by_name_and_its_unstamped_lines_belong_to_the_line_before(tmp_path: Path) -> None:
@@ -208,13 +174,17 @@ SHAPES = dict(text.split("\n", 1) for text in TEXT.removeprefix("### ").split("\
 def test_root_of_a_log_is_what_its_job_failed_of(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each shape is `NAME: FAULT rank N on HOST | TEXT SEEN` or `NAME: healthy`, then the log, or several."""
+    """Each shape is `NAME: FAULT rank N on HOST | TEXT SEEN` or `NAME: healthy`, then the log, or several, or `<<<` and
+    the name of a recorded one. `^`: the text begins with that."""
     for file in f"\n{SHAPES[shape]}".split("\n--- "):
         name, _, text = file.partition("\n")
-        (tmp_path / (name or "slurm-7.out")).write_text(text, encoding="utf-8")
+        path = tmp_path / (name or "slurm-7.out")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((LOGS / text.split()[1]).read_text() if text.startswith("<<<") else text, encoding="utf-8")
     expected, _, seen = shape.split(": ", 1)[1].partition(" | ")
     healthy = expected == "healthy"
-    logs = [str(path) for path in sorted(tmp_path.glob("*.*")) if path.stat().st_size]
+    files = [str(path) for path in sorted(tmp_path.glob("*.*")) if path.stat().st_size]
+    logs = files or [str(tmp_path)]
     assert main(["explain", *logs]) == (0 if healthy else 20)
     report = capsys.readouterr().out
     assert report.startswith("nothing wrong was found") == healthy, report
@@ -226,7 +196,12 @@ def test_root_of_a_log_is_what_its_job_failed_of(
         who = f" rank {root['rank']}" if root["rank"] is not None else ""
         who += f" on {root['host']}" if root["host"] else ""
         assert (root["name"] or root["seen"].split(":")[0]) + who == expected, report
-        assert seen in root["seen"], report
+        assert seen in f"^{root['seen']}", report
+
+
+def test_recorded_logs_all_have_a_shape() -> None:
+    recorded = {body.split()[1] for body in SHAPES.values() if body.startswith("<<<")}
+    assert {path.name for path in LOGS.glob("*.log")} == recorded
 
 
 # Real jobs ------------------------------------------------------------------------------------------------------
@@ -245,35 +220,25 @@ for step in range(9):
 
 def test_torchrun_of_three_ranks_with_one_that_fails(tmp_path: Path) -> None:
     """One that is killed: the recorded log `killed-in-all-reduce`."""
-    script = write(tmp_path / "job.py", SCRIPT.splitlines())
-    logs = tmp_path / "logs"
+    script, logs = write(tmp_path / "job.py", SCRIPT.splitlines()), tmp_path / "logs"
     words = ["--nproc-per-node=3", f"--master-port={free_port()}", f"--log-dir={logs}", "--redirects=3"]
     with ended(start(sys.executable, "-m", "torch.distributed.run", *words, str(script))) as job:
         assert job.wait() == [1]
         out = write(tmp_path / "torchrun.out", job.output.splitlines())
-    for paths in ([logs, out], [logs], [out]):
+    for paths in ([logs, out], [logs]):
         first = root(*paths)
-        assert first.rank == 1, (paths, first)
-        if logs in paths:
-            assert (first.seen, first.traceback[-1].strip()) == ("KeyError: 'image_17'", 'raise KeyError("image_17")')
-        else:
-            # The process may abort once more at its very end
-            assert first.title in ("a process ended with exit code 1", "a process aborted itself")
+        assert (first.rank, first.seen, first.traceback[-1].strip()) == (
+            1, "KeyError: 'image_17'", 'raise KeyError("image_17")')
+    # The process may abort once more at its very end
+    assert root(out).rank == 1
+    assert root(out).title in ("a process ended with exit code 1", "a process aborted itself")
     suffered = format_report(diagnose_files([logs, out])).split("what others suffered from it:\n")[1]
-    # Not always its first line: rank 1 itself may abort once more at its very end
-    assert "  a peer's connection ended, ranks 0, 2 " in suffered
+    assert "  a peer's connection ended, ranks 0, 2 " in suffered  # not always its first line
 
 
-def test_run_of_three_ranks_with_one_killed(forks: Forks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_of_three_ranks_with_one_killed(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with forks.running(*train(run), world_size=WORLD, env=probe("loss", 6, 1, signal="SIGKILL")) as job:
-        assert job.wait() == [171, -9, 171], job.output
+    codes, output = forks.run(*train(run), world_size=WORLD, env=probe("loss", 6, 1, signal="SIGKILL"))
+    assert codes == [171, -9, 171], output
     first = root(run)
     assert (first.name, first.rank, first.host) == ("lost-silent", 1, HOST)
-    capfd.readouterr()
-    assert main(["logs", str(run)]) == 0
-    out = capfd.readouterr().out
-    assert f" rank 0 on {HOST}: " in out
-    # One line of both, or two where one rank found it seconds later
-    told = re.findall(rf" ranks? ([\d, ]+) on {HOST}: lost a peer at step \d+: .*rank 1 on {HOST} \(", out)
-    assert sorted(", ".join(told).split(", ")) == ["0", "2"], out
