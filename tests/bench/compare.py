@@ -30,8 +30,6 @@ OPTIONS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
 LAUNCHERS = {
     "python": (sys.executable,),
     "launch": (sys.executable, "-m", "rankup", "launch", "--max-restarts", "0", "--nproc", "{nproc}"),
-    "spawn": (sys.executable, "-m", "rankup", "launch", "--start", "spawn", "--max-restarts", "0", "--nproc",
-              "{nproc}"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", *OPTIONS),
     "torch-launch": (sys.executable, "-m", "torch.distributed.launch", *OPTIONS),
     # Each process may use all CPUs, as with the other launchers. mpirun refuses root unless it is told
@@ -50,7 +48,6 @@ VARIANTS = {
     "none": Variant("--parallel none", "python"),
     "dp": Variant("--parallel dp", "python"),
     "ddp": Variant("--parallel ddp"),
-    "ddp-spawn": Variant("--parallel ddp", "spawn"),
     "ddp-torchrun": Variant("--parallel ddp", "torchrun"),
     "ddp-torch-launch": Variant("--parallel ddp", "torch-launch"),
     "ddp-mpirun": Variant("--parallel ddp", "mpirun"),

@@ -7,8 +7,8 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from rankup.observe.metrics import cut_after
 from rankup.observe.tracker import Facts, Line, Sender, without_secrets
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port, is_comparable, metrics, result, wait_for
-from tests.rigs.mlflow_server import Server, facts_of, new_server
+from tests.rigs.mlflow_server import Server
 from tests.rigs.wandb_files import rows_of
 
 # 8 steps an epoch
@@ -58,8 +58,7 @@ def assert_same(shown: list[tuple[int, float]], expected: list[tuple[int, float]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = new_server(tmp_path_factory.mktemp("mlflow"))
-    with server.up():
+    with Server(tmp_path_factory.mktemp("mlflow"), free_port()).up() as server:
         yield server
 
 
@@ -68,53 +67,45 @@ def mlflow_at(server: Server) -> dict[str, str]:
     return {"MLFLOW_TRACKING_URI": server.url.replace("//", f"//me:{PASSWORD}@")}
 
 
-@dataclass
-class Killed:
-    """A run that was killed and went on. In between: `trained` in its folder, `before` at the tracker."""
-
-    folder: Path
-    trained: list[tuple[int, float]]
-    before: list[tuple[int, float]]
-    output: str
+def parameters(run: dict[str, Any]) -> dict[str, str]:
+    return {each["key"]: each.get("value", "") for each in run["data"]["params"]}
 
 
-@pytest.fixture(scope="module")
-def killed(forks: Forks, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    run = tmp_path_factory.mktemp("killed") / "killed"
-    command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(run))
-    first = forks.ends(*command, env={**mlflow_at(server), **KILLED}, code=-9)
+def files_with_the_password(folder: Path) -> list[str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    return [str(path) for path in files if PASSWORD.encode() in path.read_bytes()]
+
+
+def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(forks: Forks, server: Server, tmp_path: Path) -> None:
+    """Its password is in no file and no line."""
+    folder = tmp_path / "killed"
+    command = (*MADE_UP, "--epochs", "3", "--tracker", "mlflow", *at(folder))
+    output = forks.ends(*command, env={**mlflow_at(server), **KILLED}, code=-9)
     # The sender outlives its rank
-    wait_for("its end", lambda: [found["info"]["status"] for found in server.runs(run.name)] == ["FAILED"])
-    trained, before = written(run)["train/loss"], server.curve(server.runs(run.name)[0], "train/loss")
-    second = forks.ends(*command, env=mlflow_at(server))
-    return Killed(run, trained, before, first + second)
+    wait_for("its end", lambda: [found["info"]["status"] for found in server.runs("killed")] == ["FAILED"])
+    before = server.curve(server.runs("killed")[0], "train/loss")
+    assert_same(before, written(folder)["train/loss"], "train/loss")
+    assert 8 < before[-1][0] < 16
+    output += forks.ends(*command, env=mlflow_at(server))
+    assert "resumed from step-00000008" in output  # the steps from 9 on are done again
 
-
-def test_mlflow_has_one_run_of_two_attempts_and_each_step_once(killed: Killed, server: Server) -> None:
-    assert_same(killed.before, killed.trained, "train/loss")
-    assert 8 < killed.before[-1][0] < 16
-    assert "resumed from step-00000008" in killed.output  # the steps from 9 on are done again
     (run,) = server.runs("killed")
     assert run["info"]["status"] == "FINISHED"
-    expected = written(killed.folder)
+    expected = written(folder)
     assert [step for step, _ in expected["train/loss"]] == list(range(1, 25))
     assert [step for step, _ in expected["eval/accuracy"]] == [8, 16, 24]
-    settings = facts_of(run["data"]["params"])
+    settings = parameters(run)
     assert (settings["epochs"], settings["schedule"], settings["data_dir"]) == ("3", "constant", "null")
     shown = {each["key"] for each in run["data"]["metrics"]}
     assert shown == expected.keys()
     for name, points in expected.items():
         assert_same(server.curve(run, name), points, name)
-
-
-def test_password_of_the_server_is_in_no_file_and_no_line(killed: Killed) -> None:
-    address = json.loads((killed.folder / "tracker" / "sent.json").read_text())["address"]
-    assert address in killed.output
+    address = json.loads((folder / "tracker" / "sent.json").read_text())["address"]
     assert address.startswith("http://127.0.0.1:")
-    files = [path for path in killed.folder.rglob("*") if path.is_file()]
-    assert len(files) > 10
-    assert [str(path) for path in files if PASSWORD.encode() in path.read_bytes()] == []
-    assert PASSWORD not in killed.output
+    assert address in output
+    assert PASSWORD not in output
+    assert files_with_the_password(folder) == []
 
 
 def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, server: Server, tmp_path: Path) -> None:
@@ -137,7 +128,7 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     forks.ends(*command, "--epochs", "2", env=mlflow_at(server))
     (found,) = server.runs("late")
     assert [step for step, _ in server.curve(found, "train/loss")] == list(range(1, 17))
-    assert facts_of(found["data"]["params"])["epochs"] == "1"
+    assert parameters(found)["epochs"] == "1"
 
 
 def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path) -> None:
@@ -177,8 +168,7 @@ def test_wandb_files_have_one_run_and_each_step_once(forks: Forks, tmp_path: Pat
         step = f"{name.split('/')[0]}/step"
         assert_same([(row[step], row[name]) for row in rows.history if name in row], points, name)
     assert rows.config["epochs"] == 3
-    files = [path for path in run.rglob("*") if path.is_file()]
-    assert [str(path) for path in files if PASSWORD.encode() in path.read_bytes()] == []
+    assert files_with_the_password(run) == []
     # Nothing about the machine, its packages, or the repository that the run was started in
     assert not [*run.rglob("offline-run-*/files/*")]
 
@@ -237,13 +227,12 @@ def test_lines_are_sent_once_by_a_tracker_that_fails(
     with pytest.raises(TimeoutError):
         one.look()
     # job.log may be called for each of several data sets
-    more = [*(line(step) for step in range(4, 9)), line(8, **{"eval/clean": 0.9}), line(8, **{"eval/noisy": 0.7})]
-    path.write_text(line(1) + line(2) + line(3) + "".join(more))
+    both = [line(4, **{"eval/clean": 0.9}), line(4, **{"eval/noisy": 0.7})]
+    path.write_text("".join([line(1), line(2), line(3), line(4), *both]))
     tracked.failing = False
     one.look()
-    expected = [{"step": step, "time": 1.0, "train/loss": 1 / step} for step in range(1, 9)]
-    both = [{"step": 8, "time": 1.0, "eval/clean": 0.9}, {"step": 8, "time": 1.0, "eval/noisy": 0.7}]
-    assert tracked.lines == expected + both
+    expected = [{"step": step, "time": 1.0, "train/loss": 1 / step} for step in range(1, 5)]
+    assert tracked.lines == [*expected, *map(json.loads, both)]
 
 
 def test_sender_of_a_killed_rank_sends_no_line_twice(tmp_path: Path, tracked: Recorded) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.jobs import environment, free_port, wait_for
+from tests.rigs.jobs import environment, wait_for
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @contextmanager
-    def up(self) -> Iterator[None]:
-        """The server for the length of the block; what it has been told before is there again."""
+    def up(self) -> "Iterator[Server]":
+        """The server for the length of the block."""
         # `mlflow server` starts this command too, with these variables; that takes two more imports of MLflow
         command = [
             sys.executable, "-m", "uvicorn", "mlflow.server.fastapi_app:app", "--host", "127.0.0.1",
@@ -42,7 +42,7 @@ class Server:
             )
         try:
             wait_for("its answer", self._answers, process=process, log=(self.folder / "server.log").read_text)
-            yield
+            yield self
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -74,13 +74,3 @@ class Server:
                 return True
         except OSError:
             return False
-
-
-def new_server(folder: Path) -> Server:
-    folder.mkdir(parents=True, exist_ok=True)
-    return Server(folder, free_port())
-
-
-def facts_of(entries: list[dict[str, str]]) -> dict[str, str]:
-    """Parameters or tags of a run, by name."""
-    return {each["key"]: each.get("value", "") for each in entries}

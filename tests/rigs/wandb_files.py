@@ -2,7 +2,6 @@
 
 import json
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,18 +27,15 @@ def rows_of(run: Path) -> Rows:
 
     rows = Rows()
     for path in sorted((run / "tracker" / "wandb").glob("offline-run-*/run-*.wandb")):
-        for data in records_in(path.read_bytes()):
-            record = Record.FromString(data)
+        for record in map(Record.FromString, records_in(path.read_bytes())):
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 rows.ids.add(record.run.run_id)
-                rows.config |= values_of(record.run.config.update)
-            elif kind == "config":
-                rows.config |= values_of(record.config.update)
-            elif kind == "history":
-                rows.history.append(values_of(record.history.item))
             elif kind == "exit":
                 rows.codes.append(record.exit.exit_code)
+            elif kind == "history":
+                rows.history.append(values_of(record.history.item))
+            rows.config |= values_of([*record.run.config.update, *record.config.update])
     return rows
 
 
@@ -48,20 +44,15 @@ def values_of(items: Any) -> dict[str, Any]:
 
 
 def records_in(file: bytes) -> Iterator[bytes]:
-    """The records; one that was cut by a kill ends the file."""
-    assert file[:4] == b":W&B"
-    place, pieces = HEAD.size, b""  # the file's own head is as long
-    while place + HEAD.size <= len(file):
-        left = BLOCK - place % BLOCK
-        if left < HEAD.size:
-            place += left
-            continue
-        checksum, length, kind = HEAD.unpack_from(file, place)
-        data = file[place + HEAD.size : place + HEAD.size + length]
-        if len(data) < length:
-            return
-        assert zlib.crc32(data, zlib.crc32(bytes([kind]))) == checksum
-        pieces = data if kind in (WHOLE, FIRST) else pieces + data
-        if kind in (WHOLE, LAST):
-            yield pieces
-        place += HEAD.size + length
+    """The records; one that was cut by a kill ends the file, which begins with a head of its own."""
+    pieces = b""
+    for place in range(0, len(file), BLOCK):
+        block = file[max(HEAD.size, place) : place + BLOCK]
+        while len(block) > HEAD.size:
+            _, length, kind = HEAD.unpack_from(block)
+            data, block = block[HEAD.size : HEAD.size + length], block[HEAD.size + length :]
+            if len(data) < length:
+                return
+            pieces = data if kind in (WHOLE, FIRST) else pieces + data
+            if kind in (WHOLE, LAST):
+                yield pieces
