@@ -1,86 +1,115 @@
-"""The command line: what is understood, that every mistake on it is reported, and the help."""
+"""The command line: what is understood, the help, and that every mistake is reported before anything runs."""
 
+import json
 import re
-from typing import Literal
+from pathlib import Path
 
 import pytest
 
-from train.config import Config
+from tests.rigs.jobs import rank_env
+from train.config import Config, load_config
 from train.config.command_line import parse_args
-from train.config.help_text import help_text
-from train.config.options import OPTIONS, Options
-from train.config.schema import fields_of, nearest
-from train.config.settings import setting
-from train.run import CHOICES
+from train.config.options import OPTIONS, DoctorOptions, PredictOptions
+from train.config.schema import fields_of
+from train.data.sources import SOURCES
+from train.main import main
+
+Captured = pytest.CaptureFixture[str]
 
 
-class Train(Options):
-    """Train."""
-
-    timeout: float = setting(1.5, "Seconds.")
-    quiet: bool = setting(False, "Say less.")
-
-
-class Launch(Train):
-    """Start processes."""
-
-    nproc: int = setting(2, "Processes.", ge=1)
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-class Predict(Train):
-    """Predict."""
-
-    checkpoint: str | None = setting(None, "A checkpoint.", metavar="DIR")
-    format: Literal["csv", "jsonl"] = setting("csv", "The output.")
+def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the program on that line, in this process."""
+    return main(line.split()), *capsys.readouterr()
 
 
-COMMANDS = {"train": Train, "launch": Launch, "predict": Predict}
-
-
-def parse(line):
-    return parse_args(line.split(), commands=COMMANDS)
+# What is understood ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("line", "settings"),
     [
-        ("train --batch-size 64", {"batch_size": "64"}), ("train --batch_size=64", {"batch_size": "64"}),
-        ("--batch-size 64", {"batch_size": "64"}), ("train --lr -0.1", {"lr": "-0.1"}),
-        ("train --lr 1 --lr 2", {"lr": "2"}), ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}),
-        ("train --name=--x", {"name": "--x"}), ("train --augment", {"augment": "True"}),
-        ("train --augment=true", {"augment": "true"}), ("train --augment false", {"augment": "false"}),
-        ("train --no-augment", {"augment": "False"}), ("train --no_augment", {"augment": "False"}),
-        ("train --augment --no-augment", {"augment": "False"}), ("train --augment trivial", {"augment": "trivial"}),
-        ("train --augment imagenet", {"augment": "imagenet"}), ("train --options.width 64", {"options.width": "64"}),
-        ("train --options.a-b_c=1", {"options.a_b_c": "1"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
-        ("--local-rank 0 train --epochs 2", {"epochs": "2"}), ("--local_rank=3 train", {}),
-        ("--local_rank 3 train", {}), ("train", {}), ("train --channels-last", {"channels_last": "True"}),
-        ("train --channels-last --no-augment", {"channels_last": "True", "augment": "False"}),
-        ("train --channels-last auto", {"channels_last": "auto"}),
-        ("train --no-channels-last", {"channels_last": "False"}),
+        ("train --batch-size 64", {"batch_size": "64"}), ("--batch_size=64", {"batch_size": "64"}),
+        ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
+        ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}), ("train --name=--x", {"name": "--x"}),
+        ("train --augment", {"augment": "True"}), ("train --augment trivial", {"augment": "trivial"}),
+        ("train --no_augment --channels-last", {"augment": "False", "channels_last": "True"}),
+        ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
+        ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
+        ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
+        # Left to itself Fire reads True for a missing value, a lone dash as the end of a call, and lists and numbers
+        ("train --name True", {"name": "True"}), ("train --data-dir -", {"data_dir": "-"}),
+        ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
     ],
 )
-def test_command_line_is_understood(line, settings):
-    parsed = parse(line)
-    assert parsed.mistakes == []
-    assert parsed.command == "train"
-    assert parsed.settings == settings
+def test_command_line_is_understood(line: str, settings: dict[str, str]) -> None:
+    parsed = parse_args(line.split())
+    assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
 
 
-def test_command_line_gives_options_with_type_and_default():
-    parsed = parse("launch --nproc 4 --quiet --timeout 3 --config x.yaml")
-    assert parsed.mistakes == []
-    assert parsed.config_file == "x.yaml"
-    assert parsed.options == Launch(nproc=4, timeout=3.0, quiet=True)
-    assert type(parsed.options.timeout) is float
-    assert parse("predict --checkpoint 1e5 --format jsonl").options == Predict(checkpoint="1e5", format="jsonl")
-    assert parsed.settings == {}
+def test_options_of_a_command_have_type_and_default() -> None:
+    parsed = parse_args(["predict", "--input", "1e5", "--config", "x.yaml", "--rank", "1"])
+    assert (parsed.mistakes, parsed.settings, parsed.config_file) == ([], {}, "x.yaml")
+    assert parsed.options == PredictOptions(input="1e5", rank=1)
+    assert parse_args(["doctor", "--alone", "--json"]).options == DoctorOptions(alone=True, json=True)
 
 
-@pytest.mark.parametrize("line", ["--help", "-h", "train -h", "--stpes 3 --help"])
-def test_command_line_help_is_asked_for(line):
-    assert parse(line).help
-    assert not parse("train").help
+def test_every_setting_is_a_flag_in_both_spellings() -> None:
+    for name in Config.model_fields.keys() - {"options"}:
+        for spelling in (name, name.replace("_", "-")):
+            assert parse_args(["train", f"--{spelling}=1"]).settings == {name: "1"}
+
+
+def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
+    (folder / "mine.yaml").write_text("lr: 3e-4\nepochs: 7\n")
+    code, out, err = ended("show --config mine.yaml --epochs 9 --no-tensorboard", capsys)
+    assert (code, err) == (0, "")
+    assert " | ".join(SOURCES) in out
+    (folder / "shown.yaml").write_text(out)
+    shown = load_config({}, file="shown.yaml")
+    assert shown == Config(lr=3e-4, epochs=9, tensorboard=False)
+    _, out, _ = ended("show --config mine.yaml --epochs 9 --no-tensorboard --json", capsys)
+    assert Config(**json.loads(out)) == shown
+    assert sorted(path.name for path in folder.iterdir()) == ["mine.yaml", "shown.yaml"]
+
+
+# Help -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
+     ("train --help hf", ["--hf-config", "--label-column"]), ("--help text", ["--max-seq-len", "--bert-dir"]),
+     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
+        + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items())],
+)
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_fits_the_width_and_a_screen(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, width: int, line: str, words: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, err = ended(line, capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith(("usage: ", "settings of "))
+    assert [word for word in words if word not in out and word not in " ".join(out.split())] == []
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= width
+    assert not list(folder.iterdir())
+
+
+def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) -> None:
+    code, out, _ = ended("", capsys)
+    assert code == 2
+    assert out.startswith("usage: ")
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -88,99 +117,80 @@ def test_command_line_help_is_asked_for(line):
     [
         ("train --stpes 100",
          ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
-        ("train --batch 4", ['unknown setting "--batch"; did you mean "--batch-size"? (*)']),
-        ("train --epoch 4", ['unknown setting "--epoch"; did you mean "--epochs"? (*)']),
-        ("train --learning-rate=1", ['unknown setting "--learning-rate"; did you mean "--lr"? (*)']),
-        ("train --nprocs 4", ['unknown setting "--nprocs"; did you mean "--nproc"? (*)']),
+        ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
+        ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
         ("train --no-lr", ['unknown setting "--no-lr"*']),
-        ("--bogus", ['unknown setting "--bogus"*']),
-        ("train --", ['unknown setting "--"*']),
-        ("train --lr", ["--lr must be followed by a value. *"]),
+        ("--zzz", ['unknown setting "--zzz". (*']),
+        ("train -- --interactive", ['unknown setting "--"*']),  # Fire has flags of its own behind it
+        ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
         ("train --lr --epochs 3", ["--lr must be followed by a value. (One that begins with a dash: --lr=-x)"]),
         ("train --options.x", ["--options.x must be followed by a value. *"]),
         ("train --options x", ["--options must be --options.NAME VALUE, *"]),
         ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
         ("train --config=", ["--config must be a file's name, got nothing."]),
         ("train --config", ["--config must be followed by a value. *"]),
+        ("train --config nowhere.yaml", ["nowhere.yaml: cannot be read: No such file or directory."]),
         ("trian", ['unknown command "trian"; did you mean "train"?']),
         ("train epochs=3", ['unexpected argument "epochs=3"; did you mean --epochs=3?']),
         ("epochs=3", ['unknown command "epochs=3"; did you mean --epochs=3?']),
-        ("train now", ['unexpected argument "now".']),
-        ("launch --nproc two", ['--nproc must be an integer >= 1, got "two".']),
-        ("launch --nproc 1.5", ["--nproc must be an integer >= 1, got 1.5."]),
-        ("launch --nproc 0", ["--nproc must be >= 1, got 0."]),
-        ("launch --nproc", ["--nproc must be followed by a value. *"]),
-        ("launch --quiet=yes", ['--quiet must be true or false, got "yes".']),
-        ("predict --format xml", ['--format must be one of csv, jsonl, got "xml".']),
-        ("train --nproc 2", ["--nproc must be used with launch, not with train."]),
-        ("train --stpes 3 --lr --bogus", ['unknown setting "--stpes"*', "--lr must *", 'unknown setting "--bogus"*']),
+        ("train --rank two", ['--rank must be an integer or null, got "two".']),
+        ("train --rank", ["--rank must be followed by a value. *"]),
+        ("doctor --alone=yes", ['--alone must be true or false, got "yes".']),
+        ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
+        ("train --output x.csv", ["--output must be used with predict, not with train."]),
+        ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
+        ("train --stpes 3 --lr -1 --dataset 3 --bogus",
+         ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', "--lr must be > 0, got -1.",
+          f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),
     ],
 )
-def test_command_line_mistakes_are_all_collected(line, messages):
-    found = parse(line).mistakes
-    # In any order: what is known only at the end of the line comes last.
+def test_mistakes_are_all_reported_with_code_2_before_anything_runs(
+    folder: Path, capsys: Captured, line: str, messages: list[str]
+) -> None:
+    code, out, err = ended(line, capsys)
+    assert (code, out) == (2, "")
+    found = err.removeprefix("error: ").splitlines()
     assert len(found) == len(messages), found
-    for message in messages:
-        assert any(re.fullmatch(re.escape(message).replace(r"\*", ".*"), f) for f in found), found
+    for message in messages:  # in any order: what is known only at the end of the line comes last
+        assert any(re.fullmatch(re.escape(message).replace(r"\*", ".*"), one) for one in found), found
+    assert not list(folder.iterdir()), "a mistake leaves no runs/"
+
+
+@pytest.mark.parametrize(("value", "got"), [("fashion", '"fashion"'), ("", "null"), ("[digits]", "[digits]")])
+def test_mistakes_of_a_file_stand_behind_its_name(folder: Path, capsys: Captured, value: str, got: str) -> None:
+    (folder / "it.yaml").write_text(f"dataset: {value}\nlr: -1\n")
+    code, _, err = ended("show --config it.yaml", capsys)
+    assert code == 2
+    assert f"it.yaml: dataset must be one of {', '.join(SOURCES)}, got {got}.\n" in err
+    assert "it.yaml: lr must be > 0, got -1." in err
 
 
 @pytest.mark.parametrize(
-    ("line", "settings"),
+    ("env", "message"),
     [
-        ("train --name True", {"name": "True"}), ("train --name=False", {"name": "False"}),
-        ("train --data-dir -", {"data_dir": "-"}), ("train --lr -1e-3", {"lr": "-1e-3"}),
-        ("train --name [1,2]", {"name": "[1,2]"}),
-        ("train --batch-size 1 --batch_size 2 --batch-size 3", {"batch_size": "3"}),
-        ("train --name train", {"name": "train"}), ("--name launch", {"name": "launch"}),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        (rank_env(2, 2, 20000), "RANK"),
+        (rank_env(0, 65, 20000), "batch_size must be at least 65"),
     ],
 )
-def test_command_line_is_not_guessed_by_fire(line, settings):
-    """Left to itself Fire reads True for a missing value, a lone dash as the end of a call, and lists and numbers."""
-    parsed = parse(line)
-    assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
+def test_environment_that_cannot_work_leaves_nothing(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = ended("train --dataset digits --model mlp --batch-size 64", capsys)
+    assert code == 2
+    assert message in err
+    assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("line", ["train -- --interactive", "train -- --trace", "train -- -i", "- train", "train - x"])
-def test_command_line_has_none_of_fires_own_flags(line, capsys):
-    assert parse(line).mistakes
-    assert capsys.readouterr() == ("", "")
-
-
-def test_command_line_takes_every_setting_in_both_spellings():
-    for name, field in Config.model_fields.items():
-        if name == "options":
-            continue
-        for spelling in (name, name.replace("_", "-")):
-            text = "true" if field.annotation is bool else "1"
-            assert parse(f"train --{spelling}={text}").settings == {name: text}
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("command", ["", *OPTIONS])
-def test_help_of_each_command_fits_the_width_and_a_screen(command, width):
-    text = help_text(command, width=width, choices=CHOICES)
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= width
-    assert len(lines) <= 40
-    if command:
-        for name in fields_of(OPTIONS[command]):
-            assert f"--{name.replace('_', '-')}" in text
-        assert text.count(f"  python -m train.main {command}") >= 1
-    else:
-        assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in OPTIONS)
-
-
-# --- the nearest name ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("stpes", "max_steps"), ("batchsize", "batch_size"), ("bacth-size", "batch_size"), ("learning_rate", "lr"),
-        ("optimiser", "optimizer"), ("workers", "num_workers"), ("Seed", "seed"), ("zzz", None), ("", None),
-    ],
-)
-def test_nearest_name_is_found(name, near):
-    assert nearest(name, list(Config.model_fields)) == near
-
-
+@pytest.mark.parametrize("setting", ["run-dir", "init-from", "mirror"])
+@pytest.mark.parametrize("url", [
+    "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
+    "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "https://me:hu@hush@host/model.pt",
+])
+def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(setting: str, url: str, capsys: Captured) -> None:
+    code, *printed = ended(f"train --{setting} {url}", capsys)
+    assert code == 2
+    assert f"--{setting} must be an address without user, password, key or parameters." in "".join(printed)
+    assert "hush" not in "".join(printed)

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from rankup.errors import UserError
 from tests.rigs.refused import mistakes, one
@@ -40,11 +39,6 @@ def test_field_says_what_it_is(name):
         assert field.json_schema_extra["rule"]
 
 
-def test_config_built_directly_refuses_contradictions():
-    with pytest.raises(ValidationError, match="accumulate"):
-        Config(batch_size=1, accumulate=2)
-
-
 def test_settings_that_may_change_on_resume_are_exactly_these():
     free = {n for n, f in Config.model_fields.items() if not f.json_schema_extra["affects_result"]}
     assert free == {
@@ -71,13 +65,11 @@ def test_precedence_is_defaults_then_file_then_flags(write):
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("name", "1e5", "1e5"), ("name", "true", "true"), ("run_dir", "007", "007"), ("run_dir", "null", "null"),
-        ("data_dir", "null", None), ("data_dir", "none", None), ("data_dir", "1", "1"), ("image_size", "none", None),
+        ("name", "1e5", "1e5"), ("run_dir", "null", "null"), ("data_dir", "none", None), ("data_dir", "1", "1"),
         ("image_size", "null", None), ("image_size", "32", 32), ("lr", "1", 1.0), ("lr", "1e-3", 1e-3),
-        ("augment", "true", True), ("augment", "false", False), ("compile", "true", True),
-        ("channels_last", "auto", "auto"), ("channels_last", "true", True), ("channels_last", "false", False),
-        ("in_memory", "never", "never"), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
-        ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a-b", "x", "x"), ("options.a.b", "1", 1),
+        ("augment", "false", False), ("compile", "true", True), ("channels_last", "auto", "auto"),
+        ("channels_last", "true", True), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
+        ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a.b", "1", 1),
     ],
 )
 def test_flag_is_read_by_the_type_of_its_field(name, text, value):
@@ -88,50 +80,32 @@ def test_flag_is_read_by_the_type_of_its_field(name, text, value):
     assert type(found) is type(value)
 
 
-def test_integer_in_file_becomes_a_float_where_a_float_is_wanted(write):
-    found = load_config({}, file=write("step_timeout_s: 60\n")).step_timeout_s
-    assert found == 60.0
-    assert type(found) is float
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("lr: -0.1", "tiny.yaml: lr must be > 0, got -0.1."),
-        ("lr: fast", 'tiny.yaml: lr must be a number > 0 and <= 1000, got "fast".'),
         ('lr: "0.1"', 'tiny.yaml: lr must be a number > 0 and <= 1000, got "0.1".'),
-        ("lr: .nan", "tiny.yaml: lr must be finite, got .nan."),
-        ("lr: -.inf", "tiny.yaml: lr must be finite, got -.inf."),
         ("lr: 1e999", "tiny.yaml: lr must be finite, got .inf."),
         ("lr: true", "tiny.yaml: lr must be a number > 0 and <= 1000, got true."),
         ("lr:", "tiny.yaml: lr must be a number > 0 and <= 1000, got null."),
         ("epochs: true", "tiny.yaml: epochs must be an integer >= 1, got true."),
-        ("epochs: 1.0", "tiny.yaml: epochs must be an integer >= 1, got 1.0."),
         ("epochs: 1e3", "tiny.yaml: epochs must be an integer >= 1, got 1000.0."),
-        ("epochs: 1_000", 'tiny.yaml: epochs must be an integer >= 1, got "1_000".'),
-        ("epochs: 0", "tiny.yaml: epochs must be >= 1, got 0."),
         ("epochs: 99999999999999999999", "tiny.yaml: epochs must be <= 2147483647, got 99999999999999999999."),
         ("dropout: 1", "tiny.yaml: dropout must be < 1, got 1."),
-        ("augment: yes", 'tiny.yaml: augment must be one of imagenet, trivial, true, false, got "yes".'),
         ("augment: 1", "tiny.yaml: augment must be one of imagenet, trivial, true, false, got 1."),
         ("compile: yes", 'tiny.yaml: compile must be true or false, got "yes".'),
-        ("compile: 1", "tiny.yaml: compile must be true or false, got 1."),
-        ("image_size: 4", "tiny.yaml: image_size must be >= 8, got 4."),
         ("image_size: big", 'tiny.yaml: image_size must be an integer >= 8 and <= 1024 or null, got "big".'),
         ("optimizer: adam", 'tiny.yaml: optimizer must be one of sgd, adamw, got "adam".'),
-        ("workload: nothing", 'tiny.yaml: workload must be "images", "text" or module:function, got "nothing".'),
+        *((f"workload: {form!r}", f'tiny.yaml: workload must be "images", "text" or module:function, got "{form}".')
+          for form in ("throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build")),
         ("device: 1", "tiny.yaml: device must be auto, cpu, cuda or another accelerator's name, got 1."),
         ('data_dir: ""', 'tiny.yaml: data_dir must be a path or null, got "".'),
         ("run_dir:", "tiny.yaml: run_dir must be a path or an address, got null."),
-        ("options: 5", "tiny.yaml: options must be a mapping of *, got 5."),
         ("options: {a: .nan}", "tiny.yaml: options must be a mapping of *, got {a: .nan}."),
         ("options: {a: " + "[" * 30 + "]" * 30 + "}", "tiny.yaml: options must be a mapping of *, got {a: [[*."),
         ("name: " + "a" * 201, 'tiny.yaml: name must be at most 200 letters, *, got "aaa*....'),
-        ('stpes: 3', 'tiny.yaml: unknown setting "stpes"; did you mean "max_steps"? '
-                     "(python -m train.main show lists all)"),
         ("batch-size: 3", 'tiny.yaml: unknown setting "batch-size"; did you mean "batch_size"? (*)'),
         (r'"a\nb": 3', r'tiny.yaml: unknown setting "a\nb". (*)'),
-        ("qqqqqq: 3", 'tiny.yaml: unknown setting "qqqqqq". (python -m train.main show lists all)'),
     ],
 )
 def test_file_value_is_refused_in_the_house_form(line, message, write):
@@ -147,23 +121,16 @@ def test_name_that_is_no_safe_folder_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("lr", "-0.1", "--lr must be > 0, got -0.1."),
         ("lr", ".inf", "--lr must be finite, got .inf."),
         ("batch_size", "1e3", "--batch-size must be an integer >= 1, got 1e3."),
-        ("batch_size", "many", '--batch-size must be an integer >= 1, got "many".'),
         ("batch_size", "", '--batch-size must be an integer >= 1, got "".'),
-        ("batch_size", "true", "--batch-size must be an integer >= 1, got true."),
         ("epochs", "9" * 5000, '--epochs must be an integer >= 1, got "' + "9" * 76 + "...."),
         ("channels_last", "yes", '--channels-last must be one of auto, true, false, got "yes".'),
-        ("augment", "yes", '--augment must be one of imagenet, trivial, true, false, got "yes".'),
-        ("augment", "imagnet", '--augment must be one of imagenet, trivial, true, false, got "imagnet".'),
-        ("compile", "yes", '--compile must be true or false, got "yes".'),
         ("data_dir", "", '--data-dir must be a path or null, got "".'),
         ("options.a", ".nan", "--options.a must be finite, got .nan."),
         ("options", "x", '--options must be a mapping of words to *, got "x".'),
         ("options.", "x", 'unknown setting "--options."*'),
         ("lr.x", "1", 'unknown setting "--lr.x"*'),
-        ("stpes", "1", 'unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)'),
     ],
 )
 def test_flag_value_is_refused_in_the_house_form(name, text, message):
@@ -224,8 +191,6 @@ def test_changed_settings_survives_json_and_older_versions():
     [
         {},
         {"name": "1e5", "data_dir": "null", "run_dir": "a: b # c\n\t'\"\\é😀\x7f\u2028\x85", "lr": 1e-5},
-        {"run_dir": "a\x85b"},
-        {"run_dir": "a\nb \n"},
         {"data_dir": "yes", "run_dir": "~", "options": {"a b": [1, "2", None, True, {"x": "no"}], "e": 1e-9, "s": ""}},
         {"run_dir": "word " * 60, "options": {"long": list(range(200)), "text": "word " * 60}},
     ],
@@ -248,7 +213,6 @@ def test_yaml_of_a_config_explains_each_setting():
 
 
 def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_were_set():
-    assert "hf_config" not in to_yaml(Config())
     assert "fake_classes" not in to_yaml(Config())
     assert "hf_config: null" in to_yaml(Config(dataset="hf:beans"))
     assert "fake_classes: 3 " in to_yaml(Config(fake_classes=3))
@@ -262,11 +226,7 @@ def test_setting_of_another_data_set_is_refused():
         refuse_foreign(Config(fake_classes=3))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "train/configs").glob("*.yaml")), ids=lambda f: f.name)
-def test_config_file_that_ships_is_valid(file):
-    load_config({}, file=str(file))
-
-
-def test_config_files_that_ship_are_there():
-    assert {"tiny.yaml", "digits.yaml", "fashion.yaml"} <= {f.name for f in (ROOT / "train/configs").glob("*.yaml")}
+def test_config_files_that_ship_are_valid():
+    for file in (ROOT / "train/configs").glob("*.yaml"):
+        load_config({}, file=str(file))
     assert load_config({}, file=str(ROOT / "train/configs/fashion.yaml")) == Config()

@@ -14,7 +14,6 @@ from torchvision.transforms import v2
 from rankup.seeds import derive_seed, seed_host
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from tests.rigs.photographs import write_photographs
 from train.config import Config
 from train.config.settings import Augment
 from train.data.file_samples import FileSamples
@@ -23,14 +22,6 @@ from train.data.sources.decode import decode
 from train.workloads import images as workload
 
 RECIPES: list[Augment] = [False, True, "imagenet", "trivial"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photographs")
-    write_photographs(root / "train", 12, width=100, height=75)
-    write_photographs(root / "val", 6, width=100, height=75, first=100)
-    return root
 
 
 def config_of(folder: Path, augment: Augment, image_size: int | None = 56) -> Config:
@@ -55,37 +46,28 @@ def as_torchvision_has_it(samples: FileSamples, transform: Callable[[torch.Tenso
     return torch.stack(found)
 
 
-def test_imagenet_is_torchvisions_recipe_to_the_bit(folder: Path) -> None:
-    samples = samples_of(folder, "imagenet")
-    expected = as_torchvision_has_it(samples, v2.Compose([v2.RandomResizedCrop(56), v2.RandomHorizontalFlip()]))
-    assert torch.equal(samples.batch(torch.arange(12), 3)[0], expected)
-
-
-def test_trivial_is_torchvisions_recipe_to_the_bit(folder: Path) -> None:
-    samples = samples_of(folder, "trivial")
-    trivial = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)
-    transform = v2.Compose([v2.RandomResizedCrop(56), v2.RandomHorizontalFlip(), trivial])
-    assert torch.equal(samples.batch(torch.arange(12), 3)[0], as_torchvision_has_it(samples, transform))
-
-
 @pytest.mark.parametrize("augment", ["imagenet", "trivial"])
-@pytest.mark.parametrize(("image_size", "shorter_side"), [(None, 256), (224, 256), (56, 64), (33, 38)])
-def test_recipe_evaluates_with_the_middle_of_a_larger_picture(
+def test_recipe_is_torchvisions_to_the_bit(folder: Path, augment: Augment) -> None:
+    parts: list[torch.nn.Module] = [v2.RandomResizedCrop(56), v2.RandomHorizontalFlip()]
+    if augment == "trivial":
+        parts.append(v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR))
+    samples = samples_of(folder, augment)
+    assert torch.equal(samples.batch(torch.arange(12), 3)[0], as_torchvision_has_it(samples, v2.Compose(parts)))
+
+
+@pytest.mark.parametrize(
+    ("augment", "image_size", "shorter_side"),
+    [("imagenet", None, 256), ("trivial", 56, 64), ("imagenet", 33, 38), (False, None, 224), (True, 56, 56)],
+)
+def test_evaluation_is_the_middle_of_the_picture_as_torchvision_cuts_it(
     folder: Path, augment: Augment, image_size: int | None, shorter_side: int
 ) -> None:
+    """Of ImageNet's recipe the middle of a larger one."""
     samples = samples_of(folder, augment, image_size=image_size)
     transform = v2.Compose([v2.Resize(shorter_side), v2.CenterCrop(image_size or 224)])
     expected = as_torchvision_has_it(samples, transform)
     assert torch.equal(samples.batch(torch.arange(12), None)[0], expected)
-
-
-@pytest.mark.parametrize("augment", [False, True])
-def test_other_images_are_the_middle_of_the_picture_as_torchvision_cuts_it(folder: Path, augment: Augment) -> None:
-    samples = samples_of(folder, augment)
-    expected = as_torchvision_has_it(samples, v2.Compose([v2.Resize(56), v2.CenterCrop(56)]))
-    assert torch.equal(samples.batch(torch.arange(12), None)[0], expected)
-    plain = samples.batch(torch.arange(12), 3)[0]
-    assert torch.equal(plain, expected) is (augment is False)
+    assert torch.equal(samples.batch(torch.arange(12), 3)[0], expected) is (augment is False)
 
 
 # The same everywhere --------------------------------------------------------------------------------------------
@@ -121,16 +103,6 @@ def test_grey_images_are_the_mean_of_the_colours(folder: Path) -> None:
     assert torch.equal(grey.float(), expected)
 
 
-def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -> None:
-    for augment in (True, "imagenet"):
-        built = workload.build(config_of(folder, augment))
-        assert built.open_input is not None
-        samples, name_of = built.open_input(str(folder / "val"))
-        assert isinstance(built.evaluation, FileSamples)
-        assert [name_of(index) for index in range(6)] == list(built.evaluation.paths)
-        assert torch.equal(samples.batch(torch.arange(6), None)[0], built.evaluation.batch(torch.arange(6), None)[0])
-
-
 # Whole jobs -----------------------------------------------------------------------------------------------------
 
 
@@ -141,19 +113,12 @@ def line(folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("augment", ["imagenet", "trivial"])
-def test_job_that_was_killed_goes_on_with_the_same_crops(
-    forks: Forks, folder: Path, tmp_path: Path, augment: str
-) -> None:
-    words = line(folder, "--augment", augment, "--run-dir", str(tmp_path), "--save-every-steps", "2")
-    whole = forks.run(*words, "--name", "whole", "--num-workers", "1", world_size=2)
-    assert whole[0] == [0, 0], whole[1]
-    killed = forks.run(
-        *words, "--name", "killed", world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8"
-    )
+def test_job_that_was_killed_goes_on_with_the_same_crops(forks: Forks, folder: Path, tmp_path: Path) -> None:
+    words = line(folder, "--augment", "trivial", "--run-dir", str(tmp_path), "--save-every-steps", "2")
+    forks.ends(*words, "--name", "whole", "--num-workers", "1", world_size=2)
+    killed = forks.run(*words, "--name", "killed", world_size=2, preload="tests.rigs.injected_faults:dies_in_step_8")
     assert killed[0] == [171, -9], killed[1]
-    again = forks.run(*words, "--name", "killed", world_size=2)
-    assert again[0] == [0, 0], again[1]
+    forks.ends(*words, "--name", "killed", world_size=2)
     assert result(tmp_path / "killed")["digest"] == result(tmp_path / "whole")["digest"]
 
 

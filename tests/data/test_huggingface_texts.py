@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,7 @@ from train.config import Config
 from train.data.sources import huggingface
 from train.data.sources.texts import SAMPLE, load_texts
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where `datasets` keeps what it makes of files: not in the home of whoever runs the tests."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("hf_home")
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-        patch.setenv("HF_HOME", str(folder))
-        yield folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def sample(part: str) -> dict[str, list[Any]]:
@@ -87,9 +75,3 @@ def test_rows_without_text_or_label_are_counted_and_named(tmp_path: Path) -> Non
     named = r"3 of 6 rows are bad \(row 1: no text; row 2: no label; row 3: no text\)"
     with pytest.raises(UserError, match=named):
         load_hf(where)
-
-
-def test_single_label_is_refused(tmp_path: Path) -> None:
-    rows = {"text": ["a", "b"], "label": ["x", "x"]}
-    with pytest.raises(UserError, match="must have at least two labels to tell apart, got only x"):
-        load_hf(save(tmp_path / "texts", train=rows, test=rows))

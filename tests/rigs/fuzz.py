@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import io
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from PIL import Image
 
 from rankup import timing
 from rankup.agent.agent import Agent
@@ -40,6 +42,7 @@ from rankup.state import reading, tree
 from rankup.state.copies import MANIFEST, STATE, fingerprint
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
+from train.data.sources.decode import decode
 from train.data.sources.mnist_family import read_idx
 from train.run.weights import init_from
 
@@ -319,6 +322,13 @@ def _said(data: bytes) -> tuple[Any, Any]:
     return reader, writer
 
 
+def pictures() -> Files:
+    found = {kind: io.BytesIO() for kind in ("png", "jpeg", "webp", "tiff", "bmp")}
+    for kind, file in found.items():
+        Image.effect_noise((20, 20), 50).convert("RGB").save(file, kind)
+    return {kind: file.getvalue() for kind, file in found.items()}
+
+
 SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
 IDX = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
 FORMATS = {
@@ -330,6 +340,7 @@ FORMATS = {
     "idx": Format(lambda: {"a": IDX}, lambda folder: read_idx(folder / "a", "images"), replaced=False),
     "packed_idx": Format(lambda: {"a": gzip.compress(IDX)}, lambda folder: read_idx(folder / "a", "images"),
                          replaced=False),
+    "pictures": Format(pictures, lambda folder: [decode(str(path)) for path in folder.iterdir()], replaced=False),
     "run": Format(run_folder, read_run),
     "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_place(folder / "p"),
                     replaced=False),

@@ -12,8 +12,11 @@ PORT_NAME, PORT = "pytorchjob-port", 23456
 
 
 def operator_pods(job: Object) -> list[Object]:
-    """The pods of a PyTorchJob, the Master's first."""
+    """The pods of a PyTorchJob, the Master's first. It fails where the operator's webhook refuses the job."""
     replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert "Master" not in replicas or replicas["Master"]["replicas"] == 1
+    assert all("pytorch" in [each["name"] for each in replica["template"]["spec"]["containers"]]
+               for replica in replicas.values())
     return [
         _operator_pod(job, kind, index)
         for kind in ("Master", "Worker") if kind in replicas
@@ -49,33 +52,22 @@ def _operator_env(job: Object, kind: str, index: int) -> list[Object]:
     name, spec = job["metadata"]["name"], job["spec"]
     replicas, elastic = spec["pytorchReplicaSpecs"], spec.get("elasticPolicy")
     count = sum(replica.get("replicas", 1) for replica in replicas.values())
-    old_nproc = (elastic or {}).get("nProcPerNode")  # the deprecated field, and another place in the order
     nproc = spec.get("nprocPerNode") or "auto"
-    env: list[tuple[str, str | None]] = [("PYTHONUNBUFFERED", "1")]
+    env = {"PYTHONUNBUFFERED": "1"}
     if "Master" in replicas:
-        port = _port(replicas["Master"])
-        rank = 0 if kind == "Master" else index + 1
-        env += [(prefix + "MASTER_PORT", str(port)) for prefix in ("", "PET_")]
-        env += [(prefix + "MASTER_ADDR", f"{name}-master-0") for prefix in ("", "PET_")]
-        env += [("WORLD_SIZE", str(count * (int(nproc) if nproc.isdecimal() else 1)))]
-        env += [("RANK", str(rank)), ("PET_NODE_RANK", str(rank))]
-    if old_nproc is None:
-        env += [("PET_NPROC_PER_NODE", nproc)]
+        env["MASTER_PORT"] = env["PET_MASTER_PORT"] = str(_port(replicas["Master"]))
+        env["MASTER_ADDR"] = env["PET_MASTER_ADDR"] = f"{name}-master-0"
+        env["WORLD_SIZE"] = str(count * (int(nproc) if nproc.isdecimal() else 1))
+        env["RANK"] = env["PET_NODE_RANK"] = str(0 if kind == "Master" else index + 1)
+    env["PET_NPROC_PER_NODE"] = nproc
     if elastic is None:
-        env += [("PET_NNODES", str(count))]
+        env["PET_NNODES"] = str(count)
     else:
         workers = replicas["Worker"].get("replicas", 1)
-        least, most = elastic.get("minReplicas", workers), elastic.get("maxReplicas", workers)
-        port = elastic.get("rdzvPort", _port(replicas["Worker"]))
-        env += [("PET_RDZV_ENDPOINT", f"{name}-worker-0:{port}")]
-        env += [("PET_RDZV_BACKEND", elastic.get("rdzvBackend", "c10d")), ("PET_NNODES", f"{least}:{most}")]
-        env += [("PET_NPROC_PER_NODE", str(old_nproc))] if old_nproc is not None else []
-        env += [("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))] if "maxRestarts" in elastic else []
-        env += [("PET_RDZV_ID", elastic["rdzvId"])] if "rdzvId" in elastic else []
-        conf = ",".join(f"{pair['key']}={pair['value']}" for pair in elastic.get("rdzvConf", []))
-        env += [("PET_RDZV_CONF", conf)] if conf else []
-        env += [("PET_STANDALONE", None)] if elastic.get("standalone") else []
-    return [{"name": name} if value is None else {"name": name, "value": value} for name, value in env]
+        env["PET_RDZV_ENDPOINT"] = f"{name}-worker-0:{_port(replicas['Worker'])}"
+        env["PET_RDZV_BACKEND"], env["PET_NNODES"] = "c10d", f"{workers}:{workers}"
+        env |= {"PET_MAX_RESTARTS": str(elastic["maxRestarts"])} if "maxRestarts" in elastic else {}
+    return [{"name": name, "value": value} for name, value in env.items()]
 
 
 def _port(replica: Object) -> int:
@@ -203,9 +195,12 @@ def verdict(owner: Object, code: int, *, disrupted: bool = False) -> str:
         (owner,) = [each["template"] for each in inside["replicatedJobs"]]
     if code == 0:
         return "done"
+    pod = owner["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # or no rule would see the code
     for rule in owner["spec"]["podFailurePolicy"]["rules"]:
-        on = rule.get("onExitCodes", {"operator": "In", "values": []})
-        fits = (code in on["values"]) == (on["operator"] == "In")
-        if fits or (disrupted and {"type": "DisruptionTarget", "status": "True"} in rule.get("onPodConditions", [])):
-            return {"FailJob": "fails", "Ignore": "new", "Count": "counted"}[rule["action"]]
+        on, condition = rule.get("onExitCodes"), {"type": "DisruptionTarget", "status": "True"}
+        assert on is None or (on["containerName"], on["operator"]) == (pod["containers"][0]["name"], "In")
+        if code in on["values"] if on else disrupted and condition in rule["onPodConditions"]:
+            return {"FailJob": "fails", "Ignore": "new"}[rule["action"]]
+    assert owner["spec"]["backoffLimit"] > 0
     return "counted"

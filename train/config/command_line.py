@@ -36,7 +36,7 @@ class Request:
     mistakes: list[str] = field(default_factory=list)
 
 
-def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = OPTIONS) -> Request:
+def parse_args(argv: Sequence[str]) -> Request:
     """Understand a command line; runs and raises nothing.
 
     The command is the first word, `train` where a line begins with a setting. --local-rank, which
@@ -47,12 +47,12 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
         words = words[1 if found[1] else 2 :]
     if {"-h", "--help"} & set(words):
         topic = next((word for word in words if word in TOPICS), "")
-        return Request(next((word for word in words if word in commands), None), help=True, topic=topic)
+        return Request(next((word for word in words if word in OPTIONS), None), help=True, topic=topic)
     name = "train" if words and _is_flag(words[0]) else words.pop(0) if words else None
     if name is None:
         return Request()
-    if name not in commands:
-        near = nearest(name, commands)
+    if name not in OPTIONS:
+        near = nearest(name, OPTIONS)
         return Request(name, mistakes=[
             f"unknown command {describe(name)}{f'; did you mean {describe(near)}?' if near else _as_flag(name)}"
         ])
@@ -63,30 +63,27 @@ def parse_args(argv: Sequence[str], *, commands: Mapping[str, type[Options]] = O
 
     def command(name: str) -> Callable[..., Request]:
         def understand(*more: str, **flags: str) -> Request:
-            return _understand(name, more, flags, list(_without_value(words, commands)), commands)
+            return _understand(name, more, flags, list(_without_value(words)))
 
         return cast(Callable[..., Request], SetParseFn(str)(understand))
 
-    table = {each: command(each) for each in commands}
+    table = {each: command(each) for each in OPTIONS}
     request: Request = fire.Fire(table, command=[name, *words, *NOT_FIRES], serialize=lambda _: None)
     return request
 
 
-def _understand(
-    command: str, more: Sequence[str], flags: Mapping[str, str], empty: Sequence[str],
-    commands: Mapping[str, type[Options]],
-) -> Request:
+def _understand(command: str, more: Sequence[str], flags: Mapping[str, str], empty: Sequence[str]) -> Request:
     """`more`: words that are neither flags nor values. `empty`: names of flags that must have a value and have none."""
-    own = fields_of(commands[command])
-    owners = {name: [title for title in commands if name in fields_of(commands[title])]
-              for model in commands.values() for name in fields_of(model)}
+    own = fields_of(OPTIONS[command])
+    owners = {name: [title for title in OPTIONS if name in fields_of(OPTIONS[title])]
+              for model in OPTIONS.values() for name in fields_of(model)}
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
     mistakes = [f"unexpected argument {describe(word)}{_as_flag(word)}" for word in more]
     mistakes += [f"{flag(name)} must be followed by a value. (One that begins with a dash: {flag(name)}=-x)"
                  for name in empty]
     for name, text in flags.items():
-        if name.startswith("_") and text == "False" and _is_switch(name[1:], commands):
+        if name.startswith("_") and text == "False" and _is_switch(name[1:]):
             name = name[1:]  # --no-NAME, of which Fire has taken "no" away
         if name in empty:
             continue
@@ -106,16 +103,16 @@ def _understand(
             mistakes.append(unknown(shown, known, lambda n: describe(flag(n))))
     file = given.pop("config", None)
     values = {name: from_text(own[name], text) for name, text in given.items()}
-    options, wrong = validate(commands[command], values, label=flag, shown=given)
+    options, wrong = validate(OPTIONS[command], values, label=flag, shown=given)
     return Request(command, settings, file, options, mistakes=[*mistakes, *wrong.values()])
 
 
-def _without_value(words: Sequence[str], commands: Mapping[str, type[Options]]) -> Iterator[str]:
+def _without_value(words: Sequence[str]) -> Iterator[str]:
     """The names of flags that are followed by another flag, or by nothing, and are no switches. Fire reads True."""
     for word, following in pairwise([*words, "--"]):
         name = word.removeprefix("--").replace("-", "_")
-        known = name in Settings.model_fields or any(name in fields_of(model) for model in commands.values())
-        needs_one = (known or name == "config" or name.startswith("options.")) and not _is_switch(name, commands)
+        known = name in Settings.model_fields or any(name in fields_of(model) for model in OPTIONS.values())
+        needs_one = (known or name == "config" or name.startswith("options.")) and not _is_switch(name)
         if needs_one and _is_flag(word) and "=" not in word and _is_flag(following):
             yield name
 
@@ -125,9 +122,9 @@ def _is_flag(word: str) -> bool:
     return re.match(r"--|-[a-zA-Z]", word) is not None
 
 
-def _is_switch(name: str, commands: Mapping[str, type[Options]]) -> bool:
+def _is_switch(name: str) -> bool:
     found = Settings.model_fields.get(name)
-    fields = [found] if found else [of[name] for model in commands.values() if name in (of := fields_of(model))]
+    fields = [found] if found else [of[name] for model in OPTIONS.values() if name in (of := fields_of(model))]
     return bool(fields) and kind(fields[0])[0] is bool
 
 

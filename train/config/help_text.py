@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pydantic.fields import FieldInfo
 
@@ -31,27 +31,21 @@ EXAMPLES = {
 }
 
 
-def help_text(
-    command: str = "", *, topic: str = "", commands: Mapping[str, type[Options]] = OPTIONS,
-    choices: Choices = NO_CHOICES, width: int = 0,
-) -> str:
-    """The help of `command`, of all, or of the settings of one of TOPICS: at most 40 lines at 80 columns.
-
-    `width`: 0 takes the terminal's.
-    """
-    width = min(width or shutil.get_terminal_size().columns, 120)
+def help_text(command: str = "", *, topic: str = "", choices: Choices = NO_CHOICES) -> str:
+    """The help of `command`, of all, or of the settings of one of TOPICS: at most 40 lines at 80 columns."""
+    width = min(shutil.get_terminal_size().columns, 120)
     if topic:
         own = {name: field for name, field in Settings.model_fields.items() if facts(field)["of"] == topic}
         rows = [(_setting(name, field, choices)[0], f"[{dump_value(field.default)}] {field.description}")
                 for name, field in own.items()]
         return "\n".join([f"settings of {topic} alone:", *_table(rows, width)]) + "\n"
-    if command not in commands:
-        rows = [(name, _first_sentence(model)) for name, model in commands.items()]
+    if command not in OPTIONS:
+        rows = [(name, _first_sentence(model)) for name, model in OPTIONS.items()]
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
         lines += _table(rows, width)
         more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
         return "\n".join([*lines, "", *textwrap.wrap(f"{more} {NOTE}", width)]) + "\n"
-    model = commands[command]
+    model = OPTIONS[command]
     rows = [_option(name, field) for name, field in fields_of(model).items()]
     lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(_text(model), width)]
     lines += ["", "options:", *_table(rows, width)] if rows else []

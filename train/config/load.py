@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import model_validator
-
 from rankup import UserError
 from rankup.urls import is_url
 
@@ -30,13 +28,7 @@ from .yaml_text import describe, dump_value, read_yaml, scalar
 
 
 class Config(Settings, frozen=True):
-    """All settings of one run, validated and immutable. Build it with `load_config`, or directly in tests."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        if found := list(contradictions(self)):
-            raise ValueError("; ".join(c.text(self) for c in found))
-        return self
+    """All settings of one run, each validated by itself, and immutable. `load_config` also refuses contradictions."""
 
 
 def load_config(
@@ -84,8 +76,7 @@ def load_config(
         if name in wrong or not any(is_choice(getattr(config, name), one) for one in known):
             wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(values[name])}."
     found += wrong.values()
-    # pydantic looks for contradictions only where each field is right. These are all of them, and name what the user
-    # wrote; one with a setting that is wrong already, or may stand in a file that can't be read, would be a guess.
+    # One with a setting that is wrong already, or may stand in a file that can't be read, would be a guess
     if not file_failed:
         found += [c.text(config, label) for c in contradictions(config) if not wrong.keys() & set(c.fields)]
     if found:

@@ -23,8 +23,8 @@ KIND_WORDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}  # pydantic's names of bounds, in declarations and in errors
 
 # What people type who come from elsewhere, where no spelling distance leads to our word.
-SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "nproc_per_node": "nproc",
-            "output_dir": "run_dir", "num_epochs": "epochs"}
+SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "output_dir": "run_dir",
+            "num_epochs": "epochs"}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -122,8 +122,8 @@ def validate(
         return model(**values), wrong
     except ValidationError as error:
         for detail in error.errors():
-            # pydantic finds several errors in one value of `options`; a check of the whole model has no place at all
-            if detail["loc"] and (name := str(detail["loc"][0])) not in wrong:
+            # pydantic finds several errors in one value of `options`
+            if (name := str(detail["loc"][0])) not in wrong:
                 got = values[name]
                 text = shown[name] if name in shown and not isinstance(got, str) else describe(got)
                 wrong[name] = f"{label(name)} must be {_rule(fields[name], detail)}, got {text}."

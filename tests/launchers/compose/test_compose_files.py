@@ -32,12 +32,14 @@ def config(*files: str, **env: str) -> dict:
     return json.loads(docker(*COMPOSE, *more, "--profile", "*", "config", "--format", "json", **env))
 
 
-def test_scripts_pass_shellcheck() -> None:
-    assert SCRIPTS
+def test_scripts_pass_shellcheck_and_can_be_run() -> None:
     if not shutil.which("shellcheck"):
         pytest.skip("no shellcheck here: apt install shellcheck")
-    done = subprocess.run(["shellcheck", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    scripts = [*SCRIPTS, *ROOT.glob("k8s/*.sh"), *ROOT.glob("slurm/*.s*")]
+    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+    sourced = ("settings.sh", "locked.sh")
+    assert [path for path in SCRIPTS if path.name not in sourced and not os.access(path, os.X_OK)] == []
 
 
 def test_dockerfiles_pass_hadolint() -> None:
@@ -59,32 +61,23 @@ def test_a_launch_file_says_what_it_is_how_to_run_it_and_what_to_edit(path: Path
     assert ("# EDIT" in path.read_text().partition("# Edit: ")[2]) == ("marked EDIT" in lines[2])
 
 
-def test_scripts_can_be_run() -> None:
-    assert [p.name for p in SCRIPTS if p.name not in ("settings.sh", "locked.sh") and not os.access(p, os.X_OK)] == []
-
-
 @engine
-@pytest.mark.parametrize("more", [[], *([name] for name in MORE), MORE], ids=lambda more: "+".join(more) or "alone")
+@pytest.mark.parametrize("more", [[], MORE], ids=["alone", "with all others"])
 def test_compose_accepts_the_files(more: list[str]) -> None:
     services = config(*more)["services"]
     nodes = [name for name in services if name.startswith("node")]
-    assert sorted(nodes) == [f"node{n}" for n in range(8 if "compose.nodes.yaml" in more else 2)]
+    assert sorted(nodes) == [f"node{n}" for n in range(8 if more else 2)]
     assert all(services[name]["environment"]["RANK"] == name.removeprefix("node") for name in nodes)
     assert all(services[name]["hostname"] == name for name in nodes)
 
 
 @engine
-def test_nodes_get_gpus_of_their_own_from_the_gpu_file_alone() -> None:
+def test_nodes_get_gpus_of_their_own_from_the_gpu_file_and_the_board_no_capability() -> None:
     assert "nvidia" not in json.dumps(config())
-    services = config("compose.gpu.yaml")["services"]
+    services = config("compose.gpu.yaml", "compose.board.yaml")["services"]
     devices = [services[f"node{n}"]["deploy"]["resources"]["reservations"]["devices"] for n in range(2)]
     assert [device[0]["device_ids"] for device in devices] == [["0"], ["1"]]
     assert services["node0"]["ulimits"]["memlock"] == -1
-
-
-@engine
-def test_board_has_none_of_the_nodes_capabilities() -> None:
-    services = config("compose.board.yaml")["services"]
     assert services["node0"]["cap_add"]
     assert not services["board"].get("cap_add")
 
@@ -100,11 +93,11 @@ def test_script_has_nearly_all_the_time_that_its_launcher_gives() -> None:
 
 
 @engine
-@pytest.mark.parametrize("number", range(2, 9))
-def test_the_profile_of_a_number_starts_as_many_nodes(number: int) -> None:
-    words = [*COMPOSE, "-f", DOCKER / "compose.nodes.yaml", "config", "--services"]
-    named = docker(*words, COMPOSE_PROFILES=str(number)).split()
-    assert sorted(name for name in named if name.startswith("node")) == [f"node{n}" for n in range(number)]
+def test_the_profile_of_a_number_starts_as_many_nodes() -> None:
+    services = config("compose.nodes.yaml")["services"]
+    for number in range(2, 9):
+        named = {name for name, about in services.items() if str(number) in about.get("profiles", [str(number)])}
+        assert {name for name in named if name.startswith("node")} == {f"node{n}" for n in range(number)}
 
 
 @engine
@@ -117,33 +110,6 @@ def test_settings_reach_the_nodes() -> None:
     assert node["command"] == [*train, "--epochs", "5", "--model", "resnet18", "--name", "a b"]
     own = config(SCRIPT="--work-dir runs/work /code/train.py", ARGS="--lr 1")["services"]["node0"]["command"]
     assert own == ["--work-dir", "runs/work", "/code/train.py", "--lr", "1"]
-
-
-def node(folder: Path, programs: dict[str, str], **env: str) -> str:
-    """What docker/node.sh prints where these programs are shell scripts."""
-    for name, script in programs.items():
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
-    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0",
-            "MASTER_PORT": "29400"}
-    command = ["sh", ROOT / "docker" / "node.sh", "train.py", "--name", "a"]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize(("owner", "user", "group"), [("4242", "4242", "4343"), ("0", "1000", "1000")])
-def test_a_node_that_starts_as_root_goes_on_as_the_owner_of_runs(
-    tmp_path: Path, owner: str, user: str, group: str
-) -> None:
-    stat = f"case $2 in %u) echo {owner};; %g) echo 4343;; esac"
-    programs = {"id": "echo 0", "stat": stat, "setpriv": 'echo "$@"', "python": "echo as root"}
-    said = node(tmp_path, programs).split()
-    assert said[:6] == ["--reuid", user, "--regid", group, "--clear-groups", "--no-new-privs"]
-    assert said[6:] == ["sh", str(ROOT / "docker" / "node.sh"), "train.py", "--name", "a"]
-
-
-def test_a_node_is_the_agent_of_the_script_that_it_is_given(tmp_path: Path) -> None:
-    said = node(tmp_path, {"id": "echo 1000", "python": 'echo "$@"'}, NPROC="2")
-    assert said == "/app/train/main.py launch --nproc 2 train.py --name a\n"
 
 
 def test_compose_has_none_of_the_known_traps() -> None:
@@ -198,47 +164,6 @@ def test_setup_finds_what_is_there_and_changes_nothing() -> None:
     assert re.fullmatch(r"setup: engine \S+, Compose \S+, buildx \S+\n", done.stdout)
 
 
-# A uv that resolves nothing: it lists fixed packages, those of the extra that was asked for, and Horovod's
-STAND_IN = r"""#!/bin/bash
-hashed() { for package in "$@"; do printf '%s \\\n    --hash=sha256:0a \\\n    --hash=sha256:1b\n' "$package"; done; }
-case " $* " in
-  *--no-deps*) hashed only-for-skypilot==3 ;;
-  *horovod.in*) hashed cffi==2 psutil==1 ;;
-  *) grep -q '^torch==1.2' "${@: -1}" || exit 1
-    hashed absl-py==1 "nvidia-cublas==1 ; sys_platform == 'linux'"
-    if [[ $* == *" --all-extras "* ]]; then hashed for-all==7; exit; fi
-    grep -q '^for-all==7$' "${@: -1}" || exit 1  # every list takes its versions from one resolution of all extras
-    [[ $* == *" --extra train"* ]] || exit 1  # what the program needs is in the runtime
-    if [[ $* == *"train --extra "* ]]; then hashed "only-for-$(sed 's/.*--extra \([a-z0-9]*\).*/\1/' <<< "$*")==2"; fi
-    hashed torch==1.2 ;;
-esac
-"""
-
-
-def test_lock_lists_what_is_not_in_the_runtime_with_hashes_and_keeps_comments(tmp_path: Path) -> None:
-    shutil.copytree(DOCKER / "host", tmp_path / "docker" / "host")
-    (tmp_path / "tests" / "rigs").mkdir(parents=True)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    extras = ("s3", "test", "horovod", "hf", "gcs", "azure")
-    lists = {"": "docker/requirements.lock", "skypilot": "tests/rigs/skypilot.txt",
-             **{extra: f"docker/requirements-{extra}.lock" for extra in extras}}
-    for name in lists.values():
-        (tmp_path / name).write_text(f"# {name}\ngone==1\ntorch==1.2 \\\n    --hash=sha256:3d\n")
-    (tmp_path / "uv").write_text(STAND_IN)
-    (tmp_path / "uv").chmod(0o755)
-    done = subprocess.run(
-        [tmp_path / "docker" / "host" / "lock.sh", tmp_path / "uv"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    packages = {"": ["absl-py==1", "nvidia-cublas==1 ; sys_platform == 'linux'", "torch==1.2"],
-                "skypilot": ["only-for-skypilot==3"], **{extra: [f"only-for-{extra}==2"] for extra in extras},
-                "horovod": ["cffi==2", "psutil==1"]}
-    hashes = " \\\n    --hash=sha256:0a \\\n    --hash=sha256:1b\n"
-    assert {key: (tmp_path / name).read_text() for key, name in lists.items()} == {
-        key: f"# {name}\n" + "".join(package + hashes for package in packages[key]) for key, name in lists.items()
-    }
-
-
 @pytest.mark.parametrize("index", ["", "https://example.com/cpu"])
 def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_without(tmp_path: Path, index: str) -> None:
     (tmp_path / "show").write_text('#!/bin/sh\necho "$@"\nfor list; do :; done\ncat "$list"\n')
@@ -258,20 +183,15 @@ def test_locked_files_are_installed_with_hashes_and_torch_of_another_index_witho
 
 
 @engine
-def test_all_nodes_get_the_variables_of_a_file_and_by_default_none_of_this_shells() -> None:
-    for name in ("", "docker/s3.env"):
-        services = config("compose.nodes.yaml", AWS_ACCESS_KEY_ID="mine", ENV_FILE=name)["services"]
-        for node in (services[f"node{number}"] for number in range(8)):
-            assert node["environment"].get("AWS_ACCESS_KEY_ID") == ("mine" if name else None)
-
-
-@engine
-def test_nodes_get_the_secret_as_a_file_and_its_name_alone(tmp_path: Path) -> None:
+def test_nodes_get_the_variables_of_a_file_and_the_secret_as_a_file(tmp_path: Path) -> None:
+    """By default no variable of this shell."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
-    for given in ("", str(secret)):
-        made = config("compose.nodes.yaml", RANKUP_SECRET_FILE=given)
+    for name, given in (("", ""), ("docker/s3.env", str(secret))):
+        where = {"AWS_ACCESS_KEY_ID": "mine", "ENV_FILE": name, "RANKUP_SECRET_FILE": given}
+        made = config("compose.nodes.yaml", **where)
         for node in (made["services"][f"node{number}"] for number in range(8)):
+            assert node["environment"].get("AWS_ACCESS_KEY_ID") == ("mine" if name else None)
             assert node["environment"]["RANKUP_SECRET_FILE"] == ("/run/secrets/job" if given else "")
             assert [each["source"] for each in node["secrets"]] == ["job"]
         assert made["secrets"]["job"]["file"] == (given or "/dev/null")

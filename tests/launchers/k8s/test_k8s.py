@@ -13,7 +13,6 @@ from tests.rigs.kubepods import SHORT, Cluster
 
 pytestmark = pytest.mark.timeout(1800)
 Pods = Callable[..., Cluster]
-OWN = ["--name", "job"]  # what a user gets, word for word
 
 
 @pytest.fixture(scope="module")
@@ -60,26 +59,13 @@ def test_k8s_doctor_in_place_of_train_finds_the_pods_fit(pods: Pods) -> None:
     assert "doctor: fit to train" in said
 
 
-def test_k8s_mistake_ends_every_pod_with_2_and_the_job_with_them(pods: Pods) -> None:
-    cluster = pods("pytorchjob.yaml", [*SHORT, "--lr", "-1"])
-    cluster.start()
-    assert cluster.codes() == [2, 2], cluster.logs()
-    for index in (0, 1):  # which the kubelet keeps as the pod's message
-        assert "lr must be > 0, got -1" in cluster.log(index)[-2048:]
-    with pytest.raises(AssertionError, match="fails"):
-        cluster.retry({0: 2, 1: 2})
-
-
-def trained_on_rings(cluster: Cluster) -> None:
+def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:
+    cluster = pods("job+own", ["--name", "job"])
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
     found = cluster.read("result.json")
     assert (found["data"], found["world_size"]) == ("rings", 2)
     assert found["metrics"]["accuracy"] > 0.9  # half of the points would be chance
-
-
-def test_k8s_own_code_and_data_from_config_maps(pods: Pods) -> None:
-    trained_on_rings(pods("job+own", OWN))
 
 
 def test_k8s_script_of_ones_own_from_a_config_map(pods: Pods) -> None:

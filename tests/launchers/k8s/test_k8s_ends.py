@@ -60,7 +60,7 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
     assert cluster.read("result.json")["digest"] == undisturbed["digest"]
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "job", "jobset"])
+@pytest.mark.parametrize("kind", ["pytorchjob", "job"])  # the JobSet's pods are those of a Job with other names
 def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(kind: str, pods: Pods) -> None:
     cluster = pods(f"{kind}+elastic+secret", [*LONG[:-4], "--max-steps", "1000000", "--epochs", "100000"])
 

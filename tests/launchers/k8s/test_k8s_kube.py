@@ -1,7 +1,6 @@
 """k8s/kube.sh runs the right commands in the right order: kind, minikube, docker and kubectl are stand-ins."""
 
 import os
-import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import IMAGE, rendered
+from tests.rigs.kube import IMAGE, one, rendered
 
 # Each appends its command to $CALLS. kubectl prints the states in $STATES in turn, and then repeats the last one.
 TOOL = '#!/bin/bash\necho "$(basename "$0") $*" >> "$CALLS"\n'
@@ -80,29 +79,21 @@ def test_kube_kind_makes_a_cluster_brings_operator_and_image_and_follows_the_job
     assert all("--context kind-rankup" in call for call in calls if call.startswith("kubectl"))
     assert "log of rankup-master-0" in done.stdout
     assert "the job has finished" in done.stdout
-
-
-def test_kube_kind_makes_nothing_twice(tools: Tools) -> None:
+    # Nothing is made twice
     (tools.folder / "clusters.txt").write_text("rankup\n")
     (tools.folder / "crd.txt").touch()
+    (tools.folder / "calls.txt").unlink()
     assert tools.run("kind").returncode == 0
     assert not [call for call in tools.calls() if "create cluster" in call or "--server-side" in call]
 
 
-def test_kube_minikube_does_the_same_in_its_own_profile(tools: Tools) -> None:
-    done = tools.run("minikube", CLUSTER="mine", IMAGE="own:1", THERE="own:1")
-    assert done.returncode == 0, done.stderr
-    calls = tools.calls()
-    assert calls[:2] == ["minikube -p mine start", "minikube -p mine image load own:1"]
-    assert "kubectl --context mine apply -k k8s" in calls
-
-
-def test_kube_job_needs_no_operator(tools: Tools) -> None:
+def test_kube_minikube_does_the_same_in_its_own_profile_and_a_job_needs_no_operator(tools: Tools) -> None:
     tools.states("Complete|u1 rankup-0-x7k2p Succeeded")
-    assert tools.run("kind", FILE="job").returncode == 0
-    applied = [call for call in tools.calls() if " apply " in call]
-    files = ["k8s/volume.yaml", "k8s/job.yaml"]
-    assert applied == [f"kubectl --context kind-rankup apply -f {file}" for file in files]
+    done = tools.run("minikube", FILE="job", CLUSTER="mine", IMAGE="own:1", THERE="own:1")
+    assert done.returncode == 0, done.stderr
+    start, load, *applied = [call for call in tools.calls() if "logs" not in call]
+    assert (start, load) == ("minikube -p mine start", "minikube -p mine image load own:1")
+    assert applied == [f"kubectl --context mine apply -f k8s/{file}.yaml" for file in ("volume", "job")]
 
 
 def test_kube_says_that_a_job_failed(tools: Tools) -> None:
@@ -130,7 +121,6 @@ def test_kube_follows_the_next_pod_after_a_lost_one(tools: Tools) -> None:
         (["kind"], {"IMAGE": "none:1"}, "no image none:1: make image"),
         (["kind"], {"FILE": "gpus"}, "FILE must be pytorchjob, job"),
         (["kind"], {"FILE": "trainjob"}, "knows no trainjob"),
-        (["up"], {}, "usage:"),
         ([], {}, "usage:"),
     ],
 )
@@ -148,11 +138,10 @@ def test_kube_delete_leaves_the_volume(tools: Tools) -> None:
     assert not [each for each in rendered("pytorchjob+own") if each["kind"] == "PersistentVolumeClaim"]
 
 
-@pytest.mark.parametrize(("file", "kind"), [("", "PyTorchJob"), ("job", "Job")])
-def test_make_renders_what_would_be_applied(file: str, kind: str) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl here: k8s/setup.sh installs one")
-    env = {**os.environ, "FILE": file}
-    done = subprocess.run(["make", "-s", "k8s-render"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert kind in {document["kind"] for document in yaml.safe_load_all(done.stdout)}
+def test_make_renders_what_would_be_applied() -> None:
+    assert one("pytorchjob", "PyTorchJob")  # there is a kubectl
+    for file, kind in (("", "PyTorchJob"), ("job", "Job")):
+        words, env = ["make", "-s", "k8s-render"], {**os.environ, "FILE": file}
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert kind in {document["kind"] for document in yaml.safe_load_all(done.stdout)}

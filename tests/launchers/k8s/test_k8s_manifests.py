@@ -2,7 +2,7 @@
 
 import re
 
-from tests.rigs.kube import CLAIMS, EVERY, FILES, K8S, TRAINING, one, rendered
+from tests.rigs.kube import CLAIMS, EVERY, FILES, IMAGE, K8S, TRAINING, one, rendered
 from tests.rigs.kubeflow import command_line, environment, pods_of
 
 
@@ -16,6 +16,10 @@ def test_k8s_whoever_deletes_the_file_of_a_job_deletes_no_checkpoints() -> None:
         assert "kubectl apply -f k8s/volume.yaml" in head
         assert "delete" in head
         assert "delete -f" not in head
+
+
+def test_k8s_own_image_is_built_on_that_of_this_version() -> None:
+    assert f"FROM {IMAGE}\n" in (K8S / "README.md").read_text()
 
 
 def test_k8s_job_counts_its_pods_once() -> None:

@@ -10,7 +10,7 @@ import yaml
 from rankup import cli
 from rankup.env.node_env import Limits, read_node_env
 from tests.rigs.jobs import ROOT
-from tests.rigs.kube import IMAGE, K8S, TRAINING, kustomized, mistakes, one, problems, rendered, unrestricted
+from tests.rigs.kube import CLAIMS, IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
 from train.config import Config, check_world_size, load_config
 from train.config.command_line import parse_args
@@ -81,8 +81,8 @@ def check_pods(pods: list[Object], what: str) -> None:
         (container,) = pod["spec"]["containers"]
         assert pod["spec"]["terminationGracePeriodSeconds"] > 60  # time to save
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-        (shared,) = [each["name"] for each in container["volumeMounts"] if each["mountPath"] == "/dev/shm"]
-        assert volumes[shared]["emptyDir"]["medium"] == "Memory"
+        paths = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert (paths["dshm"], volumes["dshm"]["emptyDir"]["medium"]) == ("/dev/shm", "Memory")
         if index == 0 or "fsdp" in what or "elastic" in what or not what.startswith("pytorchjob"):
             claim = "rankup-runs-shared" if "fsdp" in what else "rankup-runs"
             assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim
@@ -92,8 +92,7 @@ def check_pods(pods: list[Object], what: str) -> None:
         assert bool(file) == ("secret" in what)
         if file:  # as a kubelet mounts it for a pod with an fsGroup: root's, and the group reads it
             assert volumes["secret"]["secret"]["defaultMode"] == 0o440
-            (at,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "secret"]
-            assert file == f"{at}/secret"
+            assert file == f"{paths['secret']}/secret"
         gone = {each.pop("key"): each for each in pod["spec"]["tolerations"]}
         leaves = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
         assert gone == dict.fromkeys(("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"), leaves)
@@ -102,19 +101,73 @@ def check_pods(pods: list[Object], what: str) -> None:
             assert list(pod["spec"]["affinity"]) == ["podAntiAffinity"]
 
 
+# What the Pod Security profile "restricted" asks for, and a read-only root, which we ask for besides
+USER = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000,
+        "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}}
+RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+
+
+def labelled(metadata: Object) -> bool:
+    return {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component")} <= metadata["labels"].keys()
+
+
+def selector_of(document: Object) -> dict[str, str] | None:
+    """The labels of the pods that an object is about."""
+    spec = document.get("spec", {})
+    found = {"Service": spec.get("selector"), "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
+             "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels")}
+    return found.get(document["kind"])  # type: ignore[no-any-return]
+
+
 def check_taken(documents: list[Object]) -> list[Object]:
-    """A cluster takes them; returns their pods."""
-    assert [problem for document in documents for problem in problems(document)] == []
-    assert mistakes(documents) == []
+    """A cluster takes them, at the level restricted and beside its user's other objects; returns their pods."""
     pods = pods_of(documents)
+    for document in documents:
+        assert problems(document) == []
+        assert document["kind"] == "ConfigMap" or labelled(document["metadata"])
+        assert "namespace" not in document["metadata"]  # it is for the user to choose
+        if (wanted := selector_of(document)) is not None:
+            assert all(wanted.items() <= pod["labels"].items() for pod in pods)
     assert pods
+    maps = {each["metadata"]["name"] for each in documents if each["kind"] == "ConfigMap"}
     for pod in pods:
-        (container,) = pod["spec"]["containers"]
-        assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "IfNotPresent")
-        # The operator's own container has no security context: k8s/cluster.md says what namespaces then need
-        ours = [each for each in pod["spec"].get("initContainers", []) if each["name"] != "init-pytorch"]
-        assert unrestricted({**pod, "spec": {**pod["spec"], "initContainers": ours}}) == []
+        check_pod(pod, maps)
     return pods
+
+
+def check_pod(pod: Object, maps: set[str]) -> None:
+    spec, volumes = pod["spec"], {each["name"]: each for each in pod["spec"]["volumes"]}
+    (container,) = spec["containers"]
+    assert labelled(pod)
+    assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "IfNotPresent")
+    assert (spec["securityContext"], container["securityContext"]) == (USER, RESTRICTED)
+    assert spec["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    assert not any("hostPort" in port for port in container.get("ports", []))
+    # The operator's own container has no security context: k8s/cluster.md says what namespaces then need
+    assert [each for each in spec.get("initContainers", []) if each["name"] != "init-pytorch"] == []
+    assert {name for volume in volumes.values() for name in volume} <= VOLUMES | {"name"}
+    assert all(volume["configMap"]["name"] in maps for volume in volumes.values() if "configMap" in volume)
+    assert all(volume["emptyDir"]["sizeLimit"] for volume in volumes.values() if "emptyDir" in volume)
+    mounts = container["volumeMounts"]
+    assert sorted(each["name"] for each in mounts) == sorted(volumes)
+    assert len({each["mountPath"] for each in mounts}) == len(mounts)
+    for amount in ("requests", "limits"):
+        assert {"cpu", "memory"} <= container["resources"][amount].keys()
+    names = [each["name"] for each in container.get("env", [])]
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if re.search("PASSWORD|SECRET(?!_FILE)|TOKEN|KEY|CREDENTIAL", name)]
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    trains = pod["labels"]["app.kubernetes.io/component"] == "training"
+    # A probe would end a pod that waits for others or saves. A Service leads to the board once it answers
+    probes = {name for name in container if name.endswith("Probe")}
+    assert probes == (set() if trains else {"readinessProbe"})
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_k8s_claims_fit_the_schemas(what: str) -> None:
+    assert [problem for document in rendered(what) for problem in problems(document)] == []
 
 
 def test_k8s_board_gives_pods_that_a_cluster_takes() -> None:
@@ -126,9 +179,7 @@ def check(documents: list[Object], what: str) -> None:
     check_pods(pods, what)
     check_command(pods, what)
     policy = next(each["spec"] for each in documents if each["kind"] == "NetworkPolicy")
-    wanted = policy["podSelector"]["matchLabels"]
-    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": wanted}}]}]
-    assert all(wanted.items() <= pod["labels"].items() for pod in pods)
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
     (job,) = [each for each in documents if each["kind"] in OWNERS]
     if "kueue" in what:
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
@@ -170,10 +221,7 @@ def test_k8s_name_image_and_namespace_stand_in_one_place(kind: str) -> None:
             assert values["MASTER_ADDR"] == f"{pods[0]['name']}.{pod['spec']['subdomain']}"
             assert pod["spec"]["subdomain"] == "my-job"
     for document in documents:
-        spec = document.get("spec", {})
-        selector = {"Service": spec.get("selector"), "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
-                    "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels")}.get(document["kind"])
-        if selector is not None:
+        if (selector := selector_of(document)) is not None:
             assert selector["app.kubernetes.io/instance"] == "my-job"
             assert all(selector.items() <= pod["labels"].items() for pod in pods)
     assert "rankup" not in {pod["labels"]["app.kubernetes.io/instance"] for pod in pods}

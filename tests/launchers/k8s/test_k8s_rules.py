@@ -8,7 +8,7 @@ import yaml
 
 from rankup import errors
 from rankup.doctor.report import CODES
-from tests.rigs.kube import K8S, TRAINING, one, rendered
+from tests.rigs.kube import K8S, rendered
 from tests.rigs.kubeflow import OWNERS, Object, verdict
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
@@ -37,15 +37,13 @@ def table() -> dict[tuple[str, int], str]:
     return found
 
 
-def test_k8s_readme_tells_the_end_of_every_exit_code() -> None:
-    assert set(table()) == {(name, code) for name in COLUMNS for code in OURS | {KILLED}}
-
-
 @pytest.mark.parametrize("name", COLUMNS)
 def test_k8s_manifests_decide_as_their_table_of_exit_codes_says(name: str) -> None:
-    job = owner(COLUMNS[name])
+    job, said = owner(COLUMNS[name]), table()
+    assert set(said) == {(name, code) for name in COLUMNS for code in OURS | {KILLED}}
     for code in sorted(OURS | {KILLED}):
-        assert table()[name, code] == WORDS[verdict(job, code)], code
+        assert said[name, code] == WORDS[verdict(job, code)], code
+    assert {verdict(job, code) for code in VERDICTS} == {"fails"}
 
 
 @pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml", "trainjob.yaml"])
@@ -63,48 +61,14 @@ def test_k8s_elastic_job_decides_as_another_and_is_done_once_one_pod_is(kind: st
     if kind == "pytorchjob":
         assert (list(elastic["spec"]["pytorchReplicaSpecs"]), elastic["spec"]["elasticPolicy"]) == (["Worker"], {})
     else:
-        job = spec_of_job(f"{kind}+elastic")
+        job = spec_of_job(elastic)
         assert job["completions"] == job["parallelism"] == 3  # a cluster takes other numbers only where both are equal
         assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
 
 
-def spec_of_job(what: str) -> Object:
-    """The spec of the Job that a file is about, whatever it is wrapped in."""
-    if what in ("job.yaml", "job+elastic"):
-        return one(what, "Job")["spec"]  # type: ignore[no-any-return]
-    outer = one(what, "JobSet")["spec"] if what.startswith("jobset") else \
-        one(what, "TrainingRuntime")["spec"]["template"]["spec"]
-    return outer["replicatedJobs"][0]["template"]["spec"]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml", "trainjob.yaml"])
-def test_k8s_job_ends_at_once_for_what_trying_again_cannot_help(what: str) -> None:
-    job = spec_of_job(what)
-    codes = {code for code in OURS if 0 < code < 128}
-    first, second, third = job["podFailurePolicy"]["rules"]
-    (container,) = job["template"]["spec"]["containers"]
-    assert first == {
-        "action": "FailJob",
-        "onExitCodes": {"containerName": container["name"], "operator": "In", "values": sorted(codes | VERDICTS)},
-    }
-    assert second == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    stopped = {"containerName": container["name"], "operator": "In", "values": [errors.STOPPED]}
-    assert third == {"action": "Ignore", "onExitCodes": stopped}
-    assert job["template"]["spec"]["restartPolicy"] == "Never"
-    assert job["backoffLimit"] > 0
-
-
-def test_k8s_pytorchjob_decides_by_exit_codes_that_reach_the_operator() -> None:
-    for what in TRAINING:
-        for document in rendered(what):
-            if document["kind"] == "PyTorchJob":
-                policies = {each["restartPolicy"] for each in document["spec"]["pytorchReplicaSpecs"].values()}
-                assert policies == {"ExitCode"}
-
-
-def test_k8s_preflight_that_says_no_ends_the_job_everywhere() -> None:
-    for name in ("pytorchjob", "job.yaml", "jobset.yaml", "trainjob.yaml"):
-        assert {verdict(owner(name), code) for code in VERDICTS} == {"fails"}, name
+def spec_of_job(job: Object) -> Object:
+    """The spec of a Job, also of the one in a JobSet."""
+    return job["spec"] if job["kind"] == "Job" else job["spec"]["replicatedJobs"][0]["template"]["spec"]
 
 
 @pytest.mark.parametrize("what", ["job.yaml", "jobset.yaml"])
@@ -112,8 +76,7 @@ def test_k8s_lines_for_newer_clusters_restart_what_is_worth_it(what: str) -> Non
     """The lines to remove a # from: an older kubectl refuses the file with them."""
     text = (K8S / what).read_text()
     newer = re.sub(r"(?m)^( +)# (restartPolicy\w*: )", r"\1\2", text)
-    (document, *_) = yaml.safe_load_all(newer)
-    job = document["spec"] if what == "job.yaml" else document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = spec_of_job(next(yaml.safe_load_all(newer)))
     (container,) = job["template"]["spec"]["containers"]
     assert container["restartPolicy"] == "Never"
     (rule,) = container["restartPolicyRules"]
@@ -123,6 +86,3 @@ def test_k8s_lines_for_newer_clusters_restart_what_is_worth_it(what: str) -> Non
     kubernetes_validate.validate(whole, "1.35", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicyRules"):
         kubernetes_validate.validate(whole, "1.33", strict=True)
-    assert spec_of_job(what)["template"]["spec"]["containers"][0].keys() == container.keys() - {
-        "restartPolicy", "restartPolicyRules"
-    }

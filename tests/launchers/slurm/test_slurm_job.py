@@ -1,15 +1,14 @@
-"""slurm/job.sh without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
+"""slurm/ddp.sbatch without a Slurm: what it does with each end of a step, each signal, and each answer of Slurm."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.rigs.jobs import ROOT
+from tests.rigs.jobs import ROOT, wait_for
 
 # Writes down each call, and answers as the files in $STUB say. A step of agents ends with the next line of `codes`
 SRUN = r"""#!/bin/bash
@@ -32,21 +31,21 @@ echo "$*" >> "$STUB/control"
 case "$*" in
   "show hostnames big[7,9]") printf 'big7\nbig9\n' ;;
   "show hostnames"*) tr ',' '\n' <<< "$3" ;;
-  "show job"*) echo "JobId=7 $(cat "$STUB/state") Command=x" | tr ' ' '\n' ;;
+  "show job"*) echo "JobId=7 $(cat "$STUB/state") Command=$DDP x" | tr ' ' '\n' ;;
   requeue*) exit "$(cat "$STUB/requeue")" ;;
 esac
 """
+DDP = ROOT / "slurm" / "ddp.sbatch"
 SETTINGS = {
-    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "RANKUP": str(ROOT),
-    "PYTHON": sys.executable, "IMAGE": "", "SCRIPT": "", "DOCTOR": "", "MAX_RESTARTS": "3", "NNODES": "",
-    "MAX_REQUEUES": "100", "FIRST_STEP_S": "60",
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "DDP": str(DDP),
+    "PYTHON": sys.executable,
 }
 TASK = f"{ROOT}/slurm/task.sh --nproc 1"
 TRAIN = f"{TASK} {ROOT}/train/main.py train"
 
 
 class Started:
-    """job.sh in a folder of its own, with stubs of srun and scontrol on its PATH. Its run is at step 40."""
+    """ddp.sbatch in a folder of its own, with stubs of srun and scontrol on its PATH. Its run is at step 40."""
 
     def __init__(self, folder: Path, codes: str, **env: str) -> None:
         self.folder, self.run_dir = folder, folder / "runs" / "slurm-7"
@@ -66,8 +65,7 @@ class Started:
         (self.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        job = Path(self.env["RANKUP"], "slurm", "job.sh")
-        return subprocess.Popen(["bash", job, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(["bash", DDP, *words], env=self.env, cwd=self.folder, stderr=subprocess.PIPE, text=True)
 
     def run(self, *words: str) -> tuple[int, str]:
         """Its exit code, and what it said."""
@@ -145,17 +143,16 @@ def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path)
     assert job.trained()[0].endswith(f"{TASK} --max-restarts 1 --name x job.py --lr 1 a b")
 
 
-def test_slurm_script_of_ones_own_gets_no_doctor(tmp_path: Path) -> None:
-    code, said = Started(tmp_path, "0", SCRIPT="job.py", DOCTOR="1").run()
-    assert (code, "DOCTOR is of train/main.py train" in said) == (2, True)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    until_s = time.monotonic() + 240
-    while not path.exists():
-        assert time.monotonic() < until_s
-        assert process.poll() is None
-        time.sleep(0.02)
+def test_slurm_counts_come_from_the_allocation_and_pyxis_gets_its_image(tmp_path: Path) -> None:
+    image = "registry.example.org#me/rankup:1"
+    job = Started(tmp_path, "0", SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="1", IMAGE=image)
+    assert job.run("--epochs", "9")[0] == 0
+    (line,) = job.trained()
+    assert {
+        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=30", f"--container-image={image}",
+        f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path}", f"--container-workdir={tmp_path}",
+    } <= set(line.split())
+    assert line.endswith(f"{ROOT}/slurm/task.sh --nproc 4 {ROOT}/train/main.py train --epochs 9")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_slurm_signal_reaches_the_ranks_and_only_a_warning_requeues(number: int,
     job = Started(tmp_path, "waits")
     job.at(40)
     process = job.start()
-    wait_for(tmp_path / "waiting", process)
+    wait_for("a step", (tmp_path / "waiting").exists, process=process)
     process.send_signal(number)
     said = process.communicate(timeout=240)[1]
     assert (process.returncode, job.lines("signals"), len(job.requeued())) == (143, ["USR1"], requeues), said
@@ -179,7 +176,7 @@ def test_slurm_signal_before_the_ranks_start_keeps_them_from_it(number: int, req
     (tmp_path / "probe").write_text('touch "$STUB/probing"; until [[ -e $STUB/go ]]; do sleep 0.02; done\n')
     job = Started(tmp_path, "0")
     process = job.start()
-    wait_for(tmp_path / "probing", process)
+    wait_for("the first step", (tmp_path / "probing").exists, process=process)
     process.send_signal(number)
     (tmp_path / "go").touch()
     said = process.communicate(timeout=240)[1]
@@ -235,9 +232,6 @@ def test_slurm_array_requeues_its_own_task_alone(tmp_path: Path) -> None:
     assert job.trained()[0].endswith(f"{TRAIN} --seed 3 --lr 1")
 
 
-# Before the training -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("probe", ["sleep 60", "exit 1"])
 def test_slurm_job_whose_nodes_give_no_step_is_requeued(probe: str, tmp_path: Path) -> None:
     (tmp_path / "probe").write_text(f"{probe}\n")
@@ -257,29 +251,27 @@ def test_slurm_nodes_without_the_shared_disk_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "end", "trainings"), [("0 0", 0, 1), ("10 0", 0, 1), ("20", 20, 0), ("30", 30, 0)]
+    ("doctor", "codes", "end", "trainings"),
+    [("1", "0 0", 0, 1), ("1", "10 0", 0, 1), ("1", "20", 20, 0), ("only", "10", 10, 0)],
 )
-def test_slurm_doctor_decides_whether_the_job_trains(codes: str, end: int, trainings: int, tmp_path: Path) -> None:
-    job = Started(tmp_path, codes, DOCTOR="1")
-    code, said = job.run()
+def test_slurm_doctor_decides_whether_the_job_trains(
+    doctor: str, codes: str, end: int, trainings: int, tmp_path: Path
+) -> None:
+    job = Started(tmp_path, codes, DOCTOR=doctor)
+    code, said = job.run("--lr", "1")
     assert (code, len(job.trained()), job.requeued()) == (end, trainings, []), said
-    assert ("the doctor says no, exit code" in said) == bool(end)
-
-
-def test_slurm_doctor_alone_runs_once_and_nothing_is_trained(tmp_path: Path) -> None:
-    job = Started(tmp_path, "171", DOCTOR="only")
-    assert job.run("--lr", "1")[0] == 171
-    assert job.trained() == []
+    assert ("the doctor says no, exit code" in said) == (end == 20)
     assert [line for line in job.lines("steps") if line.endswith(f"{TASK} {ROOT}/train/main.py doctor --lr 1")]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("env", "says"),
     [
-        ("DOCTOR", "yes", "DOCTOR must be 1, only or empty, got yes"),
-        ("MAX_RESTARTS", "-1", "MAX_RESTARTS must be a whole number, got '-1'"),
+        ({"DOCTOR": "yes"}, "DOCTOR must be 1, only or empty, got yes"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number, got '-1'"),
+        ({"SCRIPT": "job.py", "DOCTOR": "1"}, "DOCTOR is of train/main.py train, not of SCRIPT=job.py"),
+        ({"SLURM_JOB_ID": ""}, "this is a batch file: sbatch slurm/ddp.sbatch"),
     ],
 )
-def test_slurm_setting_that_can_not_be_is_refused(name: str, value: str, says: str, tmp_path: Path) -> None:
-    code, said = Started(tmp_path, "0", **{name: value}).run()
-    assert (code, said) == (2, f"slurm: {says}\n")
+def test_slurm_setting_that_can_not_be_is_refused(env: dict[str, str], says: str, tmp_path: Path) -> None:
+    assert Started(tmp_path, "0", **env).run() == (2, f"slurm: {says}\n")

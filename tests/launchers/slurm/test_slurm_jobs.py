@@ -31,33 +31,14 @@ def test_slurm_array_trains_a_seed_in_each_task_side_by_side(cluster: Cluster, f
     assert len({text.split("master node0:")[1].split(";")[0] for text in outputs}) == 2, outputs
 
 
-def test_slurm_workload_of_ones_own_says_how_to_go_on_where_it_is_not_requeued(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    examples = Path(__file__).parents[3] / "tests" / "rigs" / "user_code"
-    (tmp_path / "throws.py").write_text((examples / "throws.py").read_text())
-    line = "--workload throws:build --epochs 100000 --log-every-steps 5 --run-dir runs --name job"
-    job = cluster.submit(tmp_path, line, "--no-requeue")
-    job.wait_for_step(50)
-    job.cancel("--batch", "--signal=USR2")
-    assert job.wait() == "FAILED", job.log()
-    assert job.code() == 143
-    assert "saved at step" in job.output
-    assert "resubmit it with --name job" in job.output
-    assert "global = 2 ranks" in job.output
-
-
-@pytest.mark.parametrize(
-    "left", [("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"), ()], ids=["files", "name"]
-)
-def test_slurm_comes_up_over_what_a_machine_that_went_down_left(left: tuple[str, ...], cluster: Cluster) -> None:
+def test_slurm_comes_up_over_what_a_machine_that_went_down_left(cluster: Cluster) -> None:
     """Its files name processes that are others' by now, and a file has the name of the network, which is gone."""
     del cluster  # there is a Slurm, and it holds a number
     another = Cluster()
     innocent = subprocess.Popen(["sleep", "600"])
     try:
         another.folder.mkdir(exist_ok=True)
-        for name in left:
+        for name in ("slurm.conf", "slurmctld.pid", "node0.pid1", "node1.unshare"):
             (another.folder / name).write_text(f"{innocent.pid}\n")
         Path("/run/netns", another.folder.name).touch()
         another.local("up")
