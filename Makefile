@@ -50,7 +50,6 @@ engine: $(TESTED) ## pytest on a real container engine: builds the image, starts
 
 soak: $(TESTED) ## The tests with random faults, a hundred runs of each, and a rank lost at every place (hours)
 	RANKUP_RUNS=100 $(RUN)python -m pytest --timeout 0 $(or $(ARGS),$(shell grep -rl RANKUP_RUNS tests --include="test_*.py"))
-	$(RUN)python -m tests.soak --random 100
 
 compare: $(TESTED) ; $(RUN)python tests/bench/compare.py $(ARGS) ## Methods and launchers side by side (ARGS: --only, settings)
 doctor: $(READY) ; $(RUN)python -m train.main doctor $(ARGS) ## Is this machine fit to train? (ARGS: settings)

@@ -48,8 +48,7 @@ async def id_of(shared_dir: str) -> str:
     """The same on all nodes that share that place; "" where nobody can know whether he is the first to write there.
     Raises UserError, PeerLost and JoinError."""
 
-    def read() -> str:
-        place = Place.open(shared_dir, warn=log.debug)
+    def read(place: Place) -> str:
         for _ in range(2):
             first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
         while not first and not (found := str(place.read_json("shared.json").get("id", ""))):
@@ -57,12 +56,18 @@ async def id_of(shared_dir: str) -> str:
         return "" if first else found
 
     try:
-        found = await in_thread(read, timeout_s=timing.CLAIM_S)
+        open_it = functools.partial(Place.open, shared_dir, warn=log.debug)
+        place = await in_thread(open_it, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
+        found = await in_thread(functools.partial(read, place), timeout_s=timing.CLAIM_S)
     except TimeoutError:
         raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
     if not found:
         log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
     return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 class Lead:
@@ -236,12 +241,13 @@ class Agent:
             place=place,
             token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
             world_size=self.node.world_size, host=host_name(), pid=os.getpid(),
-            digest=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
+            digest=_digest(json.dumps(settings, sort_keys=True)),
             left_s=self.options.join_timeout_s, ip="" if self.alone else chosen_address(os.environ),
-            serves=self.port if self.limits is not None else 0,
+            serves=self.port if self.limits is not None else 0, arguments=_digest(self.options.script.arguments),
         )
         self.attendance = Attendance(
-            me, settings, self._find_leader, notice=functools.partial(log.warning, "%s"),
+            me, settings | {"arguments": self.options.script.arguments}, self._find_leader,
+            notice=functools.partial(log.warning, "%s"),
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
             commit=AGENTS | (CHANGING if self.limits is not None else {}),

@@ -7,11 +7,15 @@ With `Limits` the number of nodes may change. A node keeps its seat, and its ran
 leader's first, then those of the last membership in its order, then newcomers; who is beyond `most` is a spare. A
 newcomer that is needed has all ranks stop before one step, and save. How they stop is in `stop`, which part of a job
 that was cut goes on is in `votes`.
+
+Nodes whose scripts or settings differ are all refused as long as there was no membership. Later such a newcomer is
+turned away alone, also where it is the one that is to lead.
 """
 
 import asyncio
 import itertools
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -26,11 +30,13 @@ from rankup.agent.protocol import (
     SIGNALS,
     VERSION,
     Member,
+    describe_arguments,
     describe_change,
     describe_claims,
     describe_differences,
     describe_late,
     describe_missing,
+    describe_unlike,
 )
 from rankup.agent.record import StopAgreement
 from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
@@ -102,6 +108,10 @@ class Leader:
         self._seats: dict[Link, _Seat] = {}
         self._seat_of: dict[int, _Seat] = {}  # by rank
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
+        self._digest, self._like = "", me.who  # of the last membership, and who was in it; "" where there was none
+        self._arguments = ""  # the script's, as a digest, where all nodes have the same
+        self._words = dict[str, str]()  # the arguments, by digest
+        self._turned_away = set[str]()  # what was said of those
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
 
     @property
@@ -185,18 +195,26 @@ class Leader:
         if hello["version"] != VERSION:
             who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
             text = f"{who} has another version of rankup than {self.me.who}. Install the same on all nodes."
-            self._turn_away(link, text, code=USER_MISTAKE)
+            if int(hello["n"]) and not self._digest:  # the job is the other one's
+                self._give_way(text)
+                raise ValueError(text)
+            self._turn_away(link, who, text, code=USER_MISTAKE)
             return None
         member = Member.read(hello)
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
-            self._turn_away(link, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
+            text = f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}"
+            self._turn_away(link, member.name, text)
             return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
         if not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
             self.basis = dict(hello["basis"])
+            self._arguments = str(self.basis.get("arguments") or "")
         settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
+        self._words.setdefault(member.arguments, settings.pop("arguments", ""))
         self._settings.setdefault(member.digest, settings)
+        if int(hello["n"]) and not self._digest:
+            self._digest, self._like = member.digest, member.who
         return member
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
@@ -204,11 +222,52 @@ class Leader:
         ours = (self.basis["n"], self.running, self.me.token)
         return same_job(other, self.basis) and (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
 
-    def _turn_away(self, link: Link, text: str, *, code: int = JOIN_FAILED) -> None:
+    def _turn_away(self, link: Link, who: str, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
         link.send("refused", code=code, text=text)
-        if not self._formed:
+        if not self._digest:
             self.refuse(text, code=code)
+            return
+        line = re.sub(r" \(pid \d+\)", "", f"{who} was turned away, and the job goes on: {text}")
+        if line not in self._turned_away:  # it may come again and again
+            self._turned_away.add(line)
+            self._say(line)
+
+    def _give_way(self, text: str) -> None:
+        """The newcomer is this leader: the others look for one that fits."""
+        own = [seat for seat in self._seats.values() if seat.member.token == self.me.token]
+        for seat in self._seats.values() if own else ():
+            if seat in own:
+                seat.link.send("refused", code=USER_MISTAKE, text=text)
+            else:
+                seat.link.send("waiting", text=f"{self.me.name} was turned away: {text}")
+        if own:
+            self.dismiss()
+
+    def _unlike(self, member: Member) -> str:
+        """How a member differs from the job; "" where it may belong to it."""
+        if not self._digest or (member.digest == self._digest and self._arguments in ("", member.arguments)):
+            return ""
+        found = describe_arguments(self._words[member.arguments], self._words.get(self._arguments, "others"))
+        others = found if self._arguments not in ("", member.arguments) else ""
+        theirs, ours = self._settings[member.digest], self._settings[self._digest]
+        return describe_unlike(f"{member.who} differs from the running job, with {self._like}", theirs, ours, others)
+
+    def _sort_out(self) -> None:
+        """Turn away who came before it was known that this is not their job."""
+        for seat in list(self._seats.values()):
+            if not self._over and (text := self._unlike(seat.member)):
+                self._send_back(seat, text)
+
+    def _send_back(self, seat: _Seat, text: str) -> None:
+        """Turn away a newcomer that has a seat."""
+        if seat.member.token == self.me.token:
+            self._give_way(text)
+            return
+        self._turn_away(seat.link, seat.member.name, text, code=USER_MISTAKE)
+        del self._seats[seat.link]
+        for rank in seat.claim:
+            del self._seat_of[rank]
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
         """Give a newcomer its seat once its ranks are free. Whoever has them gives a sign of life, or is replaced.
@@ -224,7 +283,10 @@ class Leader:
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
                 elif rival.num_heard > answer[0]:
-                    self._turn_away(link, describe_claims(rival.member, member, late=self._formed > 0))
+                    self._turn_away(link, member.name, describe_claims(rival.member, member, late=self._formed > 0))
+                    return
+                elif answer[1] < 0 and (text := self._unlike(member)):
+                    self._turn_away(link, member.name, text, code=USER_MISTAKE)
                     return
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
@@ -232,6 +294,9 @@ class Leader:
             await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
+        if (text := self._unlike(member)) and member.token != self.me.token:
+            self._turn_away(link, member.name, text, code=USER_MISTAKE)
+            return
         now_s = self._clock()
         self._seats[link] = seat = _Seat(link, member, now_s, member.ranks, now_s, warm=warm)
         self._seat_of |= dict.fromkeys(member.ranks, seat)
@@ -252,7 +317,11 @@ class Leader:
                 seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
                 self._late.remove(seat)
                 if mistake := str(message.get("mistake", "")):
-                    self.refuse(mistake, code=USER_MISTAKE)
+                    if self._digest and not (seat.member.token == self.me.token and self._formed):
+                        self._void()
+                        self._send_back(seat, mistake)
+                    else:
+                        self.refuse(mistake, code=USER_MISTAKE)
                 self._judge()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
@@ -344,9 +413,10 @@ class Leader:
         if self.running or self._over:
             return
         if not self._proposed:
-            if not (seats := self._choose()):
+            self._sort_out()
+            if self._over or not (seats := self._choose()):
                 return
-            if len({seat.member.digest for seat in seats}) > 1:
+            if len({seat.member.digest for seat in self._seats.values()}) > 1:
                 self.refuse(describe_differences(self.members, self._settings), code=USER_MISTAKE)
             else:
                 self._propose(seats)
@@ -436,6 +506,9 @@ class Leader:
         for seat in self._seats.values():
             if is_loopback(seat.member.ip):
                 seat.member = replace(seat.member, ip=ours, interface=interface_of(ours))
+        if not self.basis["n"]:
+            arguments = {seat.member.arguments for seat in self._seats.values()}
+            self._arguments = arguments.pop() if len(arguments) == 1 else ""
         more: dict[str, Any] = {}
         if self._limits is not None:
             for place, seat in enumerate(seats):
@@ -448,7 +521,7 @@ class Leader:
                 "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known,
                 "ran": self.basis.get("ran", self.basis["used"]),
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
-                "before": electorates(self.basis),
+                "before": electorates(self.basis), "arguments": self._arguments,
             }
             self._next["tie"] = self._tie(self._next["voters"])
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
@@ -494,6 +567,7 @@ class Leader:
         self._preparing = None
         self._void()
         self.running, self._formed, self.changing = True, n, False
+        self._digest = self._chosen[0].member.digest
         for seat in self._seats.values():
             seat.finished.clear()
         on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)

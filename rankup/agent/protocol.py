@@ -37,6 +37,7 @@ import asyncio
 import os
 import re
 import secrets
+import shlex
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +60,7 @@ JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
-    "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
+    "arguments?": str, "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
 }
 # What the leader of agents says besides as it commits, and that of ranks which another launcher started
 AGENTS = {"why": str, "port": range(65536), "job": JOB, "store": bool, "again": bool, "restarts": INT}
@@ -113,6 +114,7 @@ class Member:
     interface: str = ""
     local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
     place: str = ""  # the id of what it shares with all that have the same
+    arguments: str = ""  # of the script, a digest of them; "" where nobody compares them
     serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
 
     @property
@@ -210,6 +212,29 @@ def describe_differences(members: list[Member], settings: Mapping[str, Mapping[s
             got = " and ".join(f"{value} on {_who(who)}" for value, who in list(holders.items())[:4])
             found.append(f"{name} must be the same on all ranks, got {got}.")
     return "\n".join([*found[:8], "Start all ranks with the same program and settings."])
+
+
+def describe_unlike(who: str, theirs: Mapping[str, str], ours: Mapping[str, str], arguments: str) -> str:
+    """How a newcomer differs from the job that runs, in one line. `theirs`, `ours`: what must be the same, by name.
+    `arguments`: what `describe_arguments` says, "" where they are the same."""
+    names = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
+    found = [arguments] if arguments else []
+    found += [f"{name} must be {ours.get(name, 'absent')}, got {theirs.get(name, 'nothing')}" for name in names[:4]]
+    return (
+        f"{who}: {'; '.join(found)}. Start it with the same program, arguments and settings, or with another "
+        "--master-port for another job."
+    )
+
+
+def describe_arguments(theirs: str, ours: str) -> str:
+    """What differs between two command lines: all between the words that they begin and end with."""
+    one, other = shlex.split(theirs), shlex.split(ours)
+    while one and other and one[-1] == other[-1]:
+        del one[-1], other[-1]
+    while one and other and one[0] == other[0] and not (one[0][:1] == "-" and one[1:2] != other[1:2]):
+        del one[0], other[0]
+    got, must = (shlex.join(words)[:200] or "nothing" for words in (one, other))
+    return f"arguments must be {must}, got {got}"
 
 
 def describe_change(

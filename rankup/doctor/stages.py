@@ -31,8 +31,8 @@ from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
+from rankup.group.line import Suspect
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Suspect
 
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many

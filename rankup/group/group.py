@@ -31,8 +31,9 @@ from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
+from rankup.group.line import Suspect, describe, root_exit_code
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
+from rankup.group.watchdog import Watchdog
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
@@ -64,11 +65,6 @@ class Group:
         self.store: Any = None
         self.until_formed = contextlib.ExitStack()
         self.record = watch.record
-
-    @property
-    def local_rank(self) -> int:
-        """Of this rank among those of its node."""
-        return self.launch.local_rank
 
     @property
     def is_rank0(self) -> bool:

@@ -22,8 +22,9 @@ from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group, connect_store, digest
+from rankup.group.line import AgentLine, Line, Suspect, describe
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import AgentLine, Line, Suspect, Watchdog, describe
+from rankup.group.watchdog import Watchdog
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
 
 

@@ -31,8 +31,8 @@ from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv, is_loopback
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
 from rankup.group.group import connect_store, digest, no_name_lookups
+from rankup.group.line import Line
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Line
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
 

@@ -167,7 +167,8 @@ class StopRequest:
         for number in self._reader.recv(4096):
             name = NAMES.get(number)
             if name == "SIGUSR2":
-                dump_aside()  # a disk that hangs must not keep this thread from the next signal
+                # In a thread of its own: a disk that hangs must not keep this one from the next signal
+                threading.Thread(target=dump, args=("asked",), name="stacks", daemon=True).start()
             elif name is not None:  # SIGCHLD and others pass through the same socket
                 self._take(name, time.monotonic())
         return True
@@ -258,11 +259,6 @@ def dump(why: str) -> Path | None:
         _file.write(f"# {json.dumps(said)}\n{_stacks()}")
         _file.flush()  # faulthandler's own handler writes beside this object, to the file's number
     return Path(_file.name)
-
-
-def dump_aside() -> None:
-    """The same in a thread of its own, for who may not wait for a disk."""
-    threading.Thread(target=dump, args=("asked",), name="stacks", daemon=True).start()
 
 
 def _stacks() -> str:

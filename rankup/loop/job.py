@@ -36,7 +36,7 @@ class Job:
     def __init__(self, group: Group, run: Run, settings: Settings) -> None:
         self.group, self.run, self.settings = group, run, settings
         self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
-        self.rank, self.local_rank, self.world_size = group.rank, group.local_rank, group.world_size
+        self.rank, self.local_rank, self.world_size = group.rank, group.launch.local_rank, group.world_size
         self.position = Position.of(run.newest.record if run.newest is not None else None)
         self.tracked = Tracked(gather=not settings.sharded, share_all=settings.share_all)
         self.saving = Saving(

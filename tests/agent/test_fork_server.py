@@ -1,4 +1,5 @@
-"""The fork server: a forked rank is what a fresh `python` would be, and what becomes of it when others end."""
+"""The fork server: a forked rank is what a fresh `python` would be, and what becomes of it when others end. The ends
+of a server and of its agent are in test_launch.py."""
 
 import asyncio
 import contextlib
@@ -20,7 +21,6 @@ from rankup.agent import fork_server
 from rankup.agent.fork_server import ForkServer, Server, obstacle
 from rankup.agent.network import open_port
 from rankup.agent.processes import state_of
-from rankup.agent.script import Script
 from tests.rigs.jobs import ROOT, environment, wait_for
 
 
@@ -122,7 +122,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One server that has torch, for all tests that leave it alive."""
     with contextlib.closing(Rig(tmp_path_factory.mktemp("forked"))) as rig:
         rig.env["OMP_NUM_THREADS"] = "2"
-        yield rig.open(modules=["numpy.random"])
+        yield rig.open(modules=["numpy.random"], env={**rig.env, "ONLY_OF_THE_SERVER": "1"})
 
 
 @pytest.fixture
@@ -170,22 +170,17 @@ def fresh(argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> E
 @pytest.mark.parametrize(
     "text",
     [
-        "print('text')",
-        "import sys\nsys.exit(3)",
         "import sys\nsys.exit('a text')",
         "import sys\nsys.exit()",
         "raise SystemExit(True)",
-        "import os\nos._exit(7)",
         "import os\nos.abort()",
         "raise KeyboardInterrupt",
-        "def function():\n    raise ValueError('wrong')\nfunction()",
-        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('wrong') from error",
+        "def function():\n    raise ValueError('wrong')\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    function()",
         "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind, trace.tb_lineno)\n1 / 0",
         "import atexit\natexit.register(print, 'at the end')\nraise SystemExit(4)",
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('a thread'))).start()",
         "x = = 3",
         "import warnings\nwarnings.simplefilter('always')\nwarnings.warn('look')",
-        "from __future__ import annotations\ndef f(x: unknown): pass\nprint(f.__annotations__)",
         "def f(x: int): pass\nprint(f.__annotations__)",
     ],
 )
@@ -234,18 +229,6 @@ def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path
     expected = fresh(argv, env={**rig.env, "MINE": "1"}, cwd=tmp_path).facts
     assert forked == {**expected, "orig_argv": forked["orig_argv"]}
     assert forked["orig_argv"][1:] == argv
-
-
-def test_variable_that_only_the_server_has_is_not_the_rank_s(rig: Rig, tmp_path: Path) -> None:
-    file = script(tmp_path, "import json, os\nprint(json.dumps(dict(os.environ)))")
-    rank, printed = 1000, rig.folder / "printed"
-    with printed.open("w") as output:
-        env = {name: value for name, value in rig.env.items() if name != "OMP_NUM_THREADS"}
-        rig.server.start_rank(rank, [str(file)], env=env, name="rank", outputs=[output.fileno()])
-    rig.until(lambda: rank in rig.codes)
-    found = json.loads(printed.read_text())
-    assert "OMP_NUM_THREADS" not in found
-    assert {name: found.get(name) for name in env} == env
 
 
 def test_each_fork_has_random_numbers_of_its_own(rig: Rig, tmp_path: Path) -> None:
@@ -381,57 +364,6 @@ def test_requests_that_the_server_does_not_read_yet_wait(tmp_path: Path) -> None
         assert [light.end(rank).out for rank in ranks] == ["60000\n"] * 8
 
 
-# The server ends ----------------------------------------------------------------------------------------------------
-
-
-def test_killed_server_takes_all_with_it_and_is_told(tmp_path: Path) -> None:
-    file = script(tmp_path, "import subprocess, sys, time\n"
-                  "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-                  "print(child.pid, flush=True)\ntime.sleep(600)")
-    with opened(tmp_path, fork=False) as light:
-        ranks = [light.start([file]) for _ in range(2)]
-        pids = [light.ready(rank) for rank in ranks] + [int(light.printed(rank)) for rank in ranks]
-        os.kill(light.server.pid, signal.SIGKILL)
-        light.until(lambda: light.gone)
-        assert light.codes == dict.fromkeys(ranks, 137)
-        assert light.server.pids == {}
-        light.until(lambda: all(map(gone, pids)))
-
-
-def test_closed_server_takes_all_with_it_without_a_word(tmp_path: Path) -> None:
-    with opened(tmp_path, fork=False) as light:
-        pid = light.ready(light.start([script(tmp_path, WAITS)]))
-    assert state_of(light.server.pid) == ""
-    wait_for("the end", lambda: gone(pid))
-    assert (light.codes, light.gone) == ({}, 0)
-
-
-def test_killed_agent_takes_server_ranks_and_store_with_it(tmp_path: Path) -> None:
-    agent = script(tmp_path, f"""
-import asyncio, os, psutil
-from rankup.agent.fork_server import ForkServer
-from rankup.agent.network import open_port
-async def agent():
-    server = ForkServer(on_end=print, on_warning=print, on_gone=print)
-    server.start(env=os.environ)
-    server.start_rank(0, [{str(script(tmp_path, WAITS))!r}], env=os.environ, name="rank 0")
-    with open_port("", 0) as listener:
-        server.start_store(listener)
-    await server.ready.wait()
-    while len(children := psutil.Process(server.pid).children()) < 2: await asyncio.sleep(0.01)
-    print(server.pid, *[child.pid for child in children], flush=True)
-    await asyncio.sleep(600)
-asyncio.run(agent())
-""", "agent.py")
-    with subprocess.Popen([sys.executable, agent], env=environment(), text=True, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        lines = {process.stdout.readline().strip(), process.stdout.readline().strip()} - {"ready"}
-        pids = [int(pid) for pid in lines.pop().split()]
-        assert len(set(pids)) == 3
-        process.kill()
-    wait_for("the end", lambda: all(map(gone, pids)))
-
-
 # The store ----------------------------------------------------------------------------------------------------------
 
 
@@ -460,21 +392,17 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
 
 
-def test_store_is_a_process_of_its_own(rig: Rig) -> None:
+def test_store_is_a_process_of_its_own_whose_end_is_told(rig: Rig) -> None:
     """The server and the ranks hold no copy of its listener: with the store the port is gone."""
-    port = rig.store()
-    store = the_store(rig, port)
+    store = the_store(rig, rig.store())
     wait_for("its name", lambda: store.name() == "store")  # it listens from its first moment on
     assert not psutil.Process(rig.server.pid).net_connections("tcp")
-
-
-def test_store_that_was_killed_is_told(rig: Rig) -> None:
-    the_store(rig, rig.store()).kill()
+    store.kill()
     rig.until(lambda: "the process that serves the store ended with 137" in rig.warnings)
     rig.warnings.clear()
 
 
-# What it imports, and whether it may be forked -----------------------------------------------------------------------
+# Whether it may be forked ---------------------------------------------------------------------------------------------
 
 
 def test_server_that_has_a_thread_starts_fresh_interpreters(tmp_path: Path) -> None:
@@ -490,61 +418,9 @@ def test_server_that_has_a_thread_starts_fresh_interpreters(tmp_path: Path) -> N
         assert own.ran([script(tmp_path, store_user(own.store()))]).code == 0
 
 
-def of(file: Path) -> Script:
-    return Script.find([str(file)])
-
-
 def test_server_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest's own process may have threads
     monkeypatch.setattr(fork_server, "_threads", lambda: ["python"])
     assert obstacle() == ""
     monkeypatch.setattr(fork_server, "_open_files", lambda: ["/dev/nvidia0", "/dev/null"])
     assert obstacle() == "it has opened /dev/nvidia0"
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
-         ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
-        ("from . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
-        ("import os\nos.environ['X'] = '1'\nimport torch", []),
-        ("try:\n    import torch\nexcept ImportError: pass\nimport yaml", []),
-        ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
-        ("import x = 3", []),
-        ("import numpy, yaml", ["numpy"]),
-    ],
-)
-def test_first_imports_of_a_script_that_are_known_to_be_safe(
-    text: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if text == "import numpy, yaml":
-        (tmp_path / "yaml.py").touch()  # the user's own has the name of a library
-    assert of(script(tmp_path, text)).safe_imports() == names
-
-
-def test_package_in_the_current_folder_is_imported_by_the_rank_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    file = script(tmp_path / "elsewhere", "import torch, yaml, tqdm, fire")
-    for name in ("tqdm", "env/lib/site-packages/fire"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "__init__.py").touch()
-    monkeypatch.chdir(tmp_path)
-    for folder in ("env/lib/site-packages", "."):
-        monkeypatch.syspath_prepend(str(tmp_path / folder))
-    assert of(file).safe_imports() == ["torch", "yaml", "fire"]
-    assert of(tmp_path / "missing.py").safe_imports() == []
-
-
-def test_script_names_what_may_be_imported_before_it(tmp_path: Path) -> None:
-    """Found beside the script, or beside the package that it is part of."""
-    package = tmp_path / "mine" / "inner"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").touch()
-    file = script(package, "import os\n__preload__ = ['mine.loop', 'other']\nX = 3\n")
-    assert of(file).own_imports() == (["mine.loop", "other"], str(tmp_path))
-    assert of(script(tmp_path, "__preload__ = X()")).own_imports() == ([], str(tmp_path))
-    assert of(tmp_path / "missing.py").own_imports()[0] == []

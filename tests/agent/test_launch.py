@@ -3,11 +3,13 @@
 The scripts do not import torch, so that a test takes a second.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +21,8 @@ import psutil
 import pytest
 
 from rankup.agent.limits import cpu_quota
+from rankup.agent.logs import host_name
+from rankup.agent.processes import has_handler
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
@@ -146,6 +150,44 @@ def test_last_lines_of_a_rank_are_in_its_file_where_nobody_reads_the_terminal(tm
     assert status(tmp_path)["ranks"]["0"]["why"] == "ValueError: the last line"
 
 
+def test_lines_of_ranks_carry_their_names_and_their_file_has_the_time(tmp_path: Path) -> None:
+    """Also where a process that a rank left behind holds its output open."""
+    text = r"""
+os.write(1, b"one\n\ntwo \xff")
+wait_for("go")
+os.write(2, b"careful\n")
+print("three\nlast without an end", end="", flush=True)
+if rank == 0:
+    import subprocess
+    (folder / "left").write_text(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
+    os._exit(0)
+"""
+    file, host = tmp_path / "runs/job/logs/rank-1.log", host_name()
+    with ended(launch(tmp_path, text)) as job:
+        wait_for("a first line", lambda: file.exists() and "one" in file.read_text())
+        (tmp_path / "go").touch()
+        try:
+            assert job.wait() == [0], job.output
+        finally:
+            os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    said = {"one", "two \ufffdthree", "careful"}
+    assert {f"[{host} r0/2] {line}" for line in said} <= {*job.output.splitlines()}
+    said.add("last without an end")
+    assert {f"[{host} r1/2] {line}" for line in said} <= {*job.output.splitlines()}
+    lines = [re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d ", "", line) for line in file.read_text().splitlines()]
+    assert sorted(lines) == sorted(f"{host} r1 {line}" for line in said)
+
+
+def test_rank_alone_prints_as_it_is_and_its_bar_does_not_fill_the_log(tmp_path: Path) -> None:
+    text = 'for step in range(1000): sys.stderr.write(f"\\r{step}/1000")\n'
+    text += 'sys.stderr.write("\\rall 1000\\r\\nnext\\n")\nsys.stderr.flush()\nos.write(2, b"\\xff")'
+    line = [sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}/runs", write(tmp_path, text)]
+    done = subprocess.run(line, env=environment(), capture_output=True, check=True, timeout=240)
+    assert b"\r998/1000\r999/1000\rall 1000\r\nnext\n\xff" in done.stderr
+    lines = (tmp_path / "runs/job/logs/rank-0.log").read_text().splitlines()
+    assert [line.partition(" r0 ")[2] for line in lines] == ["all 1000", "next", "\ufffd"]
+
+
 def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "wait_for('hangs')")
     forks.ends(
@@ -255,16 +297,22 @@ def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> No
     assert "rank 0 did not end within 5 s after the others: killed" in job.output
 
 
-def test_forked_ranks_go_on_after_their_server_was_killed(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, "import rankup\n" + WAITS)) as job:
-        pids = [pid_of(tmp_path, rank) for rank in TWO]
+def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with_their_agent(tmp_path: Path) -> None:
+    """And with them what they have started, the server and the store."""
+    text = "import rankup, subprocess\nif restart == 0:\n    child = subprocess.Popen(['sleep', '600'])\n"
+    text += "    (folder / f'child-{rank}-0').write_text(str(child.pid))\n"
+    with ended(launch(tmp_path, text + WAITS)) as job:
+        pids = [pid_of(tmp_path, rank, name=name) for name in ("here", "child") for rank in TWO]
         psutil.Process(pids[0]).parent().kill()
         for rank in TWO:
             pid_of(tmp_path, rank, restart=1)
-        (tmp_path / "go").touch()
-        assert job.wait() == [0], job.output
+        assert not any(map(lives, pids))
+        left = psutil.Process(job.processes[0].pid).children(recursive=True)
+        assert len(left) == 4, left
+        job.processes[0].kill()
+        wait_for("the end of all", lambda: not any(lives(each.pid) for each in left))
+        assert job.wait() == [-signal.SIGKILL]
     assert "the process that forks the ranks was killed" in job.output
-    assert not any(map(lives, pids))
 
 
 def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
@@ -364,18 +412,23 @@ def test_stop_follows_a_notice(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-0", "saved-1-0"}
 
 
-def test_stop_before_the_ranks_are_there_ends_at_once(tmp_path: Path) -> None:
-    with ended(Job()) as job:
-        add_node(job, tmp_path, WAITS, node=0, num_nodes=2, port=free_port())
-        wait_for("a handler", lambda: _signals_are_handled(job.processes[0].pid))
+@pytest.mark.parametrize("node", TWO)
+def test_stop_before_the_ranks_are_there_ends_at_once_also_in_the_middle_of_a_greeting(
+    node: int, tmp_path: Path
+) -> None:
+    port = free_port()
+    with ended(Job()) as job, contextlib.ExitStack() as stack:
+        leader = stack.enter_context(socket.create_server(("127.0.0.1", port))) if node else None
+        add_node(job, tmp_path, WAITS, node=node, num_nodes=2, port=port)
+        wait_for("a handler", lambda: has_handler(job.processes[0].pid, signal.SIGTERM))
+        if leader is None:
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            assert stranger.recv(10)
+        else:
+            stack.enter_context(leader.accept()[0])  # and says nothing
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
     assert "Traceback" not in job.output
-
-
-def _signals_are_handled(pid: int) -> bool:
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 # Several nodes --------------------------------------------------------------------------------------------------------
@@ -472,6 +525,9 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
         (["--restart-on=2", "nofile.py"], "--restart-on must be exit codes such as 1,75, and neither 0"),
         (["--restart-args='", "nofile.py"], "--restart-args must be words as a shell splits them"),
         (["-m"], "SCRIPT"),
+        (["--spares=1", "nofile.py"], "--spares must come with --nnodes"),
+        (["--nnodes=3:2", "nofile.py"], "--nnodes must be a number of nodes"),
+        (["--max-failures-per-node=3", "nofile.py"], "with --nnodes 2:4 or --spares"),
     ],
 )
 def test_mistake_is_one_line(options: list[str], mistake: str, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ The script does not import torch; `tests/promises` has what a training makes of 
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ from tests.agent.test_launch import HEAD
 from tests.rigs import namespaces
 from tests.rigs.jobs import Job, ended, free_port, start, wait_for
 from tests.rigs.namespaces import Net
+from tests.rigs.object_store import BUCKET, S3, Door
 
 # Each rank writes down who it is, and waits
 TEXT = HEAD + """
@@ -35,6 +38,7 @@ class Nodes:
     def __init__(self, folder: Path, limits: str, *options: str, net: Net | None = None) -> None:
         self.net, self.master = net, net.nodes[0].ip if net is not None else "127.0.0.1"
         self.folder, self.job, self.port = folder, Job(), free_port()
+        self.words: tuple[object, ...] = (folder / "shared",)
         self.limits, self.options = (f"--nnodes={limits}", "--lost-after-s=3", "--join-timeout-s=100"), options
         self.agents: dict[int, psutil.Process] = {}
         (folder / "shared").mkdir()
@@ -44,13 +48,13 @@ class Nodes:
         line = ("-m", "rankup", "launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
                 f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options)
         prefix = self.net.nodes[node].prefix if self.net is not None else []
-        start(*prefix, sys.executable, *line, self.folder / "job.py", self.folder / "shared", job=self.job, env=env)
+        start(*prefix, sys.executable, *line, self.folder / "job.py", *self.words, job=self.job, env=env)
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
-    def begin(self, count: int) -> int:
+    def begin(self, count: int, env: dict[str, str] | None = None) -> int:
         """Start so many agents. Returns the number of their first attempt."""
         for node in range(count):
-            self.add(node)
+            self.add(node, env)
         return self.attempt(count)
 
     def kill(self, node: int) -> None:
@@ -225,6 +229,18 @@ def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path
     assert f"(node {bad} on " in job.outputs[1]
 
 
+def test_newcomer_with_an_interface_that_does_not_exist_is_turned_away_alone(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
+    with ended(nodes.job) as job:
+        first = nodes.begin(2)
+        nodes.add(2, env={"GLOO_SOCKET_IFNAME": "eth99"})
+        assert job.processes[2].wait(100) == 2
+        nodes.attempt(2, after=first)
+        nodes.go()
+        assert job.wait() == [0, 0, 2], job.output
+    assert "GLOO_SOCKET_IFNAME must name an interface that exists" in job.outputs[2]
+
+
 def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", "--max-failures-per-node=2")
     with ended(nodes.job) as job:
@@ -302,6 +318,39 @@ def test_of_two_nodes_with_a_shared_folder_that_are_cut_apart_one_goes_on(net: N
         nodes.go()
         assert job.wait() == [0, 0], job.output
     assert len([*(tmp_path / "places").glob("*-after-1.json")]) == 1
+    assert len(nodes.jobs()) == 1
+
+
+@pytest.mark.parametrize("net", [2], indirect=True)
+def test_of_two_nodes_with_an_object_store_that_are_cut_apart_one_goes_on_once_the_store_answers(
+    net: Net, s3: S3, tmp_path: Path
+) -> None:
+    """Each reaches the store by a door of its own. At first one finds it deaf, the other one overloaded."""
+    nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5", f"--shared-dir=s3://{BUCKET}/{tmp_path.name}", net=net)
+    answers, port = threading.Event(), free_port()
+    with ended(nodes.job) as job, ExitStack() as doors:
+        deaf, overloaded = (doors.enter_context(s3.door(listener=node.listener(port))) for node in net.nodes)
+        first = nodes.begin(2, deaf.env)
+        deaf.rule = lambda request: answers.wait(100) and None
+        overloaded.rule = lambda request: None if answers.is_set() else 503
+        net.cut(1)
+
+        def tries(door: Door) -> int:
+            return sum(request.name.endswith("-after-1.json") and request.method == "PUT" for request in door.seen)
+
+        wait_for("two tries of both", lambda: min(tries(deaf), tries(overloaded)) > 1)
+        assert [nodes.ranks(node) for node in (0, 1)] == [0, 0], "one goes on, and the store has not answered"
+        before = tries(deaf), tries(overloaded)
+        answers.set()
+        second = nodes.attempt(1, after=first)
+        other = 1 - nodes.of_rank(0, second)
+        wait_for("two tries of the other one", lambda: tries((deaf, overloaded)[other]) > before[other] + 1)
+        assert sorted(nodes.ranks(node) for node in (0, 1)) == [0, 1], "not one goes on"
+        net.mend(1)
+        nodes.attempt(2, after=second)
+        nodes.go()
+        assert job.wait() == [0, 0], job.output
+    assert all("another part of the job goes on, or --shared-dir does not answer" in each for each in job.outputs)
     assert len(nodes.jobs()) == 1
 
 

@@ -1,14 +1,11 @@
 """What a script is: its file, its own modules, whether it imports rankup or horovod, and its command line."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rankup.agent.script import Script
 from rankup.errors import UserError
-from tests.rigs.jobs import environment
 
 
 def write(folder: Path, text: str, name: str = "job.py") -> Path:
@@ -70,20 +67,6 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
     assert Script.find(["-m", "no_such"]).must_match()["script -m no_such"] == "a module that Python itself finds"
 
 
-def test_neighbour_of_the_script_that_cannot_be_read_is_no_fault(tmp_path: Path) -> None:
-    script = write(tmp_path, "import json, helpers")
-    write(tmp_path, "", "json/__init__.py")
-    write(tmp_path, "", "helpers.py").chmod(0)
-    (tmp_path / "json").chmod(0)
-    asks = "import sys; from rankup.agent.script import Script; print(Script.find(sys.argv[1:]).must_match())"
-    nobody = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]  # root would read them all the same
-    line = [*nobody, sys.executable, "-c", asks, str(script)]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True)
-    (tmp_path / "json").chmod(0o700)
-    assert done.returncode == 0, done.stderr
-    assert """'imported helpers.py': "can't be read\"""" in done.stdout
-
-
 # Its command line ----------------------------------------------------------------------------------------------------
 
 
@@ -112,14 +95,12 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("text", "forked"),
     [
         ("import torch\nimport rankup", True),
-        ("from rankup.errors import UserError", True),
         ("try:\n    import rankup\nexcept ImportError:\n    rankup = None", True),
         ("import torch\nif __name__ == '__main__':\n    with x:\n        import rankup as r", True),
         ("import own", True),
         ("from own import tools", True),
         ("import indirect", False),
         ("def f():\n    import rankup", False),
-        ("class C:\n    import rankup", False),
         ("'''\nimport rankup\n'''", False),
         ("import rankup_tools", False),
         ("from . import rankup", False),
@@ -147,10 +128,8 @@ HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"
 @pytest.mark.parametrize(
     ("text", "environ", "got"),
     [
-        (HOROVOD, {}, "nothing"),
         (HOROVOD, {"HOROVOD_SIZE": "1"}, "1"),  # a launcher of several ranks inside horovodrun -np 1
-        # Settings say nothing of ranks
-        (HOROVOD, {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CONTROLLER": "gloo"}, "nothing"),
+        (HOROVOD, {"HOROVOD_CONTROLLER": "gloo"}, "nothing"),  # a setting says nothing of ranks
         ("'''The first line of a script.'''\nfrom horovod import torch as hvd", {}, "nothing"),
     ],
 )
@@ -170,13 +149,10 @@ def test_horovod_script_is_refused_where_each_rank_would_train_alone(
         (HOROVOD, {"HOROVOD_SIZE": "2"}),
         (HOROVOD, {"HOROVOD_CONTROLLER": "mpi"}),
         ("try:\n    import horovod\nexcept ImportError:\n    horovod = None", {}),
-        ("def by_horovod():\n    import horovod.torch", {}),
-        ("'''\nimport horovod.torch as hvd\n'''", {}),
         ("import horovod_tools", {}),
         ("from .horovod import tools", {}),
-        ("import horovod\ndef f(:", {}),
     ],
-    ids=["horovodrun", "mpi", "optional", "function", "text", "another", "own", "syntax"],
+    ids=["horovodrun", "mpi", "optional", "another", "own"],
 )
 def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[str, str], tmp_path: Path) -> None:
     Script.find([str(write(tmp_path, text))]).check(environ, world_size=2)
@@ -185,14 +161,43 @@ def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[
 # What the server may import for it -----------------------------------------------------------------------------------
 
 
-def test_module_beside_a_script_is_named_by_the_packages_around_it(
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
+         ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
+        ("from . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
+        ("import os\nos.environ['X'] = '1'\nimport torch", []),
+        ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
+        ("import x = 3", []),
+    ],
+)
+def test_first_imports_of_a_script_that_are_known_to_be_safe(text: str, names: list[str], tmp_path: Path) -> None:
+    assert Script.find([str(write(tmp_path, text))]).safe_imports() == names
+
+
+def test_package_of_the_users_own_is_imported_by_the_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = '__preload__ = [".loop", "numpy"]'
+    """One beside the script, or in the current folder. What is installed in an environment there is none."""
+    script = write(tmp_path, "import torch, yaml, numpy, tqdm, fire", "elsewhere/job.py")
+    for name in ("elsewhere/yaml.py", "tqdm/__init__.py", "env/lib/site-packages/fire/__init__.py"):
+        write(tmp_path, "", name)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("env/lib/site-packages", "."):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert Script.find([str(script)]).safe_imports() == ["torch", "numpy", "fire"]
+
+
+def test_script_names_what_may_be_imported_before_it_by_the_packages_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'import os\n__preload__ = [".loop", "numpy"]\nX = 3'
     plain, inside = write(tmp_path / "repo/plain", text), write(tmp_path / "repo/pack/part", text)
     for folder in (tmp_path, tmp_path / "repo/pack", tmp_path / "repo/pack/part"):
         write(folder, "", "__init__.py")
     assert Script.find([str(inside)]).own_imports() == (["pack.part.loop", "numpy"], str(tmp_path / "repo"))
     assert Script.find([str(plain)]).own_imports() == (["loop", "numpy"], str(plain.parent))
+    assert Script.find([str(write(plain.parent, "__preload__ = X()"))]).own_imports() == ([], str(plain.parent))
     monkeypatch.chdir(tmp_path)  # which is a package, and the module is none of its
     assert Script.find(["-m", "timeit"]).own_imports()[0] == []

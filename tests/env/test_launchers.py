@@ -42,29 +42,24 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
 # Slurm ----------------------------------------------------------------------------------------------------------------
 
 
-def test_slurm_step_is_adopted():
-    env = read_rank_env(STEP)
-    assert (place(env), env.launcher, env.parent_pid) == ((3, 1, 4, 2, 2, 1), "slurm", None)
-    assert env.master_addr == "rn2"  # the step's first host, which need not be the job's
-    assert env.master_port == port_for(77)
+@pytest.mark.parametrize(
+    ("change", "where", "address"),
+    [
+        ({}, (3, 1, 4, 2, 2, 1), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None, 2, 1), "rn2:"),
+        # One node needs no host name
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4, 4, 1, 0),
+         "127.0.0.1:"),
+        ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}, (3, 1, 4, 2, 2, 1),
+         "10.0.0.7:12345"),
+    ],
+    ids=["even", "uneven", "one-node", "own-address"],
+)
+def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], address: str):
+    env = read_rank_env({**STEP, **change})
+    assert (place(env), env.launcher, env.parent_pid) == (where, "slurm", None)
+    assert f"{env.master_addr}:{env.master_port}".startswith(address)
     assert "squeue -s" in how_to_start(env)
-
-
-def test_slurm_nodes_may_have_different_numbers_of_tasks():
-    env = read_rank_env({**STEP, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"})
-    assert (env.world_size, env.local_world_size) == (5, None)
-
-
-def test_slurm_step_on_one_node_needs_no_host_name():
-    env = read_rank_env({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "3",
-                         "SLURM_STEP_TASKS_PER_NODE": "4"})
-    assert (env.master_addr, env.local_world_size, env.num_nodes) == ("127.0.0.1", 4, 1)
-
-
-def test_slurm_address_and_port_of_the_user_are_kept():
-    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}
-    env = read_rank_env({**STEP, **own})
-    assert (env.master_addr, env.master_port, env.rank) == ("10.0.0.7", 12345, 3)
 
 
 @pytest.mark.parametrize(
@@ -89,20 +84,16 @@ def test_slurm_shell_that_is_no_task_is_refused(env: Env):
 @pytest.mark.parametrize(
     "env",
     [
-        {**BATCH, "SLURM_NTASKS": "1", "SLURM_NNODES": "1"},
         {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {**BATCH, "SLURM_NTASKS": "1", "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
         {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1"},
     ],
-    ids=["batch", "step", "with-master", "no-count"],
+    ids=["step", "with-master", "no-count"],
 )
 def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
     read = read_rank_env(env)
     assert (read.launcher, read.world_size, read.run_name) == ("python", 1, "slurm-77")
-
-
-def test_slurm_with_one_task_still_refuses_half_a_set():
-    assert "RANK MASTER_ADDR MASTER_PORT are not set" in refusal({**BATCH, "SLURM_NTASKS": "1", "WORLD_SIZE": "4"})
+    assert " not set. " in refusal({**env, "WORLD_SIZE": "4"})
 
 
 def test_explicit_rank_beats_slurm_and_is_warned_of():
@@ -117,11 +108,16 @@ def test_explicit_rank_that_is_the_task_learns_its_place_from_slurm():
     assert (env.master_addr, env.launcher, env.warnings) == ("node0", "environment", ())
 
 
-@pytest.mark.parametrize("change", [{"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}], ids=lambda change: next(iter(change)))
-def test_injected_variable_is_not_mixed_with_slurms(change: Env):
-    message = refusal({**STEP, **change})
-    assert message.startswith(f"{next(iter(change))}={next(iter(change.values()))} but SLURM_")
-    assert "two launchers are mixed. Unset" in message
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({**STEP, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but SLURM_STEP_NUM_TASKS=4"),
+        ({**STEP, "LOCAL_RANK": "0"}, "LOCAL_RANK=0 but SLURM_LOCALID=1"),
+        ({**MPI, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2"),
+    ],
+)
+def test_injected_variable_is_not_mixed_with_the_launchers(env: Env, text: str):
+    assert refusal(env).startswith(f"{text}, and RANK is not set: two launchers are mixed. Unset")
 
 
 @pytest.mark.parametrize("env", [AGENT, LAUNCH], ids=["torchrun", "launch"])
@@ -134,22 +130,15 @@ def test_torchrun_multiplied_by_srun_is_refused(env: Env):
 def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
     env = read_rank_env({**STEP, **AGENT, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"})  # one on each node
     assert (env.launcher, env.rank, env.num_nodes, env.warnings) == ("torchrun", 3, 2, ())
-    assert read_rank_env({**BATCH, **AGENT, "SLURM_NTASKS": "4", "SLURM_NNODES": "1"}).launcher == "torchrun"
-
-
-def test_torchrun_nodes_simulated_by_tasks_are_taken():
-    env = {**STEP, **AGENT, "GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
-    assert read_rank_env(env).num_nodes == 4
+    simulated = {"GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
+    assert read_rank_env({**STEP, **AGENT, **simulated}).num_nodes == 4
 
 
 @pytest.mark.parametrize(
     ("env", "name"),
     [
-        ({"SLURM_JOB_ID": "77"}, "slurm-77"),
         ({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}, "slurm-77"),
-        ({"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "0"}, "slurm-77_0"),
-        ({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}, "slurm-77_1"),
-        ({**STEP, **FULL}, "slurm-77"),
+        ({"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}, "slurm-77_1"),
         ({"SLURM_JOB_ID": "77", **AGENT}, "slurm-77"),
         (FULL, None),
     ],
@@ -171,22 +160,22 @@ def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
 
 @pytest.mark.parametrize(
     ("env", "launcher", "job"),
-    [(MPI, "open mpi", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT")],
+    [
+        (MPI, "open mpi", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        ({**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}, "open mpi", "OMPI_MCA_ess_base_jobid"),
+    ],
+    ids=["mpi", "horovod", "older-mpi"],
 )
 def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     read = read_rank_env(env)
     assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2, 1, 0), "127.0.0.1", launcher)
     assert read_rank_env({**env, job: "another"}).master_port != read.master_port
+    assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same on every node
     assert "MASTER_PORT is not set" in refusal(without(env, job))
     # An mpirun that is killed leaves its processes running, and serves nothing that Horovod's ranks meet by
     assert read.has_horovod_rendezvous == (launcher == "horovodrun")
     assert read.parent_pid == (os.getppid() if launcher == "open mpi" else None)
     assert "mpirun has to start all ranks at once" in how_to_start(read_rank_env(MPI))
-
-
-def test_open_mpi_of_another_version_names_its_job_otherwise():
-    older = {**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}
-    assert read_rank_env(older).master_port == port_for(zlib.crc32(b"98765"))
 
 
 @pytest.mark.parametrize(
@@ -207,10 +196,6 @@ def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: 
 def test_open_mpi_beats_the_slurm_task_that_its_daemon_is_and_horovodrun_both():
     assert read_rank_env({**STEP, **MPI}).launcher == "open mpi"
     assert read_rank_env({**STEP, **MPI, **HOROVOD}).launcher == "horovodrun"
-
-
-def test_open_mpi_with_an_injected_world_size_is_refused():
-    assert "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2" in refusal({**MPI, "WORLD_SIZE": "8"})
 
 
 @pytest.mark.parametrize("name", ["PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
@@ -245,7 +230,6 @@ def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
 @pytest.mark.parametrize(
     ("env", "rank", "world"),
     [
-        (pod(0, 3, "mw", "auto", "3"), 0, 3),
         (pod(2, 3, "mw", "auto", "3"), 2, 3),
         (pod(1, 2, "gpu", "gpu", "2"), 1, 2),
         (pod(1, 2, "one", "1", "2"), 1, 2),  # this and the next were not seen, but follow from what was
@@ -262,27 +246,23 @@ def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world
 @pytest.mark.parametrize(
     "env",
     [
-        pod(0, 8, "master-only", "8", "1"),
         pod(1, 4, "user-port", "2", "2", port="29500"),
         {**pod(1, 4, "elastic-master", "2", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"},
     ],
-    ids=["master-only", "master-worker", "elastic-master"],
+    ids=["master-worker", "elastic-master"],
 )
 def test_pytorchjob_rank_that_counts_pods_is_refused(env: Env):
     message = refusal(env)
     assert f"RANK={env['RANK']} counts pods but WORLD_SIZE={env['WORLD_SIZE']} counts processes" in message
     assert "torchrun -m train.main" in message
     assert 'nprocPerNode: "1"' in message
+    read = read_rank_env({**env, "LOCAL_RANK": "1"})  # who sets that knows better
+    assert (read.rank, read.local_rank, read.launcher) == (1, 1, "environment")
 
 
 def test_torchrun_inside_a_pod_is_torchrun():
     assert read_rank_env({**pod(1, 4, "mw", "2", "2"), **AGENT}).launcher == "torchrun"
     assert read_rank_env({**elastic("worker-0:23456", "2", "2:2"), **AGENT}).rank == 3
-
-
-def test_explicit_local_rank_in_a_pod_is_believed():
-    read = read_rank_env({**pod(1, 4, "mw", "2", "2"), "LOCAL_RANK": "1"})
-    assert (read.rank, read.local_rank, read.launcher) == (1, 1, "environment")
 
 
 TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
@@ -293,11 +273,10 @@ TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "
     [
         elastic("elastic-worker-0:23456", "4", "2:2"),
         elastic("range-worker-0:29400", "auto", "1:3"),
-        {**elastic("standalone-worker-0:23456", "2", "1:1"), "PET_STANDALONE": ""},
         {"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"},  # Workers without a Master
         {**TRAINER, "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1"},  # Trainer v2
     ],
-    ids=["elastic", "elastic-range", "standalone", "workers-only", "trainer-v2"],
+    ids=["elastic", "elastic-range", "workers-only", "trainer-v2"],
 )
 def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     message = refusal(env)
@@ -316,34 +295,27 @@ def test_indexed_job_without_rank_is_single_with_a_warning():
 # Ports and hosts ------------------------------------------------------------------------------------------------------
 
 
-def test_port_is_none_of_known_services_nor_of_outgoing_connections():
-    known = {6000, 10250, 11211, 11434, 23456, 27017, 29500}
-    for job in range(0, 40000, 7):
-        port = port_for(job)
-        assert 10000 <= port < 30000
-        assert port not in known
-
-
-def test_port_differs_between_neighbouring_jobs_restarts_and_steps():
+def test_port_is_no_known_service_and_differs_between_neighbouring_jobs_restarts_and_steps():
+    ports = {port_for(job) for job in range(40000)}
+    assert 10000 <= min(ports) <= max(ports) < 30000  # neither root's, nor one of outgoing connections
+    assert not ports & {10250, 11211, 11434, 23456, 27017, 29500}
     assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
     assert len({port_for(123456, restart=restart) for restart in range(100)}) == 100
     assert len({port_for(123456, step=step) for step in range(100)}) == 100
 
 
-def test_free_port_is_one_that_can_be_opened_and_no_known_service():
-    for _ in range(20):
-        port = free_port()
-        assert port < 32768
-        assert port not in (10250, 29400, 29500)
-        with socket.socket() as listener:
-            listener.bind(("", port))
+def test_free_port_is_one_that_can_be_opened():
+    port = free_port()
+    assert 10000 <= port < 30000
+    with socket.socket() as listener:
+        listener.bind(("", port))
 
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
     [
-        ("n[1-3,7],m05", "n1"), ("solo", "solo"), ("a.example,b", "a.example"), ("n[08-11]", "n08"),
-        ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"), ("m05,n[1-2]", "m05"),
+        ("n[1-3,7],m05", "n1"), ("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"),
+        ("r[1-2]n[0-1]", "r1n0"),
     ],
 )
 def test_first_host_is_the_first_of_a_nodelist(nodelist: str, host: str):

@@ -66,49 +66,33 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "error", "code", "says"),
+    ("culprit", "order", "own", "code", "says"),
     [
-        (2, "ValueError", 1, "ValueError: probe"),
+        (1, {"raise": "ValueError"}, 1, 1, "ValueError: probe"),
         # In the words of a lost peer, which is no reason to restart a fault
-        (1, "RuntimeError", 1, "RuntimeError: NCCL error: probe"),
-        (0, "UserError", 2, "error: probe"),
-        (1, "SystemExit", 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
-        (1, "HTTPError", 1, "HTTPError: HTTP Error 404: probe"),  # its `code`, 404, is not an exit code
+        (2, {"raise": "RuntimeError"}, 1, 1, "RuntimeError: NCCL error: probe"),
+        (0, {"raise": "UserError"}, 2, 2, "error: probe"),
+        (1, {"raise": "SystemExit"}, 1, 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
+        # Its `code`, 404, is not an exit code
+        (1, {"raise": "HTTPError"}, 1, 1, "HTTPError: HTTP Error 404: probe"),
+        (0, {"signal": "SIGKILL"}, -9, 171, ""),
+        (1, {"signal": "SIGKILL"}, -9, 171, ""),
     ],
 )
-def test_error_on_one_rank_ends_all_with_its_code_and_names_it(
-    culprit: int, error: str, code: int, says: str, forks: Forks, tmp_path: Path
+def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
+    culprit: int, order: dict[str, str], own: int, code: int, says: str, forks: Forks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    order = probe("loss", 6, culprit, **{"raise": error})
-    with forks.running(*train(run), world_size=WORLD, env=order) as job:
-        assert job.wait() == [code] * WORLD, job.output
+    with forks.running(*train(run), world_size=WORLD, env=probe("loss", 6, culprit, **order)) as job:
+        assert job.wait() == [own if rank == culprit else code for rank in range(WORLD)], job.output
+    zero, one, two = (process.output.splitlines() for process in job.processes)
+    for rank, lines in enumerate((zero, one, two)):
+        assert all(line.startswith(f"[{HOST} r{rank}/{WORLD}] ") for line in lines), job.output
+    if order.get("raise") == "ValueError":  # others than rank 0 tell their own failure only
+        assert len(zero) > 3
+        assert "Traceback" in one[0]
+        assert len(two) == 1
     assert says in job.processes[culprit].output
-    assert_named(job, run, culprit, among=[rank for rank in range(WORLD) if rank != culprit])
-    assert_nothing_left(job)
-
-
-def test_every_line_names_host_and_rank_and_others_than_rank_0_tell_their_own_failure_only(
-    forks: Forks, tmp_path: Path
-) -> None:
-    order = probe("loss", 6, 1, **{"raise": "ValueError"})
-    with forks.running(*train(tmp_path / "run"), world_size=WORLD, env=order) as job:
-        job.wait()
-    for rank, process in enumerate(job.processes):
-        lines = process.output.splitlines()
-        assert lines
-        assert all(line.startswith(f"[{HOST} r{rank}/{WORLD}] ") for line in lines), process.output
-    assert len(job.processes[0].output.splitlines()) > 3
-    assert job.processes[2].output.count("\n") == 1
-    assert "Traceback" in job.processes[1].output.splitlines()[0]
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_killed_rank_is_named_by_all_others(culprit: int, forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with forks.running(*train(run), world_size=WORLD, env=probe("loss", 6, culprit, signal="SIGKILL")) as job:
-        codes = job.wait()
-    assert codes == [-9 if rank == culprit else 171 for rank in range(WORLD)], job.output
     assert_named(job, run, culprit, among=[rank for rank in range(WORLD) if rank != culprit])
     assert_nothing_left(job)
 

@@ -1,7 +1,6 @@
 """Which device a rank takes, on machines made up here."""
 
 import types
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,51 +8,37 @@ import torch
 from rankup.errors import LaunchError
 from rankup.group.joining import pick_backend, pick_device
 
-Machine = Callable[[str, int], None]
+OWN = "local rank {} must have a device of its own, got {} visible cuda devices"
+MISSING = 'device must be one this machine has, got "{}"'
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """`machine("cuda", 4)`: four visible devices of that kind."""
-
-    def make(kind: str, count: int) -> None:
-        found = torch.device(kind) if count else None
-        monkeypatch.setattr(torch, kind, types.SimpleNamespace(device_count=lambda: count))
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
-        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-
-    return make
-
-
-def test_without_an_accelerator_the_cpu_is_taken(machine: Machine):
-    machine("cuda", 0)
-    assert pick_device(None, 3) == torch.device("cpu")
-
-
-def test_each_local_rank_takes_the_device_of_its_number(machine: Machine):
-    machine("cuda", 4)
-    assert [pick_device(None, rank).index for rank in range(4)] == [0, 1, 2, 3]
-
-
-def test_a_task_that_is_shown_one_device_takes_it(machine: Machine):
-    # --gpus-per-task=1: local rank 3 of the node sees its device as number 0
-    machine("cuda", 1)
-    assert pick_device("cuda", 3) == torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(("wanted", "rank", "count"), [(None, 2, 2), ("cuda", 5, 4), ("cuda:1", 0, 1)])
-def test_more_ranks_than_devices_is_refused(machine: Machine, wanted: str, rank: int, count: int):
-    machine("cuda", count)
-    said = f"local rank {rank} must have a device of its own, got {count} visible cuda devices"
-    with pytest.raises(LaunchError, match=said):
+@pytest.mark.parametrize(
+    ("count", "wanted", "rank", "taken"),
+    [
+        (0, None, 3, "cpu"),
+        (4, None, 0, "cuda:0"),
+        (4, None, 3, "cuda:3"),
+        (1, "cuda", 3, "cuda:0"),  # --gpus-per-task=1: local rank 3 of the node sees its device as number 0
+        (2, None, 2, OWN.format(2, 2)),
+        (4, "cuda", 5, OWN.format(5, 4)),
+        (1, "cuda:1", 0, OWN.format(0, 1)),
+        (0, "cuda", 0, MISSING.format("cuda")),
+        (0, "no_such_kind", 0, MISSING.format("no_such_kind")),
+    ],
+)
+def test_each_local_rank_takes_the_device_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, count: int, wanted: str | None, rank: int, taken: str
+) -> None:
+    """Of `count` that are visible."""
+    found = torch.device("cuda") if count else None
+    monkeypatch.setattr(torch, "cuda", types.SimpleNamespace(device_count=lambda: count))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    if " " not in taken:
+        assert str(pick_device(wanted, rank)) == taken
+        return
+    with pytest.raises(LaunchError, match=taken):
         pick_device(wanted, rank)
-
-
-@pytest.mark.parametrize("wanted", ["cuda", "xpu:1", "no_such_kind"])
-def test_a_device_that_is_not_there_is_refused(machine: Machine, wanted: str):
-    machine("cuda", 0)
-    with pytest.raises(LaunchError, match=f'device must be one this machine has, got "{wanted}"'):
-        pick_device(wanted, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group, pack, unpack
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
+from tests.rigs.strangers import Evil
 
 ROWS = [{"accuracy": 0.1 + 0.2, "name": "größe", "none": None, "list": [1, [2.5, True]]}, [], "", 2**60]
 
@@ -66,15 +67,10 @@ def test_one_rank_gets_what_it_would_get_among_several():
     check(group_of(0, 1))
 
 
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("ran",)
-
-
 @pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), pack])
 def test_what_arrives_in_place_of_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
     monkeypatch.chdir(tmp_path)
-    sent = write(Evil())
+    sent = write(Evil(tmp_path / "ran"))
     with pytest.raises(pickle.UnpicklingError, match=r"mkdir|Weights only load failed"):
         unpack(sent)
     assert not list(tmp_path.iterdir())

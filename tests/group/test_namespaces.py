@@ -15,7 +15,7 @@ from tests.rigs import namespaces
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN
 from tests.rigs.namespaces import Node, Pair
-from tests.rigs.single_rank import NOISE, TINY, Rank, Starter, starting
+from tests.rigs.single_rank import NOISE, TINY, Rank, Starter, all_said, starting
 
 PORT = 29400
 SHORT_S = 5  # where ranks never meet
@@ -43,31 +43,28 @@ class Case:
     def rank(
         self, rank: int, world_size: int, node: int, *arguments: str, addr: str = "192.168.77.1",
         join_s: float = LONG_S, **env: str,
-    ) -> Rank:
+    ) -> None:
         env = {"LOCAL_RANK": "0", "MASTER_ADDR": addr, **self.nodes[node].env, **env}
         self.ranks.append(self.starter(rank, world_size, PORT, self.name, *arguments, join_s=join_s, **env))
-        return self.ranks[-1]
 
     def both(self, *arguments: str, **more: str | float) -> None:
         """A rank on each machine, rank 0 on the first."""
         for node in (0, 1):
             self.rank(node, 2, node, *arguments, **more)  # type: ignore[arg-type]
 
-    def said(self, code: int) -> list[str]:
-        """What each rank said; all ended with `code`."""
-        codes = [rank.wait() for rank in self.ranks]
-        said = [rank.said for rank in self.ranks]
-        assert codes == [code] * len(codes), "\n".join(said)
-        assert not any("Traceback" in text for text in said), "\n".join(said)
-        return said
+
+Begin = Callable[[Case], None]
+CASES: dict[str, tuple[Begin, int, tuple[str | tuple[str, str], ...]]] = {}
 
 
-CASES: dict[str, Callable[[Case], None]] = {}
+def case(code: int, *texts: str | tuple[str, str]) -> Callable[[Begin], Begin]:
+    """All ranks end with `code`, and say each of the texts; of a pair each rank says its own."""
 
+    def add(begin: Begin) -> Begin:
+        CASES[begin.__name__] = begin, code, texts
+        return begin
 
-def case(begin: Callable[[Case], None]) -> Callable[[Case], None]:
-    CASES[begin.__name__] = begin
-    return begin
+    return add
 
 
 @pytest.fixture(scope="module")
@@ -76,59 +73,72 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     folder = tmp_path_factory.mktemp("machines")
     with ExitStack() as stack:
         begun = {}
-        for name, begin in CASES.items():
+        for name, (begin, *_) in CASES.items():
             pair = Pair(folder / name)
             stack.callback(pair.close)
             begun[name] = Case(name, pair, stack.enter_context(starting(forks, folder / "runs")))
             begin(begun[name])
-        begun["cable"].ranks[0].wait_for("epoch 1:")
-        begun["cable"].nodes[0].run("ip link set eth0 down")
+        begun["pulled_cable"].ranks[0].wait_for("epoch 1:")
+        begun["pulled_cable"].nodes[0].run("ip link set eth0 down")
         yield begun
 
 
 # Machines that have all they need -----------------------------------------------------------------------------
 
 
-@case
-def the_other_way_round(case: Case) -> None:
-    # gloo's higher address listens, the lower one calls: each has to be tried as the one that names itself 127.0.1.1
-    case.rank(0, 2, 1, addr="192.168.77.2")
-    case.rank(1, 2, 0, addr="192.168.77.2")
-
-
-@case
+@case(0)
 def by_name(case: Case) -> None:
     # On node0 itself the name is 127.0.1.1: rank 0 and rank 1 see no address of theirs that would serve the others
     for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1)):
         case.rank(rank, 4, node, addr="node0", LOCAL_RANK=str(rank % 2))
 
 
-@case
-def without_ipv6(case: Case) -> None:
-    for node in case.nodes:
-        node.run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1")
-    case.both()
-
-
-@case
+@case(0)
 def ipv6_alone(case: Case) -> None:
     for number, node in enumerate(case.nodes):
         node.run("ip -4 addr flush dev eth0", f"ip -6 addr add fd77::{number + 1}/64 dev eth0 nodad")
     case.both(addr="fd77::1")
 
 
-@case
-def ports_that_are_open(case: Case) -> None:
+@case(0)
+def ipv4_and_few_open_ports_alone(case: Case) -> None:
     for node in case.nodes:
-        node.run("sysctl -qw net.ipv4.ip_local_port_range='40000 40050'")
+        node.run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv4.ip_local_port_range='40000 40050'")
         firewall(node, "DROP", f"{PORT},40000:40050")
-    case.both()
+    # gloo's higher address listens, the lower one calls: each has to be tried as the one that names itself 127.0.1.1
+    case.rank(0, 2, 1, addr="192.168.77.2")
+    case.rank(1, 2, 0, addr="192.168.77.2")
 
 
-@case
+@case(0)
 def silent_resolver(case: Case) -> None:
     know_no_names(case)
     case.both()
+
+
+@case(0)
+def a_name_that_comes_late(case: Case) -> None:
+    case.rank(1, 2, 1, addr="late.example")
+    case.ranks[0].wait_for("rank 1 of 2")
+    case.nodes[0].know("late.example", "192.168.77.1")
+    case.nodes[1].know("late.example", "192.168.77.1")
+    case.rank(0, 2, 0, addr="late.example")
+
+
+@case(0)
+def launched_with_a_silent_resolver(case: Case) -> None:
+    know_no_names(case)
+    launched(case, master_addr="192.168.77.1")
+
+
+@case(0)
+def launched(case: Case, *, master_addr: str = "node0") -> None:
+    for number, node in enumerate(case.nodes):
+        line = (
+            "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", master_addr,
+            "--master-port", str(PORT), str(MAIN), *TINY,
+        )
+        case.ranks.append(case.starter.command(line, case.name, env=node.env))
 
 
 def know_no_names(case: Case) -> None:
@@ -138,15 +148,6 @@ def know_no_names(case: Case) -> None:
         node.lookup_file.write_text("hosts: files dns\n")
         node.mount("nameserver 192.168.77.9\noptions timeout:30\n", "/etc/resolv.conf")
         node.run("iptables -w -A OUTPUT -p udp --dport 53 -j DROP")
-
-
-@case
-def a_name_that_comes_late(case: Case) -> None:
-    case.rank(1, 2, 1, addr="late.example")
-    case.ranks[0].wait_for("rank 1 of 2")
-    case.nodes[0].know("late.example", "192.168.77.1")
-    case.nodes[1].know("late.example", "192.168.77.1")
-    case.rank(0, 2, 0, addr="late.example")
 
 
 def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
@@ -159,134 +160,62 @@ def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        the_other_way_round, by_name, without_ipv6, ipv6_alone, ports_that_are_open, a_name_that_comes_late,
-        silent_resolver,
-    ],
-    ids=lambda begin: begin.__name__,
-)
-def test_two_machines_train(cases: dict[str, Case], name: Callable[[Case], None]):
-    for said in cases[name.__name__].said(0):
-        assert not NOISE.search(said), said
+# Interfaces and firewalls -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["silent_resolver", "launched_with_a_silent_resolver"])
-def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case], name: str):
-    case = cases[name]
-    case.said(0)
-    for node in case.nodes:
-        (rule,) = [line.split() for line in node.run("iptables -w -nvxL OUTPUT").splitlines() if "udp dpt:53" in line]
-        assert rule[0] == "0", f"{node.name} asked the resolver {rule[0]} times"
-
-
-@case
-def launched_with_a_silent_resolver(case: Case) -> None:
-    know_no_names(case)
-    launched(case, master_addr="192.168.77.1")
-
-
-@case
-def launched(case: Case, *, master_addr: str = "node0") -> None:
-    for number, node in enumerate(case.nodes):
-        line = (
-            "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", master_addr,
-            "--master-port", str(PORT), str(MAIN), *TINY,
-        )
-        case.ranks.append(case.starter.command(line, case.name, env=node.env))
-
-
-def test_launch_starts_two_ranks_on_each_of_two_machines(cases: dict[str, Case]):
-    said = cases["launched"].said(0)
-    assert "4 on node0, node1" in said[0]
-
-
-# Interfaces ---------------------------------------------------------------------------------------------------
-
-
-@case
+@case(2, "GLOO_SOCKET_IFNAME must name an interface that exists on node1, got eth9. There are: lo, ")
 def no_such_interface(case: Case) -> None:
     case.rank(0, 2, 0)
     case.rank(1, 2, 1, GLOO_SOCKET_IFNAME="eth9")
 
 
-def test_an_interface_that_does_not_exist_is_named_on_all_ranks(cases: dict[str, Case]):
-    for said in cases["no_such_interface"].said(2):
-        assert "GLOO_SOCKET_IFNAME must name an interface that exists on node1, got eth9. There are: lo, " in said
-
-
-@case
+@case(
+    170, "rank 1 on node1 has no route to rank 0 on node0 at 172.30.0.9:", "(interface aux0 there)",
+    "name another interface in GLOO_SOCKET_IFNAME",
+)
 def interface_to_nowhere(case: Case) -> None:
     case.rank(0, 2, 0, GLOO_SOCKET_IFNAME="aux0")
     case.rank(1, 2, 1)
 
 
-def test_an_interface_without_a_route_to_the_others_is_named(cases: dict[str, Case]):
-    for said in cases["interface_to_nowhere"].said(170):
-        assert "rank 1 on node1 has no route to rank 0 on node0 at 172.30.0.9:" in said
-        assert "(interface aux0 there)" in said
-        assert "name another interface in GLOO_SOCKET_IFNAME" in said
+APART = "all ranks reached the master, but not each other: ", "gloo and nccl use any high port between the nodes"
 
 
-# Firewalls ----------------------------------------------------------------------------------------------------
-
-
-@case
-def ports_dropped(case: Case) -> None:
-    for node in case.nodes:
-        firewall(node, "DROP")
-    case.both()
-
-
-@case
-def ports_rejected(case: Case) -> None:
-    for node in case.nodes:
-        firewall(node, "REJECT")
-    case.both()
-
-
-@case
+@case(170, "rank 0 on node0 got no answer from rank 1 on node1 at 192.168.77.2:", *APART)
 def ports_dropped_on_one_side(case: Case) -> None:
     firewall(case.nodes[1], "DROP")
     case.both()
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("ports_dropped", "rank 1 on node1 got no answer from rank 0 on node0 at 192.168.77.1:"),
-        ("ports_rejected", "rank 1 on node1 was refused by rank 0 on node0 at 192.168.77.1:"),
-        ("ports_dropped_on_one_side", "rank 0 on node0 got no answer from rank 1 on node1 at 192.168.77.2:"),
-    ],
-)
-def test_closed_ports_between_machines_are_named_on_both(cases: dict[str, Case], name: str, what: str):
-    for said in cases[name].said(170):
-        assert "all ranks reached the master, but not each other: " in said
-        assert what in said
-        assert "gloo and nccl use any high port between the nodes" in said
+@case(170, "rank 1 on node1 was refused by rank 0 on node0 at 192.168.77.1:", *APART)
+def ports_rejected_on_both(case: Case) -> None:
+    for node in case.nodes:
+        firewall(node, "REJECT")
+    case.both()
 
 
 # The master's address -----------------------------------------------------------------------------------------
 
+LATE = "rank 1 of 2 on node1 could not join within"
 
-@case
+
+@case(170, LATE, f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall")
 def black_hole(case: Case) -> None:
     case.nodes[1].run("ip route add default via 192.168.77.1")
     case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
 
 
-@case
+@case(170, LATE, "no route to 192.0.2.1 (Network is unreachable)")
 def no_route(case: Case) -> None:
     case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
 
 
-@case
+@case(170, LATE, 'the name "no-such-host.example" does not resolve here')
 def no_such_name(case: Case) -> None:
     case.rank(1, 2, 1, addr="no-such-host.example", join_s=SHORT_S)
 
 
-@case
+@case(170, LATE, 'the name "no-answer.example" does not resolve here (the resolver gives no answer)')
 def no_resolver(case: Case) -> None:
     server, node = case.nodes
     server.run("iptables -w -A INPUT -p udp --dport 53 -j DROP")
@@ -295,68 +224,48 @@ def no_resolver(case: Case) -> None:
     case.rank(1, 2, 1, addr="no-answer.example", join_s=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("black_hole", f"192.0.2.1:{PORT} does not answer: a wrong address, a machine that is down, or a firewall"),
-        ("no_route", "no route to 192.0.2.1 (Network is unreachable)"),
-        ("no_such_name", 'the name "no-such-host.example" does not resolve here'),
-        ("no_resolver", 'the name "no-answer.example" does not resolve here (the resolver gives no answer)'),
-    ],
-)
-def test_each_cause_has_its_own_diagnosis(cases: dict[str, Case], name: str, what: str):
-    (said,) = cases[name].said(170)
-    assert what in said
-    assert "rank 1 of 2 on node1 could not join within" in said
-
-
-@case
+@case(170, ("rank 1 of 2 has not joined", "A loopback address is each machine itself"))
 def localhost(case: Case) -> None:
     case.both(addr="localhost", join_s=SHORT_S)
 
 
-def test_localhost_on_two_machines_is_explained(cases: dict[str, Case]):
-    first, second = cases["localhost"].said(170)
-    assert "rank 1 of 2 has not joined" in first
-    assert "A loopback address is each machine itself" in second
-
-
-@case
-def two_mains(case: Case) -> None:
+@case(170, (
+    "rank 1 of 2 has not joined after 5 s (joined: 0 on node0)",
+    "MASTER_ADDR=192.168.77.1 is no address of this machine (node1), where rank 0 runs",
+))
+def two_rank_0(case: Case) -> None:
     case.rank(0, 2, 0, join_s=SHORT_S)
     case.rank(0, 2, 1, join_s=SHORT_S)
-
-
-def test_two_rank_0_on_two_machines_both_end(cases: dict[str, Case]):
-    first, second = cases["two_mains"].said(170)
-    assert "rank 1 of 2 has not joined after 5 s (joined: 0 on node0)" in first
-    assert "MASTER_ADDR=192.168.77.1 is no address of this machine (node1), where rank 0 runs" in second
-
-
-@case
-def three_of_four(case: Case) -> None:
-    # Rank 0 comes when the others are there, and its time is over first: it says why, and all of them print that
-    for rank, node, join_s in ((1, 0, LONG_S), (2, 1, LONG_S), (0, 0, 2 * SHORT_S)):
-        if rank == 0:
-            for other in case.ranks:
-                other.wait_for(" of 4")
-        case.rank(rank, 4, node, join_s=join_s, LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(node))
-
-
-def test_the_host_of_a_missing_rank_is_named(cases: dict[str, Case]):
-    for said in cases["three_of_four"].said(170):
-        assert "rank 3 of 4 (on node 1 of 2) has not joined after 10 s (joined: 0-1 on node0; 2 on node1)" in said
 
 
 # The cable ----------------------------------------------------------------------------------------------------
 
 
-@case
-def cable(case: Case) -> None:
+@case(171, ("suspected: rank 1 on node1 (gave no sign of life", "suspected: rank 0 on node0 (gave no sign of life"))
+def pulled_cable(case: Case) -> None:
     case.both("--max-steps", "1000000", "--save-every-steps", "1000000", "--step-timeout-s", "1000")
 
 
-def test_a_pulled_cable_ends_both_sides_and_names_the_other(cases: dict[str, Case]):
-    first, second = cases["cable"].said(171)
-    for said, other in ((first, "rank 1 on node1"), (second, "rank 0 on node0")):
-        assert re.search(rf"lost a peer at step \d+: suspected: {other} \(gave no sign of life for 3\d s\)", said)
+# All of them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machines_train_or_say_on_each_rank_what_is_in_the_way(cases: dict[str, Case], name: str) -> None:
+    _, code, texts = CASES[name]
+    said = all_said(cases[name].ranks, code)
+    for text in texts:
+        for rank, own in enumerate(said):
+            assert (text if isinstance(text, str) else text[rank]) in own
+    assert code or not any(NOISE.search(own) for own in said), said
+    if name == "launched":
+        assert "4 on node0, node1" in said[0]
+    if name == "pulled_cable":
+        assert all(re.search(r"lost a peer at step \d+: .* for 3\d s\)", own) for own in said)
+
+
+@pytest.mark.parametrize("name", ["silent_resolver", "launched_with_a_silent_resolver"])
+def test_no_name_is_looked_up_where_an_address_is_known(cases: dict[str, Case], name: str) -> None:
+    all_said(cases[name].ranks, 0)
+    for node in cases[name].nodes:
+        (rule,) = [line.split() for line in node.run("iptables -w -nvxL OUTPUT").splitlines() if "udp dpt:53" in line]
+        assert rule[0] == "0", f"{node.name} asked the resolver {rule[0]} times"

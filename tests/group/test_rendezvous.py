@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from rankup.agent.logs import host_name
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port, wait_for
-from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, starting
+from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, all_said, starting
 
 JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
 HOST = host_name()
@@ -34,20 +33,6 @@ def begin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 # Failures that end by themselves ------------------------------------------------------------------------------
-
-
-@dataclass
-class Failures:
-    ranks: dict[str, list[Rank]]
-    port: dict[str, int]
-
-    def of(self, name: str, code: int) -> list[str]:
-        """What each rank of a case said; all ended with `code`."""
-        codes = [rank.wait() for rank in self.ranks[name]]
-        said = [rank.said for rank in self.ranks[name]]
-        assert codes == [code] * len(codes), "\n".join(said)
-        assert not any("Traceback" in text for text in said), "\n".join(said)
-        return said
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +68,8 @@ def wait_for_connection(rank: Rank, port: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
-    """All cases at once."""
+def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int, list[Rank]]]:
+    """All cases at once: their port and their ranks."""
     ports = {name: free_port() for name in ("missing", "double", "sizes", "settings", "taken", "stopped", "loopback")}
     ports["web"] = web_server[0]
 
@@ -95,8 +80,12 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
             started.append(begin(int(rank), int(world_size), ports[name], name, *arguments, join_s=JOIN_S, **env))
         return started
 
+    nodes = "--simulated-nodes"
     ranks = {
-        "missing": case("missing", (0, 4), (1, 4), (2, 4)),
+        "missing": [
+            *case("missing", (0, 4, nodes), (1, 4, nodes), GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (2, 4, nodes), GROUP_RANK="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
+        ],
         "double": case("double", (0, 3), (1, 3), (1, 3)),
         "sizes": case("sizes", (0, 2), (1, 4)),
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
@@ -111,68 +100,51 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> Failures:
     wait_for_connection(ranks["stopped"][0], ports["stopped"])
     stopped.process.signal("SIGSTOP")
     ranks["stopped"] += case("stopped", (2, 3))
-    return Failures(ranks, ports)
+    return {name: (ports[name], started) for name, started in ranks.items()}
 
 
-def test_a_missing_rank_is_named_by_all_others(failures: Failures):
-    for said in failures.of("missing", 170):
-        assert f"rank 3 of 4 has not joined after {JOIN_S} s (joined: 0-2 on {HOST})" in said
-
-
-def test_an_error_of_all_is_printed_by_one_rank_of_the_host(failures: Failures):
-    failures.of("missing", 170)
-    assert sum("has not joined" in rank.process.output for rank in failures.ranks["missing"]) == 1
-
-
-def test_a_foreign_service_on_the_port_is_named(failures: Failures, web_server: tuple[int, int]):
-    first, other = failures.of("web", 170)
-    assert re.search(rf"MASTER_PORT={web_server[0]} is in use on {HOST} by pid {web_server[1]} \(.*http\.server", first)
-    assert "does not answer as a rendezvous store: another service holds the port" in other
-
-
-def test_a_second_rank_0_is_told_who_holds_the_port(failures: Failures):
-    first, second = failures.of("taken", 170)
-    holder = failures.ranks["taken"][0].process.pid
-    taken = f"MASTER_PORT={failures.port['taken']} is in use on {HOST} by pid {holder}"
-    assert taken in failures.ranks["taken"][1].said
-    assert "a second process with RANK=0" in second
-    assert "rank 1 of 2 has not joined" in first
-
-
-def test_a_stopped_rank_0_holds_nobody(failures: Failures):
-    first, late = failures.of("stopped", 170)
-    address = f"127.0.0.1:{failures.port['stopped']}"
-    assert f"rank 0 at {address} has said nothing for " in first
-    assert "or the process of rank 0 is stopped" in late
-
-
-def test_both_holders_of_one_rank_are_named(failures: Failures):
-    one, two = (rank.process.pid for rank in failures.ranks["double"][1:])
-    for said in failures.of("double", 170):
-        assert "rank 1 was claimed twice: by" in said
-        assert f"{HOST} (pid {one})" in said
-        assert f"{HOST} (pid {two})" in said
-
-
-def test_world_sizes_that_differ_are_named_with_their_ranks(failures: Failures):
-    pids = [rank.process.pid for rank in failures.ranks["sizes"]]
-    for said in failures.of("sizes", 170):
-        assert f"rank 1 on {HOST} (pid {pids[1]}) was started with WORLD_SIZE=4" in said
-        assert f"rank 0 on {HOST} (pid {pids[0]}) with WORLD_SIZE=2" in said
-
-
-def test_settings_that_differ_are_named_with_ranks_and_values(failures: Failures):
-    for said in failures.of("settings", 2):
-        got = f"got 0 on ranks 0, 2 ({HOST}) and 3 on rank 1 ({HOST})"
-        assert f"setting seed must be the same on all ranks, {got}" in said
-        assert "setting lr must be the same" in said
-        assert "setting model" not in said
-
-
-def test_localhost_on_several_nodes_is_refused_at_once(failures: Failures):
-    (said,) = failures.of("loopback", 2)
-    assert "MASTER_ADDR=localhost on 2 nodes: each node would wait for itself" in said
-    assert "waiting for" not in said
+@pytest.mark.parametrize(
+    ("name", "code", "texts"),
+    [
+        ("missing", 170, [f"rank 3 of 4 (on node 1 of 2) has not joined after {JOIN_S} s (joined: 0-2 on {HOST})"]),
+        ("web", 170, [
+            ("MASTER_PORT={port} is in use on {host} by pid {web} (", "does not answer as a rendezvous store"),
+            ("http.server", "another service holds the port"),
+        ]),
+        ("taken", 170, [
+            ("rank 1 of 2 has not joined", "MASTER_PORT={port} is in use on {host} by pid {pid[0]}"),
+            ("", "a second process with RANK=0"),
+        ]),
+        ("stopped", 170, [
+            ("rank 0 at 127.0.0.1:{port} has said nothing for ", "or the process of rank 0 is stopped"),
+        ]),
+        ("double", 170, ["rank 1 was claimed twice: by", "{host} (pid {pid[1]})", "{host} (pid {pid[2]})"]),
+        ("sizes", 170, [
+            "rank 1 on {host} (pid {pid[1]}) was started with WORLD_SIZE=4",
+            "rank 0 on {host} (pid {pid[0]}) with WORLD_SIZE=2",
+        ]),
+        ("settings", 2, [
+            "setting seed must be the same on all ranks, got 0 on ranks 0, 2 ({host}) and 3 on rank 1 ({host})",
+            "setting lr must be the same",
+        ]),
+        ("loopback", 2, ["MASTER_ADDR=localhost on 2 nodes: each node would wait for itself"]),
+    ],
+)
+def test_what_is_in_the_way_is_named_on_all_ranks(
+    failures: dict[str, tuple[int, list[Rank]]], web_server: tuple[int, int], name: str, code: int,
+    texts: list[str | tuple[str, str]],
+) -> None:
+    """Of a pair each rank says its own."""
+    port, ranks = failures[name]
+    said = all_said(ranks, code)
+    facts = {"port": port, "host": HOST, "pid": [rank.process.pid for rank in ranks], "web": web_server[1]}
+    for text in texts:
+        for rank, own in enumerate(said):
+            assert (text if isinstance(text, str) else text[rank]).format(**facts) in own
+    if name == "missing":  # one rank of the host prints an error of all
+        assert sum("has not joined" in rank.process.output for rank in ranks) == 1
+    assert name != "settings" or not any("setting model" in own for own in said)
+    assert name != "loopback" or not any("waiting for" in own for own in said)
 
 
 def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
@@ -207,18 +179,8 @@ def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
 
 def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
     """All ended well, and said nothing that would alarm a user."""
-    codes = [rank.wait() for rank in ranks]
-    said = "\n".join(rank.said for rank in ranks)
-    assert codes == [0] * len(codes), said
+    said = "\n".join(all_said([*ranks], 0))
     assert not noise.search(said), said
-
-
-def test_eight_ranks_join_whatever_the_order(begin: Starter):
-    port = free_port()
-    ranks = [begin(rank, 8, port, "eight") for rank in (5, 7, 1)]
-    ranks[0].wait_for("rank 5 of 8")
-    ranks += [begin(rank, 8, port, "eight") for rank in (3, 0, 2, 6, 4)]
-    finished(*ranks)
 
 
 def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
@@ -276,54 +238,14 @@ def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, en
     finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
 
 
-# Under torch's agents, whose store outlives the attempts ------------------------------------------------------
-
-
-@pytest.fixture
-def agent(begin: Starter) -> Iterator[tuple[int, dict[str, str]]]:
-    """The port of a store as torchrun's agent keeps it, and what the agent gives its ranks besides the five
-    variables."""
-    from torch.distributed import TCPStore
-
-    port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    variables = {
-        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
-    }
-    yield port, variables
-    del store
-
-
-def agent_rank(
-    begin: Starter, agent: tuple[int, dict[str, str]], rank: int, name: str, *arguments: str, restarts: int = 0
-) -> Rank:
-    port, variables = agent
-    own = {"GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    return begin(rank, 2, port, name, "--simulated-nodes", *arguments, **variables, **own)
-
-
-def test_agents_that_count_restarts_differently_meet(begin: Starter, agent: tuple[int, dict[str, str]]):
-    # The agent whose rank failed counts a restart, the one that follows it does not
-    finished(agent_rank(begin, agent, 0, "counts"), agent_rank(begin, agent, 1, "counts", restarts=1))
-
-
-def test_attempts_in_one_store_do_not_meet_each_other(begin: Starter, agent: tuple[int, dict[str, str]]):
-    refused = [agent_rank(begin, agent, 0, "attempts"), agent_rank(begin, agent, 1, "attempts", "--seed", "3")]
-    assert [rank.wait() for rank in refused] == [2, 2], refused[0].said
-    # Each time rank 1 is early: it finds an attempt that was refused, then one that is over
-    for more in ([], ["--fresh"]):
-        early = agent_rank(begin, agent, 1, "attempts", *more)
-        early.wait_for("rank 1 of 2")
-        finished(early, agent_rank(begin, agent, 0, "attempts", *more))
-
-
-def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(
-    begin: Starter, agent: tuple[int, dict[str, str]]
-):
-    finished(*[agent_rank(begin, agent, rank, "fresh") for rank in (0, 1)])
-    more = ("--fresh", "--max-steps", "2")
-    again = [agent_rank(begin, agent, 0, "fresh", *more), agent_rank(begin, agent, 1, "fresh", *more, restarts=1)]
-    finished(*again)
-    assert "epoch 2:" in again[0].said
-    assert "the earlier run was moved" not in again[0].said
+def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Starter):
+    """torchrun's agent whose rank failed counts a restart, the one that follows it does not."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for restarts, more in (("0", ()), ("1", ("--fresh", "--max-steps", "2"))):
+        port, ranks = free_port(), list[Rank]()
+        for rank, count in enumerate(("0", restarts)):
+            own = {**torchrun, "GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count}
+            ranks.append(begin(rank, 2, port, "fresh", "--simulated-nodes", *more, **own))
+        finished(*ranks)
+    assert "epoch 2:" in ranks[0].said
+    assert "the earlier run was moved" not in ranks[0].said

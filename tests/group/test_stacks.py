@@ -3,10 +3,8 @@
 import faulthandler
 import gc
 import os
-import re
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,14 +53,6 @@ LOOP = [Frame(f"{RUN}/loop.py", 213, "step"), Frame(f"{RUN}/loop.py", 90, "train
 )
 def test_place_names_what_is_called_and_who_calls(stack: Stack, where: str) -> None:
     assert place(stack) == where
-
-
-def test_own_place_is_the_main_threads() -> None:
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(own_place()))
-    thread.start()
-    thread.join()
-    assert re.fullmatch(r"test_stacks\.py:\d+ test_own_place_is_the_main_threads", found[0])
 
 
 def test_own_place_collects_no_garbage_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.rigs import faulting_workload
-from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, result, start, wait_for
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, result, start, wait_for
 from train.config import Config
 from train.workloads import Workload
 
@@ -86,71 +86,47 @@ def assert_resumes(
 
 
 def lines(run: Path, key: str) -> list[dict[str, Any]]:
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [entry for entry in entries if key in entry]
+    return [entry for entry in metrics(run) if key in entry]
 
 
 # Where it comes -----------------------------------------------------------------------------------------------
 
 
 def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int, str], tmp_path: Path) -> None:
+    """Although an asyncio loop of the user's takes signals."""
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run), env=probe("loss", 12, signal="SIGUSR1"))
+    codes, output = forks.run(*train(run), env=probe("loss", 12, signal="SIGUSR1", asyncio=True))
     assert_stopped(run, codes, output, at_least=10)
     assert "SIGUSR1" in output
     assert_resumes(forks, run, undisturbed, world_size=1)
 
 
-def test_signal_is_seen_although_an_asyncio_loop_of_the_user_takes_signals(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    codes, output = forks.run(*train(run), env=probe("loss", 12, signal="SIGTERM", asyncio=True), timeout_s=60)
-    assert_stopped(run, codes, output, at_least=10)
-
-
-@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 0), ("SIGUSR1", 1), ("SIGINT", 1)])
-def test_signal_of_one_rank_stops_all_at_the_same_step(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int
+@pytest.mark.parametrize(
+    ("where", "call", "order", "at_least", "at_most"),
+    [
+        ("loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # both at once
+        ("loss", 13, {"signal": "SIGINT", "rank": 1}, 11, TOTAL),
+        # Three batches each an evaluation: the second one of the second evaluation, which is then done again
+        ("evaluate", 5, {"signal": "SIGTERM", "rank": 0}, 16, 16),
+        ("evaluate", 5, {"signal": "SIGINT"}, 16, 16),
+        # To the process group, by a worker once the loop waits: it gets it first, and sleeps longer than any test waits
+        ("data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+        ("data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+        ("eval_data", 2, {"signal": "SIGUSR1", "to": "group", "before_s": 3.0, "sleep_s": 600}, 8, 8),  # the steps end
+    ],
+)
+def test_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_with_other_workers(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, where: str, call: int, order: dict[str, Any],
+    at_least: int, at_most: int,
 ) -> None:
     run = tmp_path / "run"
-    codes, output = forks.run(*train(run), world_size=2, env=probe("loss", 13, signal=name, rank=rank))
-    assert_stopped(run, codes, output, at_least=11)
-    assert_resumes(forks, run, undisturbed, world_size=2)
-
-
-@pytest.mark.parametrize(("name", "rank"), [("SIGTERM", 1), ("SIGINT", None)])
-def test_signal_in_evaluation_saves_the_step_and_evaluates_again(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None
-) -> None:
-    run = tmp_path / "run"
-    # Three batches each an evaluation: the second one of the second evaluation
-    codes, output = forks.run(*train(run), world_size=2, env=probe("evaluate", 5, signal=name, rank=rank))
-    assert assert_stopped(run, codes, output, at_least=16) == 16
-    assert [line["step"] for line in lines(run, "eval/loss")] == [8]
-    assert_resumes(forks, run, undisturbed, world_size=2)
-
-
-@pytest.mark.parametrize(("name", "rank", "workers"), [("SIGTERM", None, "1"), ("SIGUSR1", 1, "2")])
-def test_signal_to_the_process_group_while_waiting_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, name: str, rank: int | None, workers: str
-) -> None:
-    """Of all ranks, or of one; the same run goes on with another number of workers."""
-    run = tmp_path / "run"
-    # Sent by the workers once the loop waits: they get it first, and sleep on for longer than any test waits
-    order = probe("data", 6, signal=name, to="group", rank=rank, before_s=1.0, sleep_s=600)
-    codes, output = forks.run(*train(run, "--num-workers", "2", *AT_THE_END), world_size=2, env=order)
-    assert_stopped(run, codes, output, at_least=1)
-    more = ("--num-workers", workers, *AT_THE_END)
-    assert_resumes(forks, run, undisturbed, *more, world_size=2, evaluated=(32,))
-
-
-def test_signal_while_evaluation_waits_for_data_saves(
-    forks: Forks, undisturbed: dict[int, str], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    order = probe("eval_data", 2, signal="SIGUSR1", to="group", before_s=3.0, sleep_s=600)  # the steps before end
-    codes, output = forks.run(*train(run, "--num-workers", "1"), world_size=2, env=order)
-    assert assert_stopped(run, codes, output, at_least=8) == 8
-    assert_resumes(forks, run, undisturbed, world_size=2)
+    more = AT_THE_END if where == "data" else ()
+    codes, output = forks.run(*train(run, "--num-workers=2", *more), world_size=2, env=probe(where, call, **order))
+    assert assert_stopped(run, codes, output, at_least=at_least) <= at_most
+    if where == "evaluate":
+        assert [line["step"] for line in lines(run, "eval/loss")] == [8]
+    evaluated = (32,) if where == "data" else (8, 16, 24, 32)
+    assert_resumes(forks, run, undisturbed, "--num-workers=1", *more, world_size=2, evaluated=evaluated)
 
 
 def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> None:
@@ -244,51 +220,28 @@ def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_
     assert [line["step"] for line in lines(run, "train/loss")] == list(range(1, TOTAL + 1))
 
 
-def test_two_ranks_that_are_asked_at_once_stop_with_the_third(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
-    with forks.running(*endless, world_size=3) as job:
-        metrics = run / "metrics.jsonl"
-        job.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first step")
-        job.processes[0].signal("SIGTERM")
-        job.processes[2].signal("SIGUSR1")
-        assert job.wait() == [143] * 3, job.output
-    (step,) = {end["step"] for end in status(run)["ranks"].values()}
-    assert steps(run) == [step]
-
-
 # Repeats ------------------------------------------------------------------------------------------------------
 
 
-def slow_save() -> None:
-    """The save at a stop takes so long that a repeat comes in the middle of it, and a slow sender is still within the
-    window."""
-    import rankup.group.stop
-    from rankup.state import copies
+def wide_window() -> None:
+    """A slow sender is still within it."""
+    from rankup.group import stop
 
-    rankup.group.stop.REPEAT_S = 60.0
-    write = copies.write_durably
-
-    def slow(path: Path, content: Any) -> Any:
-        time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
-        return write(path, content)
-
-    copies.write_durably = slow
+    stop.REPEAT_S = 60.0
 
 
 def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    endless = train(run, "--epochs", "100000", "--evaluate-every-epochs", "100000", "--save-every-steps", "1000000")
-    with forks.running(*endless, world_size=2, preload="tests.group.test_stop:slow_save") as job:
-        metrics = run / "metrics.jsonl"
-        job.wait_until(lambda: metrics.exists() and metrics.stat().st_size, "the first step")
-        (run / "asked").touch()
+    run, there, go = tmp_path / "run", tmp_path / "there", tmp_path / "go"
+    order = probe("loss", 14, rank=0, tell=str(there), until=str(go))
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:wide_window") as job:
+        job.wait_until(there.exists, "rank 0 in step 12")
         for _ in range(3):
             for process in job.processes:
                 process.signal_group("SIGTERM")
             time.sleep(0.2)  # the kernel merges what comes faster
-        assert job.wait() == [143, 143], job.output
-    assert f"saved at step {steps(run)[-1]} of 800000" in job.output
+        go.touch()
+        codes = job.wait()
+    assert_stopped(run, codes, job.output, at_least=11)
     assert "leaving without saving" not in job.output + "".join(log.read_text() for log in run.glob("logs/*"))
 
 
@@ -307,49 +260,27 @@ def no_window() -> None:
     stop.REPEAT_S, process.StopRequest = 0.0, Noting
 
 
-def ask(job: Job, rank: int, notes: Path) -> None:
-    """Send a rank its first request, and wait until it has read it."""
-    job.processes[rank].signal("SIGTERM")
-    job.wait_until((notes / f"read-{rank}").exists, "note of the signal")
-
-
-def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer(
+def test_second_request_leaves_at_once_although_the_loop_waits_for_a_peer_which_ends_as_stopped(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     # Rank 0 stays in the middle of a step, rank 1 waits for it in the collective of that step
-    there = tmp_path / "there"
-    order = probe("loss", 14, rank=0, sleep_s=600, tell=str(there)) | {"NOTES_DIR": str(tmp_path)}
-    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:no_window") as job:
-        job.wait_until(there.exists, "rank 0 in step 12")
-        one = job.processes[1]
-        ask(job, 1, tmp_path)
-        assert not one.ended.wait(0.5)
-        one.signal("SIGTERM")
-        assert one.ended.wait(60), "the second request did not end a rank that waits in a collective"
-        assert one.code == 143
-        assert "leaving without saving" in (run / "logs" / "rank-1.log").read_text()
-        ask(job, 0, tmp_path)
-        job.processes[0].signal("SIGTERM")
-        assert job.wait() == [143, 143], job.output
-    assert steps(run) == [8]
-    assert_resumes(forks, run, undisturbed, world_size=2)
-
-
-def test_rank_that_left_at_once_ends_the_others_as_stopped(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    there, left = tmp_path / "there", tmp_path / "left"
+    there, left, read = (tmp_path / name for name in ("there", "left", "read-1"))
     order = probe("loss", 14, rank=0, tell=str(there), until=str(left)) | {"NOTES_DIR": str(tmp_path)}
     with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:no_window") as job:
         job.wait_until(there.exists, "rank 0 in step 12")
-        one = job.processes[1]
-        ask(job, 1, tmp_path)
+        zero, one = job.processes
         one.signal("SIGTERM")
-        assert one.ended.wait(60)
+        job.wait_until(read.exists, "note of the signal")
+        one.signal("SIGTERM")
+        assert one.ended.wait(60), "the second request did not end a rank that waits in a collective"
+        assert "leaving without saving" in (run / "logs" / "rank-1.log").read_text()
         left.touch()
         assert job.wait() == [143, 143], job.output
-    assert "rank 1 on" in job.processes[0].output
-    assert "leaving without saving" in job.processes[0].output
+    assert "rank 1 on" in zero.output
+    assert "leaving without saving" in zero.output
+    output = forks.ends(*train(run), world_size=2)
+    assert result(run)["digest"] == undisturbed[2], output
 
 
 # While it starts ----------------------------------------------------------------------------------------------

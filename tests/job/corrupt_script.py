@@ -1,7 +1,7 @@
 """A loop in which one bit of one rank changes once, as a broken machine would: a weight, an entry of the optimizer or a
-gradient before or after the exchange. FLIP is `kind:rank:step:bit`. With the kind `product` the machine stays broken:
-in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes; RECOMPUTE says how
-often all ranks compute one batch. It prints the digest of its weights."""
+gradient before or after the exchange. FLIP is `kind:rank:step:bit`, rank -1 for all. With the kind `product` it stays
+broken: in that fraction of its passes one bit of one product is wrong, with 2 all products of all passes, with 3 in
+another way each time; RECOMPUTE says how often all ranks compute one batch. It prints the digest of its weights."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ kind, *where = os.environ.get("FLIP", "none:0:0:0").split(":")
 step, bit = float(where[1]), int(where[2])
 recompute = int(os.environ.get("RECOMPUTE", "0"))
 job = rankup.init(sys.argv[1], save_every_steps=12, log_every_steps=20, compare_every_steps=6)
-here, broken = int(where[0]) == job.rank, Path(f"{sys.argv[1]}.broken")
+here, broken = int(where[0]) in (-1, job.rank), Path(f"{sys.argv[1]}.broken")
 if (node := os.environ.get("NODE")) is not None:  # the machine that has this rank first is the broken one
     if here and not broken.exists():
         broken.write_text(node)
@@ -51,7 +51,7 @@ def break_a_product(module: nn.Module, given: object, product: torch.Tensor) -> 
     if dice.random() >= step:
         return product
     if step > 1:
-        return product * 1.001
+        return product * (1.001 if step == 2 else 1 + dice.random())
     wrong = product.detach().clone()
     wrong.view(torch.int32).view(-1)[dice.randrange(wrong.numel())] ^= 1 << dice.randrange(24)
     return product + (wrong - product).detach()

@@ -55,8 +55,9 @@ sgd = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
 adam = torch.optim.AdamW(head.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(sgd, [6, 6, 15], 0.5)  # keeps a Counter with numbers as keys
 scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**10, growth_interval=5)
-best = {"accuracy": 0.0, "epochs": 0}
-tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best}
+best, history, passes = {"accuracy": 0.0, "epochs": 0}, [], torch.zeros(2)
+tracked = {"body": body, "head": head, "sgd": sgd, "adam": adam, "scheduler": scheduler, "scaler": scaler, "best": best,
+           "history": history, "passes": passes}
 if "UNTRACKED" not in os.environ:
     job.track(**tracked)
 else:  # two loaders together
@@ -104,25 +105,28 @@ for _epoch in job.epochs(6):
     if mistake == "unset":
         print(infinite)
     net.eval()
-    right = total = 0
+    right = count = 0
     with torch.no_grad(), job.phase("evaluation", 600):
         for x, y in job.eval_batches(loader):
             right += int((head.module(net(x.to(job.device))).argmax(1).cpu() == y).sum())
-            total += len(y)
-    results = job.gather([right, total])
+            count += len(y)
+    results = job.gather([right, count])
     assert sum(each[1] for each in results) == 96
     accuracy = sum(each[0] for each in results) / 96
     job.log(accuracy=accuracy)
     with job.change():
         best["accuracy"] = max(best["accuracy"], accuracy)
         best["epochs"] += 1
+        history.append(accuracy)
+        passes += 1
     if mistake == "epoch":
         best["epochs"] += 1
 if job.is_main:
     state = {**net.state_dict(prefix="body."), **head.module.state_dict(prefix="head.")}
-    total = hashlib.sha256(repr((best, scaler.state_dict(), scheduler.state_dict()["last_epoch"])).encode())
+    last_epoch = scheduler.state_dict()["last_epoch"]
+    digest = hashlib.sha256(repr((best, history, passes.tolist(), scaler.state_dict(), last_epoch)).encode())
     for name in sorted(state):
-        total.update(state[name].cpu().numpy().tobytes())
+        digest.update(state[name].cpu().numpy().tobytes())
     print("weights", json.dumps([value for each in state.values() for value in each.flatten().tolist()]))
-    print("digest", total.hexdigest(), best)
+    print("digest", digest.hexdigest(), best)
 job.finish()

@@ -1,21 +1,17 @@
 """A rank that computes wrongly, without an error, is found and named, and the run ends as if nothing had been."""
 
-import contextlib
 import json
 import random
 import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from rankup.errors import PeerLost
-from rankup.loop.agreement import RECORD, Agreement, digests_of, odd_ones
+from rankup.loop.agreement import RECORD, digests_of, odd_ones
 from tests.job.test_loop import said
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, free_port, result, start
@@ -48,15 +44,13 @@ def test_flipped_bit_is_found_named_and_undone(
     assert re.search(f"step {record['step']} came out well this time. {named} was wrong before", output)
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(3, [24, 21, 21, 21]), (2, [24, 21, 21, 21])])
-def test_fault_that_comes_again_ends_the_job_and_names_the_rank(
-    forks: Forks, tmp_path: Path, ranks: int, steps: list[int]
-) -> None:
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_fault_that_comes_again_ends_the_job_and_names_the_rank(forks: Forks, tmp_path: Path, ranks: int) -> None:
     """Another bit each time, as of a broken machine."""
     output = run(forks, tmp_path, ranks, code=171, FLIP="weight:1:20:9", LASTING="1")
     assert "a lasting fault" in output
     rows = [json.loads(line) for line in (tmp_path / "run" / RECORD).read_text().splitlines()]
-    assert [row["step"] for row in rows] == steps
+    assert [row["step"] for row in rows] == [24, 21, 21, 21]
     assert rows[-1]["odd"] == [1]
     ends = [json.loads(path.read_text()) for path in (tmp_path / "run" / "status").glob("*/rank-*.json")]
     assert 1 in {end["suspect"] for end in ends if "silent" in end["why"]}
@@ -101,8 +95,9 @@ def test_node_of_the_rank_that_is_named_is_left_out(
 
 
 def test_program_computes_a_batch_on_all_ranks_where_it_is_set(forks: Forks, tmp_path: Path) -> None:
-    """Which changes no bit of a healthy run: the model draws random numbers."""
-    line = ("train", "--dataset=digits", "--model=mlp", "--max-steps=5", "--run-dir", tmp_path, "--tensorboard=false")
+    """Which changes no bit of a healthy run: the model draws random numbers and has a batch norm."""
+    line = ("train", "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=96",
+            "--batch-size=24", "--max-steps=5", "--run-dir", tmp_path, "--tensorboard=false")
     for name, every in (("without", "0"), ("with", "2")):
         codes, output = forks.run(*line, "--name", name, "--recompute-every-steps", every, world_size=2)
         assert codes == [0, 0], output
@@ -113,45 +108,10 @@ def test_program_computes_a_batch_on_all_ranks_where_it_is_set(forks: Forks, tmp
     assert re.search(r"silent corruption before step 1: rank 0 on \S+, rank 1 on \S+ computed other", output)
 
 
-def test_computation_on_all_ranks_leaves_buffers_and_random_numbers_as_they_were() -> None:
-    net = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Dropout(), nn.Linear(7, 3))
-    group = SimpleNamespace(world_size=2, device=torch.device("cpu"))
-    agreement = Agreement(group, {"net": net}, run="", every=0, wrong=lambda: None, deciding=threading.Lock())
-    x, random_state = torch.randn(5, 9), torch.get_rng_state()
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-
-    def computed() -> int:
-        return agreement._computed(lambda x: net(x).square().sum(), x, step=3, split=False)
-
-    sound = computed()
-    assert computed() == sound
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
-    assert all(parameter.grad is None for parameter in net.parameters())
-    with torch.no_grad():
-        net[3].bias[0] += 0.5  # into the loss, and through it into each gradient
-    assert computed() != sound
-
-
-@pytest.mark.parametrize(("first", "second", "named"), [
-    ([7, 7, 7], [], None), ([7, 8, 7], [7, 9, 7], [1]), ([7, 8, 7], [7, 8, 7], [1]), ([7, 8], [7, 9], [1]),
-    ([7, 8], [7, 8], [0, 1]), ([7, 8], [8, 7], None), ([1, 2, 3], [4, 5, 6], None), ([7, 8, 7], [7, 7, 7], [1]),
-])
-def test_who_differs_from_itself_is_named_unless_most_do(
-    first: list[int], second: list[int], named: list[int] | None, tmp_path: Path
-) -> None:
-    """Where most do, the model is not deterministic."""
-    log = SimpleNamespace(warning=lambda text: None)
-    group = SimpleNamespace(world_size=len(first), is_rank0=True, log=log, hosts=["a"] * len(first),
-                            broadcast_tensors=lambda batch: batch, run_dir=tmp_path, device="cpu")
-    agreement = Agreement(group, {}, run="", every=0, wrong=lambda: None, deciding=threading.Lock())
-    rows = iter([[[value] for value in values] for values in (first, second)])
-    agreement._computed, agreement._exchange = lambda *given: 0, lambda own: next(rows)
-    with pytest.raises(PeerLost) if named else contextlib.nullcontext() as error:
-        agreement.recompute(lambda batch: batch, None, step=3, split=False)
-    if named:
-        assert [*map(int, re.findall(r"rank (\d)", str(error.value)))] == named
-        assert error.value.suspect == (named[0] if len(named) == 1 else None)
+def test_loss_that_differs_each_time_on_most_ranks_is_no_corruption(forks: Forks, tmp_path: Path) -> None:
+    output = run(forks, tmp_path, 3, FLIP="product:-1:3:0", RECOMPUTE="1")
+    assert "recompute: the loss must give the same bits each time, got others on most ranks" in output
+    assert not (tmp_path / "run" / RECORD).exists()
 
 
 def test_flipped_bit_in_a_split_weight_is_found_where_there_is_a_replica(

@@ -105,7 +105,7 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert [value for name in ("body", "head") for each in found[name].values() for value in each.flatten()] == weights
     assert found["scheduler"]["milestones"] == {6: 2, 15: 1}
-    assert found.keys() == {"body", "head", "sgd", "adam", "scheduler", "scaler", "best"}
+    assert found.keys() == {"body", "head", "sgd", "adam", "scheduler", "scaler", "best", "history", "passes"}
     assert cli.main(["export", str(tmp_path / "whole" / "run"), str(tmp_path / "x.pt"), "--item", "net"]) == 2
 
 

@@ -84,6 +84,13 @@ class Curriculum(Foreign):
         yield [self.asked, 1, 2]
 
 
+class Prefetching(DataLoader[int]):
+    """Iterates in its own way, and has to split by itself."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
 def flat(batches: list[Any]) -> list[Any]:
     return [torch.stack(each).tolist() if isinstance(each, list | tuple) else torch.as_tensor(each).tolist()
             for each in batches]
@@ -113,6 +120,7 @@ LOADERS = {
     "distributed": lambda: DataLoader(
         Numbers(), batch_size=3, sampler=DistributedSampler(Numbers(), num_replicas=3, rank=1)
     ),
+    "own iteration": lambda: Prefetching(Numbers(), batch_size=8, shuffle=True),
     "list": lambda: [1, 2, 3, 4, 5, 6],
 }
 
@@ -186,6 +194,7 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
 @pytest.mark.parametrize(("loader", "why"), [
     ((number for number in range(3)), "neither replayed nor asked"),
     (DataLoader(Numbers(), batch_sampler=Curriculum()), "Curriculum must draw the same batches"),  # type: ignore[arg-type]
+    (Prefetching(Numbers(), batch_size=8), "must split its samples among 2 ranks"),
     (DataLoader(Numbers(), batch_size=None), "can't be split among 2 ranks"),
 ])
 def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
@@ -197,16 +206,6 @@ def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: s
 def test_loader_whose_order_does_not_matter_is_taken_as_it_is() -> None:
     source = source_of((number for number in range(3)), 0, 2, any_order=True)
     assert [batch for batch, _ in source.open(1, epoch=0, skip=2, state=None)] == [0, 1, 2]
-
-
-def test_loader_that_iterates_in_its_own_way_has_to_split_by_itself() -> None:
-    class Prefetching(DataLoader[int]):
-        def __iter__(self) -> Any:
-            return super().__iter__()
-
-    with pytest.raises(UserError, match="must split its samples among 2 ranks"):
-        read(Prefetching(Numbers(), batch_size=8), world_size=2)
-    assert len(read(Prefetching(Numbers(), batch_size=8))) == 7
 
 
 @pytest.mark.parametrize("workers", [0, 2])

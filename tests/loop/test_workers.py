@@ -86,24 +86,16 @@ def test_error_of_a_data_set_stays_as_it_is() -> None:
     assert not [child for child in multiprocessing.active_children() if child.is_alive()]
 
 
+# What a user's loader must not notice --------------------------------------------------------------------------------
+
+
+# In processes of their own, where workers that are left end
 LEFT = """
 from torch.utils.data import DataLoader
 from rankup.loop.workers import Workers
 loader = DataLoader(range(9), num_workers=1, persistent_workers=True)
 print(next(Workers(loader)).item())
 """
-
-
-def test_script_ends_though_it_leaves_workers() -> None:
-    with ended(start(sys.executable, "-c", LEFT)) as job:
-        assert job.wait() == [0], job.output
-    assert job.output.splitlines() == ["0"]
-
-
-# What a user's loader must not notice --------------------------------------------------------------------------------
-
-
-# In processes of their own, where workers that are left end
 KEPT = """
 import signal
 from torch.utils.data import DataLoader, IterableDataset
@@ -133,18 +125,22 @@ for _ in Workers(DataLoader(range(9), batch_sampler=broken(), num_workers=1)):
 """
 
 
-def test_workers_that_a_loader_keeps_may_have_begun_without_us() -> None:
-    with ended(start(sys.executable, "-c", KEPT)) as job:
-        assert job.wait() == [0], job.output
-    assert job.output.splitlines() == ["4 True"]
-
-
-@pytest.mark.parametrize("batches", [1, 5])  # as the loader asks for the first ones, and later
-def test_error_in_the_loop_s_own_process_shows_where_it_was(batches: int) -> None:
-    with ended(start(sys.executable, "-c", BROKEN, str(batches))) as job:
-        assert job.wait() == [1], job.output
-    *_, where, error = (line.strip() for line in job.output.splitlines() if line.strip())
-    assert (where.endswith("in broken"), error) == (True, "KeyError: 'no more'")
+@pytest.mark.parametrize(
+    ("script", "words", "code", "ends"),
+    [
+        (LEFT, (), 0, ["0"]),  # a script that leaves workers ends
+        (KEPT, (), 0, ["4 True"]),  # workers that a loader keeps may have begun without us
+        # An error in the loop's own process shows where it was, as the loader asks for the first ones, and later
+        (BROKEN, ("1",), 1, ["in broken", "KeyError: 'no more'"]),
+        (BROKEN, ("5",), 1, ["in broken", "KeyError: 'no more'"]),
+    ],
+)
+def test_loader_of_the_users_notices_nothing(script: str, words: tuple[str, ...], code: int, ends: list[str]) -> None:
+    with ended(start(sys.executable, "-c", script, *words)) as job:
+        assert job.wait() == [code], job.output
+    lines = [line.strip() for line in job.output.splitlines() if line.strip()]
+    assert len(lines) == len(ends) or code, lines
+    assert all(line.endswith(end) for line, end in zip(lines[-len(ends):], ends, strict=True)), lines
 
 
 def test_iterable_that_has_workers_of_its_own_is_left_alone() -> None:

@@ -88,7 +88,7 @@ def known_flags() -> set[str]:
         option for name in cli.COMMANDS for action in cli.parser(name)._actions for option in action.option_strings
     }
     of_errors = {"--stopped", "--rest-stopped"}  # python -m rankup.errors, for shell files
-    benchmarks = "".join(path.read_text() for path in [*ROOT.glob("tests/bench/*.py"), ROOT / "tests/soak.py"])
+    benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench/*.py"))
     of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
     assert "--kills" in of_benchmarks
     return ours | switches | torchruns | of_rankup | of_errors | of_benchmarks | FOREIGN_FLAGS

@@ -72,17 +72,6 @@ def test_parts_are_kept_as_often_as_they_cost_half_a_percent(forks: Forks, tmp_p
     assert FROM_MEMORY.format(1) in output
 
 
-def test_memory_that_is_off_takes_no_part_that_is_there(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    codes, output = forks.run(*train(tmp_path), world_size=2, env=kill(1, step=13))
-    assert codes == [171, -9], output
-    assert len(in_memory(tmp_path)) == 4
-    output = forks.ends(*train(tmp_path, "--memory-every-steps=0"), world_size=2)
-    assert "resumed from step-00000008" in output
-    assert seen(tmp_path / "run") == undisturbed
-
-
 def test_memory_that_is_too_small_is_one_line(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     output = forks.ends(*train(tmp_path), world_size=2, preload=f"{__name__}:no_memory")
     assert output.count("no part of the state is kept in memory from now on: /dev/shm has 0 MiB free, ") == 1
@@ -131,23 +120,26 @@ def own_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "resumed"),
-    [((), FROM_MEMORY.format(12)), ((0,), FROM_MEMORY.format(12)), ((1,), FROM_MEMORY.format(12)),
-     ((0, 1), "resumed from step-00000008")],
-    ids=["none", "node 0", "node 1", "both"],
+    ("lost", "more", "resumed"),
+    [((), (), FROM_MEMORY.format(12)), ((), ("--memory-every-steps=0",), "resumed from step-00000008"),
+     ((0,), (), FROM_MEMORY.format(12)), ((1,), (), FROM_MEMORY.format(12)),
+     ((0, 1), (), "resumed from step-00000008")],
+    ids=["none", "off", "node 0", "node 1", "both"],
 )
 def test_memory_of_a_node_is_held_by_the_other(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], resumed: str
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], more: tuple[str, ...],
+    resumed: str,
 ) -> None:
     nodes = Nodes(forks, tmp_path)
     codes, output = nodes.run(**kill(1, step=13))
     assert codes == [171, -9], output
+    assert len([*tmp_path.glob("node*/memory/rankup-*/*/*")]) >= 4
     nodes.lose(*lost)
-    codes, output = nodes.run()
+    codes, output = nodes.run(*train(tmp_path, *more))
     assert codes == [0, 0], output
     assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
-    assert list(tmp_path.glob("node*/memory/rankup-*/*")) == []
+    assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
 
 
 # Loops of one's own ---------------------------------------------------------------------------------------------

@@ -117,8 +117,3 @@ def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Calla
         assert set(job.wait()) == {0}, job.output
     assert result(tmp_path / "run")["digest"] == reference
     assert result(tmp_path / "run")["world_size"] == 2
-
-
-def test_launch_changes_no_bit(forks: Forks, reference: str, tmp_path: Path) -> None:
-    forks.ends("launch", "--nproc=2", MAIN, *LINE, "--run-dir", tmp_path)
-    assert result(tmp_path / "run")["digest"] == reference

@@ -1,22 +1,102 @@
 """A rank that dies at any place costs no finished step: the job ends with the weights it would have had.
 
-A few of the cases of `tests/soak.py`, which runs them all, and random ones by the hundred. At more than two ranks too:
-a sum of two numbers is the same in either order, so two would not show that DDP sums in another order after a restart.
+`make soak` adds the whole matrix, and random cases by the hundred. At more than two ranks too: a sum of two numbers is
+the same in either order, so two would not show that DDP sums in another order after a restart.
 """
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.lost_ranks import Case, Soak
-from tests.rigs.places import JOINING, KEEPING, OUT_OF_MEMORY_CGROUPS, PREPARING, STEPPING, Fault
-from tests.soak import random_case, sequence
+from tests.rigs.lost_ranks import PROFILES, Case, Soak
+from tests.rigs.places import JOINING, KEEPING, PREPARING, RESCUED, RESCUING, STEPPING, Fault
 
+SOAK = "RANKUP_RUNS" in os.environ
 RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
 # CI always draws the same faults, so that a failure can be repeated; with RANKUP_RUNS set, each run draws others
-SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6) if "RANKUP_RUNS" in os.environ else 1))
+SEED = int(os.environ.get("RANKUP_SEED", random.SystemRandom().randrange(10**6) if SOAK else 1))
+HOWS = ("SIGKILL", "SIGSEGV", "SIGABRT")
+
+
+def case(profile: str, world_size: int, *faults: Fault | tuple[Fault, ...], agents: int = 1) -> Case:
+    """Faults that come one after the other; those in a tuple at once."""
+    return Case(profile, world_size, tuple((f,) if isinstance(f, Fault) else f for f in faults), agents)
+
+
+CASES = {
+    "in every part of a step": case("wide", 2, *(
+        Fault(place, i % 2, 2 + i, HOWS[i % 3]) for i, place in enumerate(STEPPING)
+    )),
+    "while starting and joining again": case("wide", 2, *(
+        Fault(place, i % 2) for i, place in enumerate((*JOINING, *PREPARING))
+    )),
+    "while evaluating and saving": case("wide", 2, Fault("evaluating", 1), *(Fault(place, 0) for place in KEEPING)),
+    "two of three ranks at once and then all": case(
+        "accumulate", 3, (Fault("backward", 0, 4), Fault("backward", 2, 4)),
+        tuple(Fault("after the optimizer", rank, 7) for rank in range(3)),
+    ),
+    "the agent and what forks for it": case(
+        "wide", 2, Fault("backward", 1, 4, whom="agent"), Fault("after the optimizer", 0, 8, whom="server"),
+    ),
+    "a survivor while it writes the rescue and who reads it": case(
+        "wide", 3, Fault("backward", 1, 4), Fault("writing the rescue"), Fault("reading the rescue"),
+        Fault("sending the rescue"), Fault("backward", 0, 7), Fault("before the rescue"), Fault("rescue known", 2),
+    ),
+}
+
+
+def matrix() -> Iterator[Case]:
+    """Every place, for each kind of job and number of ranks; several in each job."""
+    for world_size in (2, 3, 4):
+        last, everyone = world_size - 1, range(world_size)
+        for rank, how in ((0, "SIGKILL"), (last, "SIGSEGV"), (1, "SIGABRT")):
+            yield case("wide", world_size, *(Fault(place, rank, 2 + i, how) for i, place in enumerate(STEPPING)))
+        for rank in (0, last):
+            yield case("wide", world_size, *(Fault(place, rank) for place in (*PREPARING, *JOINING)))
+        yield case("wide", world_size, *(Fault(place, 0) for place in KEEPING), Fault("evaluating", last))
+        yield case("wide", world_size, *(
+            tuple(Fault(place, rank, 4 + 3 * i) for rank in everyone) for i, place in enumerate(STEPPING[::3])
+        ))
+        yield case(
+            "wide", world_size, Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
+            Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16),
+        )
+        for place in RESCUING if world_size > 2 else ():  # a second loss while the first is being recovered from
+            yield case("wide", world_size, Fault("backward", 1, 4), Fault(place), Fault("forward", 0, 13), Fault(place))
+        yield case("wide", world_size, *(
+            fault for i, place in enumerate(RESCUED)  # no checkpoint is as new as these rescues
+            for fault in (Fault("backward", i % 2, (3, 8, 13)[i]), Fault(place), Fault(place))
+        ))
+        for profile in PROFILES:
+            # The hooks of "backward" do not know fsdp's parameters
+            places = ["in the optimizer" if profile == "fsdp" else "backward", "after the optimizer", "evaluating"]
+            yield case(profile, world_size, *(Fault(p, i % world_size, 3 + 4 * i) for i, p in enumerate(places)))
+    for world_size in (2, 3):  # each rank in a container of its own
+        yield case(
+            "wide", world_size, Fault("forward", 1, 4), Fault("after the optimizer", 1, 10, whom="node"),
+            Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
+            agents=world_size,
+        )
+    yield case("wide", 2, Fault("backward", 1, 3, "SIGSTOP"), Fault("in the optimizer", 0, 7, "SIGSTOP"))
+    yield case("wide", 2, Fault("evaluating", 1, 5, "SIGTERM", "agent"), Fault("between the renames"))
+
+
+def random_case(rng: random.Random, world_size: int, agents: int) -> Case:
+    """One to six faults, anywhere; one of three some time after its place."""
+    groups: list[tuple[Fault, ...]] = []
+    step = 0
+    for _ in range(rng.randint(1, 6)):
+        kind = rng.choice((STEPPING, STEPPING, STEPPING, PREPARING, JOINING, KEEPING))
+        step += rng.randint(1, 3)
+        place = rng.choice(kind)
+        how = rng.choice(("SIGKILL", *HOWS))
+        late_s = rng.choice((0.0, 0.0, round(rng.uniform(0.001, 0.05), 3)))
+        ranks = [0] if kind is KEEPING else rng.sample(range(world_size), rng.choice((1, 1, 1, 2, world_size)))
+        groups.append(tuple(Fault(place, r, step if kind is STEPPING else 0, how, late_s=late_s) for r in ranks))
+    return Case("workers", world_size, tuple(groups), agents)
 
 
 @pytest.fixture(scope="module")
@@ -25,56 +105,28 @@ def soak(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Soak:
 
 
 def check(soak: Soak, case: Case) -> None:
-    outcome = soak.run(case)
-    assert outcome.problems == [], f"{case}\n{outcome.output}"
+    problems, output = soak.run(case)
+    assert problems == [], f"{case}\n{output}"
 
 
-def test_in_every_part_of_a_step(soak: Soak) -> None:
-    hows = ("SIGKILL", "SIGSEGV", "SIGABRT")
-    check(soak, Case("wide", 2, sequence(*(
-        Fault(place, i % 2, 2 + i, hows[i % 3]) for i, place in enumerate(STEPPING)
-    ))))
-
-
-def test_while_starting_and_joining_again(soak: Soak) -> None:
-    check(soak, Case("wide", 2, sequence(*(Fault(place, i % 2) for i, place in enumerate((*JOINING, *PREPARING))))))
-
-
-def test_while_evaluating_and_saving(soak: Soak) -> None:
-    check(soak, Case("wide", 2, sequence(Fault("evaluating", 1), *(Fault(place, 0) for place in KEEPING))))
-
-
-def test_two_of_three_ranks_at_once_and_then_all(soak: Soak) -> None:
-    check(soak, Case("accumulate", 3, sequence(
-        (Fault("backward", 0, 4), Fault("backward", 2, 4)),
-        tuple(Fault("after the optimizer", rank, 7) for rank in range(3)),
-    )))
-
-
-def test_the_agent_and_what_forks_for_it(soak: Soak) -> None:
-    check(soak, Case("wide", 2, sequence(
-        Fault("backward", 1, 4, whom="agent"), Fault("after the optimizer", 0, 8, whom="server"),
-    )))
-
-
-def test_a_survivor_while_it_writes_the_rescue_and_who_reads_it(soak: Soak) -> None:
-    check(soak, Case("wide", 3, sequence(
-        Fault("backward", 1, 4), Fault("writing the rescue"), Fault("reading the rescue"), Fault("sending the rescue"),
-        Fault("backward", 0, 7), Fault("before the rescue"), Fault("rescue known", 2),
-    )))
-
-
-@pytest.mark.skipif(not (OUT_OF_MEMORY_CGROUPS / "cgroup.procs").exists(), reason="needs cgroup v1's memory limit")
-def test_out_of_memory(soak: Soak) -> None:
-    check(soak, Case("wide", 2, sequence(Fault("between buckets", 1, 4, "memory"))))
+@pytest.mark.parametrize("name", CASES)
+def test_lost_rank_changes_nothing(soak: Soak, name: str) -> None:
+    check(soak, CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agents", [0, 1], ids=["by hand", "launch"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_anywhere_drawn_at_random(soak: Soak, world_size: int, agents: int) -> None:
+def test_ranks_lost_at_random_change_nothing(soak: Soak, world_size: int, agents: int) -> None:
     """With dropout, augmentation and DataLoader workers, all of which draw random numbers."""
     rng = random.Random(f"{SEED} {world_size} {agents}")
     for number in range(RUNS):
         print(f"RANKUP_SEED={SEED}, case {number + 1}")
-        check(soak, random_case(rng, "workers", world_size, agents))
+        check(soak, random_case(rng, world_size, agents))
+
+
+if SOAK:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("lost", [*matrix()], ids=str)
+    def test_ranks_lost_at_each_place_change_nothing(soak: Soak, lost: Case) -> None:
+        check(soak, lost)

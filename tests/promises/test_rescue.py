@@ -16,7 +16,6 @@ from torch.distributed import TCPStore
 
 from rankup.agent.ends import new_job
 from rankup.state.rescue import places as folders
-from tests.observe.test_metrics import assert_same
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, comparable_metrics, rank_env, result
@@ -67,25 +66,6 @@ def launch(
 
 
 @pytest.mark.usefixtures("left")
-@pytest.mark.parametrize(
-    ("place", "rank", "step"),
-    [("backward", 0, 3), ("forward", 1, 12), ("after the optimizer", 0, 7), ("evaluating", 1, 8), ("saving", 0, 10)],
-)
-def test_numbers_go_on_as_if_nothing_had_happened(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], place: str, rank: int, step: int
-) -> None:
-    """Before the first checkpoint and later; where rank 0 has not written the line of a step that the other finished;
-    in an evaluation and in a save, which are then done by the next attempt."""
-    codes, output = launch(forks, tmp_path, faults=tmp_path / "faults", groups=[[Fault(place, rank, step)]])
-    assert codes == [0], output
-    assert len(places.strikes(tmp_path / "faults")) == 1
-    assert f"rescued by rank {1 - rank} on " in output
-    assert "; no finished step was lost" in output
-    assert seen(tmp_path / "run") == undisturbed
-    assert_same(tmp_path / "run")  # TensorBoard too has each step once
-
-
-@pytest.mark.usefixtures("left")
 def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
     forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -119,16 +99,6 @@ def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(
     assert "the earlier run was moved" in attempt(today, 1)
     assert "is finished" in attempt(today, 2)
     assert len(list((tmp_path / "run").glob("before-*"))) == 1
-
-
-@pytest.mark.usefixtures("left")
-def test_all_ranks_at_once_leave_no_rescue(forks: Forks, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    groups = [[Fault("backward", 0, 8, saved=True), Fault("backward", 1, 8)]]
-    codes, output = launch(forks, tmp_path, faults=tmp_path / "faults", groups=groups)
-    assert codes == [0], output
-    assert "resumed from step-00000005" in output
-    assert "rescued" not in output
-    assert seen(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.usefixtures("left")

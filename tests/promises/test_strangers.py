@@ -16,16 +16,6 @@ LINE = ("train", *DIGITS, "--max-steps", "150", "--save-every-steps", "20", "--j
         "--step-timeout-s", "20")
 NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
-# The program, whose ranks come late to torch's group
-SLOW = """
-import rankup
-from tests.rigs.strangers import form_slowly
-from train.main import entry
-
-form_slowly()
-entry()
-"""
-
 # Nothing is unpickled -------------------------------------------------------------------------------------------
 
 # torch's collectives of objects, and all that unpickles. torch.load does, unless it is given weights_only=True
@@ -114,21 +104,6 @@ def test_run_under_launch_ends_with_the_same_weights(
     assert not strangers.open_to_all, "a job on one machine needs no port that others reach"
 
 
-def test_launch_repeats_an_attempt_that_strangers_ended(forks: Forks, tmp_path: Path, undisturbed: str, proof: Path):
-    """They send what gloo's own connections begin with to ranks that wait for those, and so take their places."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    line = (tmp_path / "slow.py", *LINE, "--run-dir", tmp_path, "--name", "run")
-    job = forks.start("launch", "--nproc=2", "--max-restarts=4", *line, env={"SLOW_RANKS": "1"})
-    strangers = disturbed(job, proof, seed=0, only="gloo")
-    code = job.processes[0].code
-    assert code is not None
-    if code == 0:
-        assert result(tmp_path / "run")["digest"] == undisturbed
-    else:  # none of five attempts in a row got through
-        assert code >= 128, f"{job.output}\n{strangers.log}"
-        assert not (tmp_path / "run" / "result.json").exists()
-
-
 @pytest.mark.parametrize(("only", "seed"), [("", 0), ("gloo", 1), ("store", 0)])
 def test_an_attempt_ends_well_or_with_a_code_that_is_tried_again(
     forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, only: str, seed: int
@@ -143,17 +118,3 @@ def test_an_attempt_ends_well_or_with_a_code_that_is_tried_again(
     else:
         assert all(code is not None and (code < 0 or code >= 128) for code in codes), f"{job.output}\n{strangers.log}"
         assert not (tmp_path / "run" / "result.json").exists()
-
-
-@NO_HOROVOD
-def test_horovods_ports_run_nothing_either(forks: Forks, tmp_path: Path, proof: Path):
-    line = (*LINE, "--parallel", "horovod", "--device", "cpu", "--run-dir", tmp_path)
-    forks.ends(*line, "--name", "alone", world_size=2)
-    for seed in range(2):
-        job = forks.start(*line, "--name", str(seed), world_size=2)
-        strangers = disturbed(job, proof, seed=seed)
-        codes = [process.code or 0 for process in job.processes]
-        if codes == [0, 0]:
-            assert result(tmp_path / str(seed))["digest"] == result(tmp_path / "alone")["digest"]
-        else:
-            assert all(code < 0 or code >= 128 for code in codes), f"{job.output}\n{strangers.log}"

@@ -112,15 +112,12 @@ def replace(dice: random.Random, path: Path) -> None:
     """Something else in the file's place."""
     path.unlink()
     kind = dice.choice(("nothing", "folder", "pipe", "../outside", "nowhere", "/dev/zero", "/dev/full", path.name))
-    match kind:
-        case "folder":
-            path.mkdir()
-        case "pipe":
-            os.mkfifo(path)
-        case "nothing":
-            pass
-        case _:
-            path.symlink_to(kind)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind != "nothing":
+        path.symlink_to(kind)
 
 
 # Formats --------------------------------------------------------------------------------------------------------------
@@ -230,18 +227,8 @@ async def _attended(data: bytes) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
     ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, "d", 9.0)
     leader = Leader(me, say=lambda text: None, prepare=prepare, hear=hear)
-    reader = asyncio.StreamReader(limit=LONGEST)
-    transport = SimpleNamespace(abort=lambda: None)
-    writer = SimpleNamespace(write=lambda data: None, close=lambda: None, is_closing=lambda: False,
-                             transport=transport, get_extra_info=lambda name: ("127.0.0.1", 1))
-    task = asyncio.create_task(leader.attend(reader, writer))  # type: ignore[arg-type]
-    for line in data.splitlines(keepends=True):
-        reader.feed_data(line)
-        for _ in range(6):
-            await asyncio.sleep(0)
-    reader.feed_eof()
+    await leader.attend(*_said(data))
     leader.tick()
-    await task
     assert not broken, broken
 
 

@@ -31,15 +31,11 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--in-memory=never", "--num-workers=1"),
     "accumulate": (*OWN, "--options.model=wide", "--accumulate=2", "--optimizer=adamw", "--lr=0.001", "--clip-norm=1"),
     "fp16": (*FAKE, "--model=cnn", "--precision=fp16", "--optimizer=adamw", "--lr=0.001"),
-    "bf16": (*FAKE, "--model=cnn", "--precision=bf16"),
     "compile": (*FAKE, "--model=mlp", "--compile"),
     "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
-    "bert": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.0005", "--bert-dir={bert}",
-             "--max-seq-len=64"),
     # Ranks hold different states: the run goes on from its parts in memory
     "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
 }
-WITHOUT_RESCUE = ("fsdp",)
 
 
 @dataclass(frozen=True)
@@ -53,26 +49,8 @@ class Case:
     agents: int = 1
 
     def __str__(self) -> str:
-        text = "; ".join(" + ".join(_told(fault) for fault in group) for group in self.faults)
+        text = "; ".join(" + ".join(f"rank {f.rank}'s {f.whom} {f.how} {f.place}" for f in g) for g in self.faults)
         return f"{self.profile}, {self.world_size} ranks, {self.agents or 'no'} agents: {text}"
-
-
-def _told(fault: Fault) -> str:
-    who = "any rank" if fault.rank < 0 else f"rank {fault.rank}"
-    who += "" if fault.whom == "self" else f"'s {fault.whom}"
-    when = (f" in step {fault.step}" if fault.step else "") + (f" and {fault.late_s} s later" if fault.late_s else "")
-    return f"{who} {fault.how} {fault.place}{when}"
-
-
-@dataclass
-class Outcome:
-    """What came of a case: no problems, if all is well."""
-
-    problems: list[str]
-    seconds: float = 0.0
-    struck: Sequence[places.Strike] = ()
-    lost: int = 0  # optimizer steps that were done again, since nobody who had finished them lived on
-    output: str = ""
 
 
 @dataclass
@@ -84,34 +62,32 @@ class Soak:
     known: dict[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)
     count: int = 0
 
-    def run(self, case: Case) -> Outcome:
-        """The job of that case to its end, or to its time limit, and all that is wrong with it."""
+    def run(self, case: Case) -> tuple[list[str], str]:
+        """The job of that case to its end, or to its time limit: all that is wrong with it, and its output."""
         expected = self.undisturbed(case.profile, case.world_size)
         self.count += 1
         folder = self.folder / f"case-{self.count}"
-        began_s = time.monotonic()
         job = _Job(folder, self.forks, self.settings(case.profile), case)
         problems = job.to_its_end()
         left = psutil.wait_procs(job.processes(), timeout=20)[1]
         problems += [f"left: {process}" for process in left]
         for process in left:
             process.kill()
-        places.remove_cgroups(folder / "faults")
         if not problems:
             problems = differences(folder / "run", expected)
         struck, updates = places.strikes(folder / "faults"), places.updates(folder / "faults")
         wanted = sum(map(len, case.faults))
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
-        lost, repeated = done_again(struck, updates)
-        if case.profile not in WITHOUT_RESCUE and repeated:
+        repeated = done_again(struck, updates)
+        if case.profile != "fsdp" and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
         if all(fault.whom == "self" for group in case.faults for fault in group):
             blamed = {int(rank) for rank in re.findall(r": rank (\d+) on", output)} - {strike.rank for strike in struck}
             problems += [f"rank {rank} is blamed, to which nothing happened" for rank in blamed]
-        return Outcome(problems, time.monotonic() - began_s, struck, lost, output)
+        return problems, output
 
     def undisturbed(self, profile: str, world_size: int) -> Mapping[str, Any]:
         """Digest and metrics of the run that nothing happens to."""
@@ -124,15 +100,7 @@ class Soak:
         return self.known[profile, world_size]
 
     def settings(self, profile: str) -> list[str]:
-        words = [*PROFILES[profile], *EVERY_JOB, f"--tensorboard={str(profile == 'workers').lower()}"]
-        if "{bert}" in " ".join(words):
-            bert = self.folder / "bert"
-            if not bert.exists():
-                from tests.rigs.tiny_bert import make_bert
-
-                make_bert(bert)
-            words = [word.format(bert=bert) for word in words]
-        return words
+        return [*PROFILES[profile], *EVERY_JOB, f"--tensorboard={str(profile == 'workers').lower()}"]
 
 
 class _Job:
@@ -233,23 +201,21 @@ def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def done_again(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
-    """How many optimizer steps had to be done again, and those that need not: a process had finished them and lived on.
+def done_again(struck: Sequence[Strike], updates: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The optimizer steps that were done again though a process had finished them and lived on.
 
     A killed process takes the step along that it had finished as the first.
     """
     killed = {pid for strike in struck for pid in strike.pids}
     done: dict[tuple[int, int], Mapping[str, Any]] = {}  # by rank and step
-    lost, repeated = 0, []
+    repeated = []
     for update in updates:
         rank, step = update["rank"], update["step"]
         before = done.get((rank, step))
-        if before is not None and before["pid"] in killed:
-            lost += 1
-        elif before is not None:
+        if before is not None and before["pid"] not in killed:
             repeated.append(f"step {step} by rank {rank}")
         done[rank, step] = update
-    return lost, repeated
+    return repeated
 
 
 def left_in_memory(folder: Path) -> list[str]:

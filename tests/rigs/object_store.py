@@ -41,12 +41,17 @@ class Door(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, target_port: int, address: str) -> None:
+    def __init__(self, target_port: int, address: str, listener: socket.socket | None) -> None:
         self.target_port, self.address = target_port, address
         self.rule: Callable[[Request], int | None] = lambda request: None
         self.seen: list[Request] = []
         self.sent = 0
-        super().__init__((address, free_port()), _Handler)
+        if listener is None:
+            super().__init__((address, free_port()), _Handler)
+        else:
+            super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+            self.socket.close()
+            self.socket = listener
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     @property
@@ -128,9 +133,9 @@ class S3:
         return _env(self.port)
 
     @contextmanager
-    def door(self, address: str = "127.0.0.1") -> Iterator[Door]:
-        """`address`: of this machine, where the door is."""
-        door = Door(self.port, address)
+    def door(self, address: str = "127.0.0.1", listener: socket.socket | None = None) -> Iterator[Door]:
+        """`address`: of this machine, where the door is. `listener`: of another one, in its place."""
+        door = Door(self.port, address, listener)
         try:
             yield door
         finally:

@@ -23,8 +23,6 @@ from typing import Any
 FAULTS = "FAULTS"
 # A fault that shall come together with others waits for them so long: some may have died of the first already
 TOGETHER_S = 5.0
-OUT_OF_MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
-MIB = 2**20
 
 JOINING = ("before joining", "met", "before forming", "formed")
 PREPARING = ("before building", "data loaded", "warming up", "ready")
@@ -42,9 +40,9 @@ PLACES = (*JOINING, *PREPARING, *STEPPING, *KEEPING, *RESCUING, *RESCUED, "betwe
 class Fault:
     """What happens to one process, where. `rank` -1: whichever rank gets there first. `step`: not before that step.
 
-    `how`: a signal's name, or "memory": the kernel ends it for want of memory. `whom`: the rank itself, the process
-    that forked it ("server"), the "agent", or the whole "node", all three. `saved`: a save that is under way gets
-    done first. `late_s`: so much later, wherever the process is by then.
+    `how`: a signal's name. `whom`: the rank itself, the process that forked it ("server"), the "agent", or the whole
+    "node", all three. `saved`: a save that is under way gets done first. `late_s`: so much later, wherever the process
+    is by then.
     """
 
     place: str
@@ -83,13 +81,6 @@ def strikes(folder: Path) -> list[Strike]:
     """What has struck so far."""
     found = [json.loads(path.read_text() or "null") for path in sorted(folder.glob("*.struck"))]
     return [Strike(Fault(**entry.pop("fault")), **entry) for entry in found if entry]
-
-
-def remove_cgroups(folder: Path) -> None:
-    """Remove those that faults of the kind "memory" have made; all in them has ended."""
-    for strike in strikes(folder):
-        for pid in strike.pids if strike.fault.how == "memory" else []:
-            (OUT_OF_MEMORY_CGROUPS / f"places-{pid}").rmdir()
 
 
 def updates(folder: Path) -> list[dict[str, Any]]:
@@ -168,8 +159,6 @@ def note_update() -> None:
 
 
 def _strike(fault: Fault) -> None:
-    if fault.how == "memory":
-        _run_out_of_memory()
     number = getattr(signal, fault.how)
     server = os.getppid()
     agent = _parent(server) if b"fork_server" in Path(f"/proc/{server}/cmdline").read_bytes() else server
@@ -193,14 +182,3 @@ def _siblings() -> list[int]:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _run_out_of_memory() -> None:
-    """Let the kernel's memory killer end this process, in a cgroup of its own that has a small limit."""
-    group = OUT_OF_MEMORY_CGROUPS / f"places-{os.getpid()}"
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(str(64 * MIB))
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    hoard = []
-    while True:
-        hoard.append(b"x" * MIB)

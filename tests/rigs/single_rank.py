@@ -47,6 +47,15 @@ class Rank:
         return self.process.code
 
 
+def all_said(ranks: list[Rank], code: int) -> list[str]:
+    """What each of them said; all ended with `code`."""
+    codes = [rank.wait() for rank in ranks]
+    said = [rank.said for rank in ranks]
+    assert codes == [code] * len(codes), "\n".join(said)
+    assert not any("Traceback" in text for text in said), "\n".join(said)
+    return said
+
+
 class Starter:
     """Starts ranks one by one; `runs` is where their run directories go."""
 

@@ -49,13 +49,10 @@ def messages(proof: Path, dice: random.Random) -> dict[str, bytes]:
     key = struct.pack("<Q", 6) + b"strange"[:6]
     said = {
         "nothing": b"",
-        "one byte": b"\0",
         "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "http put": b"PUT /scope/key HTTP/1.1\r\nContent-Length: 999999\r\n\r\n" + evil[0],
         "tls": client_hello(),
         "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
         "zeros": bytes(4096),
-        "ones": b"\xff" * 4096,
         "json": b'{"rank": 0, "code": 0, "text": ""}\n' * 20,
         "store: unknown question": known + b"\xee" + dice.randbytes(40),
         "store: set": known + b"\x01" + key + struct.pack("<Q", 4) + b"evil",

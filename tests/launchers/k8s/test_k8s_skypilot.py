@@ -101,24 +101,3 @@ def test_k8s_skypilot_sees_the_code_of_a_mistake(tmp_path: Path) -> None:
     with ended(job):
         node(checkout(tmp_path), 0, job, NPROC="0")
         assert job.wait() == [USER_MISTAKE], job.outputs
-
-
-def test_k8s_skypilot_installs_once_where_nodes_share_a_folder(tmp_path: Path) -> None:
-    uv = tmp_path / ".local" / "bin" / "uv"
-    uv.parent.mkdir(parents=True)
-    uv.write_text('#!/bin/bash\necho "$*" >> uv.txt\nsleep 0.3\n[[ $1 != venv ]] || mkdir .venv\n')
-    uv.chmod(0o755)
-    setup, job = yaml.safe_load(FILE.read_text())["setup"], Job()
-    with ended(job):
-        for _ in range(2):
-            start("bash", "-c", setup, env={"HOME": str(tmp_path)}, cwd=tmp_path, job=job)
-        assert job.wait() == [0, 0], job.outputs
-    made, installed = (tmp_path / "uv.txt").read_text().splitlines()
-    assert made == "venv --python 3.11 .venv"
-    lists = [word for word in installed.split() if word.endswith(".lock")]
-    assert lists == ["docker/requirements.lock", "docker/requirements-s3.lock"]
-    assert all((K8S.parent / name).exists() for name in lists)
-    uv.write_text("#!/bin/bash\nexit 3\n")
-    (tmp_path / ".venv" / ".ready").unlink()
-    with ended(start("bash", "-c", setup, env={"HOME": str(tmp_path)}, cwd=tmp_path)) as failed:
-        assert failed.wait() == [3]

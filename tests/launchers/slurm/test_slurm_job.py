@@ -32,7 +32,7 @@ case "$*" in
   "show hostnames big[7,9]") printf 'big7\nbig9\n' ;;
   "show hostnames"*) tr ',' '\n' <<< "$3" ;;
   "show job"*) echo "JobId=7 $(cat "$STUB/state") Command=$DDP x" | tr ' ' '\n' ;;
-  requeue*) exit "$(cat "$STUB/requeue")" ;;
+  requeue*) exit "${REQUEUE:-0}" ;;
 esac
 """
 DDP = ROOT / "slurm" / "ddp.sbatch"
@@ -40,6 +40,7 @@ SETTINGS = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big[7,9]", "SLURM_CPUS_ON_NODE": "16", "DDP": str(DDP),
     "PYTHON": sys.executable,
 }
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 TASK = f"{ROOT}/slurm/task.sh --nproc 1"
 TRAIN = f"{TASK} {ROOT}/train/main.py train"
 
@@ -52,10 +53,7 @@ class Started:
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        defaults = {
-            "codes": "\n".join(codes.split()), "requeue": "0", "state": "Restarts=0 JobState=RUNNING",
-        }
-        for name, text in defaults.items():
+        for name, text in {"codes": "\n".join(codes.split()), "state": "Restarts=0 JobState=RUNNING"}.items():
             if not (folder / name).exists():
                 (folder / name).write_text(f"{text}\n")
         self.env = {**SETTINGS, "PATH": f"{folder}:{os.environ['PATH']}", "STUB": str(folder), **env}
@@ -137,8 +135,7 @@ def test_slurm_agents_that_have_finished_requeue_a_job_that_has_lost_its_first_n
 
 def test_slurm_script_of_ones_own_gets_its_arguments_as_they_are(tmp_path: Path) -> None:
     """In an array too: it reads the number of its task itself."""
-    env = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    job = Started(tmp_path, "0", SCRIPT="--max-restarts 1 --name x job.py", **env)
+    job = Started(tmp_path, "0", SCRIPT="--max-restarts 1 --name x job.py", **ARRAY)
     assert job.run("--lr", "1", "a b")[0] == 0
     assert job.trained()[0].endswith(f"{TASK} --max-restarts 1 --name x job.py --lr 1 a b")
 
@@ -198,38 +195,29 @@ def test_slurm_job_that_fails_again_at_the_same_step_is_not_requeued(
     assert mark.read_text() == "40\n"
 
 
-def test_slurm_job_is_not_requeued_more_often_than_it_may(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("Restarts=2 JobState=RUNNING\n")
-    job = Started(tmp_path, "143", MAX_REQUEUES="2", SLURM_RESTART_COUNT="2")
-    code, said = job.run()
-    assert (code, job.requeued()) == (143, [])
-    assert "not requeued: MAX_REQUEUES=2" in said
-
-
-def test_slurm_job_that_may_not_be_requeued_names_the_run_to_go_on_with(tmp_path: Path) -> None:
-    (tmp_path / "requeue").write_text("1\n")
-    code, said = Started(tmp_path, "143").run("--run_dir", "results", "--name=job")
-    assert code == 143
-    assert "could not be requeued: resubmit it with --name job" in said
+GONE = "this process ends"  # as on a node that Slurm took for lost: the job has begun anew elsewhere, or is over
 
 
 @pytest.mark.parametrize(
-    "state", ["Restarts=1 JobState=RUNNING", "Restarts=0 JobState=PENDING", "Restarts=0 JobState=FAILED"]
+    ("state", "env", "code", "requeued", "says"),
+    [
+        ("Restarts=1 JobState=RUNNING", {}, 2, [], GONE),
+        ("Restarts=0 JobState=PENDING", {}, 2, [], GONE),
+        ("Restarts=0 JobState=FAILED", {}, 2, [], GONE),
+        ("Restarts=2 JobState=RUNNING", {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"}, 143, [], "MAX_REQUEUES=2"),
+        ("Restarts=0 JobState=RUNNING", {"REQUEUE": "1"}, 143, ["requeue 7"], "resubmit it with --name job"),
+        ("Restarts=0 JobState=RUNNING", ARRAY, 143, ["requeue 7_3"], "requeued at step 0"),
+    ],
 )
-def test_slurm_start_whose_job_is_no_longer_its_own_ends_and_requeues_nothing(state: str, tmp_path: Path) -> None:
-    """As on a node that Slurm took for lost: the job has begun anew elsewhere, or is over."""
+def test_slurm_start_requeues_its_own_job_alone_and_no_more_often_than_it_may(
+    state: str, env: dict[str, str], code: int, requeued: list[str], says: str, tmp_path: Path
+) -> None:
     (tmp_path / "state").write_text(f"{state}\n")
-    job = Started(tmp_path, "137")
-    code, said = job.run()
-    assert (code, job.requeued(), len(job.trained())) == (2, [], 1)
-    assert "this process ends" in said
-
-
-def test_slurm_array_requeues_its_own_task_alone(tmp_path: Path) -> None:
-    job = Started(tmp_path, "143", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
-    assert job.run("--lr", "1")[0] == 143
-    assert job.requeued() == ["requeue 7_3"]
-    assert job.trained()[0].endswith(f"{TRAIN} --seed 3 --lr 1")
+    job = Started(tmp_path, "143", **env)
+    found, said = job.run("--name=job", "--lr", "1")
+    assert (found, job.requeued(), says in said) == (code, requeued, True), said
+    (line,) = job.trained()
+    assert line.endswith(f"{TRAIN} {'--seed 3 ' if env == ARRAY else ''}--name=job --lr 1")
 
 
 @pytest.mark.parametrize("probe", ["sleep 60", "exit 1"])
