@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import math
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -110,7 +111,7 @@ class Leader:
         self._settings: dict[str, Mapping[str, str]] = {}  # by digest
         self._digest, self._like = "", me.who  # of the last membership, and who was in it; "" where there was none
         self._arguments = ""  # the script's, as a digest, where all nodes have the same
-        self._words = dict[str, str]()  # the arguments, by digest
+        self._words = dict[str, list[str]]()  # the arguments, by digest
         self._turned_away = set[str]()  # what was said of those
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
 
@@ -211,7 +212,7 @@ class Leader:
             self.basis = dict(hello["basis"])
             self._arguments = str(self.basis.get("arguments") or "")
         settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
-        self._words.setdefault(member.arguments, settings.pop("arguments", ""))
+        self._words.setdefault(member.arguments, shlex.split(settings.pop("arguments", "")))
         self._settings.setdefault(member.digest, settings)
         if int(hello["n"]) and not self._digest:
             self._digest, self._like = member.digest, member.who
@@ -228,7 +229,8 @@ class Leader:
         if not self._digest:
             self.refuse(text, code=code)
             return
-        line = re.sub(r" \(pid \d+\)", "", f"{who} was turned away, and the job goes on: {text}")
+        what = "turned away, and the job goes on" if self.running else "turned away"
+        line = re.sub(r" \(pid \d+\)", "", f"{who} was {what}: {text}")
         if line not in self._turned_away:  # it may come again and again
             self._turned_away.add(line)
             self._say(line)
@@ -248,10 +250,11 @@ class Leader:
         """How a member differs from the job; "" where it may belong to it."""
         if not self._digest or (member.digest == self._digest and self._arguments in ("", member.arguments)):
             return ""
-        found = describe_arguments(self._words[member.arguments], self._words.get(self._arguments, "others"))
-        others = found if self._arguments not in ("", member.arguments) else ""
+        arguments = ""
+        if self._arguments not in ("", member.arguments):
+            arguments = describe_arguments(self._words[member.arguments], self._words.get(self._arguments, []))
         theirs, ours = self._settings[member.digest], self._settings[self._digest]
-        return describe_unlike(f"{member.who} differs from the running job, with {self._like}", theirs, ours, others)
+        return describe_unlike(f"{member.who} differs from the running job, with {self._like}", theirs, ours, arguments)
 
     def _sort_out(self) -> None:
         """Turn away who came before it was known that this is not their job."""

@@ -221,19 +221,20 @@ def describe_unlike(who: str, theirs: Mapping[str, str], ours: Mapping[str, str]
     found = [arguments] if arguments else []
     found += [f"{name} must be {ours.get(name, 'absent')}, got {theirs.get(name, 'nothing')}" for name in names[:4]]
     return (
-        f"{who}: {'; '.join(found)}. Start it with the same program, arguments and settings, or with another "
-        "--master-port for another job."
+        f"{who}: {'; '.join(found)}. Start it with the same program, arguments and settings, or another job at "
+        "another port."
     )
 
 
-def describe_arguments(theirs: str, ours: str) -> str:
+def describe_arguments(theirs: list[str], ours: list[str]) -> str:
     """What differs between two command lines: all between the words that they begin and end with."""
-    one, other = shlex.split(theirs), shlex.split(ours)
+    one, other = [*theirs], [*ours]
     while one and other and one[-1] == other[-1]:
         del one[-1], other[-1]
     while one and other and one[0] == other[0] and not (one[0][:1] == "-" and one[1:2] != other[1:2]):
-        del one[0], other[0]
-    got, must = (shlex.join(words)[:200] or "nothing" for words in (one, other))
+        del one[0], other[0]  # the name of a value stays
+    escaped = (shlex.join(words)[:200].encode("unicode_escape").decode() for words in (one, other))
+    got, must = (text or "nothing" for text in escaped)
     return f"arguments must be {must}, got {got}"
 
 

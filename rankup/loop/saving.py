@@ -8,7 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,34 +31,31 @@ CHANGE_S = 10.0
 SETTLE_S = 2.0
 
 
-P = TypeVar("P")  # where the run stands; copied shallowly
-
-
 @dataclass(slots=True)
-class _Queued(Generic[P]):
+class _Queued:
     """A change in a GPU's queue: events at its beginning and its end, and where the run stands after it."""
 
     began: torch.Event
     ended: torch.Event | None = None  # until the host has queued all of it. An event that nobody recorded looks done
-    progress: P | None = None
+    progress: Position | None = None
 
     @property
     def done(self) -> bool:
         return self.ended is not None and self.ended.query()
 
 
-class Changing(Generic[P]):
+class Changing:
     """`with changing:` around everything that makes a finished step out of the one before, `progress` included.
 
     A block that fails never ends the change: what it leaves is the state of no step.
     """
 
-    def __init__(self, progress: P, device: torch.device) -> None:
+    def __init__(self, progress: Position, device: torch.device) -> None:
         self.progress, self.device = progress, device
         self._lock = threading.Lock()
         self._failed = False  # in the middle of a change, which so never ends
         # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
-        self._queue: deque[_Queued[P]] = deque()
+        self._queue: deque[_Queued] = deque()
         self._on_host = device.type != "cuda"
 
     def __enter__(self) -> None:
@@ -78,7 +75,7 @@ class Changing(Generic[P]):
                 self._queue.popleft()
         self._lock.release()
 
-    def stop(self) -> P | None:
+    def stop(self) -> Position | None:
         """Allow no further change, and say where the run stands; None where that can't be known. From any thread."""
         until_s = time.monotonic() + CHANGE_S
         while not (held := self._lock.acquire(timeout=0.05)) and not self._failed and time.monotonic() < until_s:

@@ -148,12 +148,16 @@ def test_after_node_0_the_next_one_leads_and_a_new_node_0_founds_no_second_job(t
         first = nodes.begin(3)
         nodes.kill(0)
         second = nodes.attempt(2, after=first)
+        right, nodes.words = nodes.words, (*nodes.words, "--other")
+        nodes.add(0)
+        assert job.processes[3].wait(100) == 2, "it has other arguments"
+        nodes.words = right
         nodes.add(0)
         nodes.attempt(3, after=second)
         nodes.go()
-        assert job.wait() == [-9, 0, 0, 0], job.output
+        assert job.wait() == [-9, 0, 0, 2, 0], job.output
     assert sum("this node leads from now on" in output for output in job.outputs) == 1
-    assert "another node leads" in job.outputs[3]
+    assert "another node leads" in job.outputs[4]
     assert len(nodes.jobs()) == 1
 
 

@@ -16,12 +16,7 @@ from rankup.group import stop as stacks
 from rankup.group.stop import Frame, Stack, compare, moment, own_place, place
 from rankup.observe.stacks import written
 
-TORCH, RUN = "/usr/lib/python3/dist-packages/torch", "/job/train"
-BACKWARD = [
-    Frame(f"{TORCH}/autograd/graph.py", 865, "_engine_run_backward"), Frame(f"{TORCH}/_tensor.py", 500, "backward")
-]
-QUEUE = Frame("/usr/lib/python3.11/queue.py", 180, "get")
-LOOP = [Frame(f"{RUN}/loop.py", 213, "step"), Frame(f"{RUN}/loop.py", 90, "train")]
+TORCH = "/usr/lib/python3/dist-packages/torch"
 
 
 # Places ---------------------------------------------------------------------------------------------------------
@@ -30,8 +25,6 @@ LOOP = [Frame(f"{RUN}/loop.py", 213, "step"), Frame(f"{RUN}/loop.py", 90, "train
 @pytest.mark.parametrize(
     ("stack", "where"),
     [
-        ([], ""),
-        ([Frame("/me/train.py", 40, "main")], "train.py:40 main"),
         (
             [Frame(f"{TORCH}/distributed/distributed_c10d.py", 2810, "all_reduce"),
              Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"), Frame("/me/train.py", 40, "main")],
@@ -43,15 +36,11 @@ LOOP = [Frame(f"{RUN}/loop.py", 213, "step"), Frame(f"{RUN}/loop.py", 90, "train
              Frame("/me/train.py", 3, "<module>")],
             "init_process_group (train.py:3 <module>)",
         ),
-        ([*BACKWARD, *LOOP], "backward (loop.py:213 step)"),
-        (
-            [QUEUE, Frame(f"{RUN}/data/loader.py", 105, "next"), *LOOP],
-            "data: loader.next (loader.py:105 next)",
-        ),
         ([Frame("/venv/lib/python3.12/site-packages/train/loop.py", 8, "step")], "loop.py:8 step"),  # installed
     ],
 )
 def test_place_names_what_is_called_and_who_calls(stack: Stack, where: str) -> None:
+    """Of whole jobs: tests/observe/test_stacks.py."""
     assert place(stack) == where
 
 

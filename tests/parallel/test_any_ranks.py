@@ -12,7 +12,7 @@ import pytest
 
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, comparable_metrics, metrics, result
+from tests.rigs.jobs import MAIN, metrics, result
 from tests.rigs.places import Fault
 
 STEPS = 14  # of which 11 are an epoch
@@ -25,8 +25,8 @@ HOROVOD = ("--parallel", "horovod")
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
 
-def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload: str = "") -> Path:
-    forks.ends(*LINE, *arguments, "--run-dir", folder, world_size=world_size, preload=preload)
+def train(forks: Forks, folder: Path, world_size: int, *arguments: str) -> Path:
+    forks.ends(*LINE, *arguments, "--run-dir", folder, world_size=world_size)
     return folder / "run"
 
 
@@ -53,14 +53,6 @@ def test_any_number_of_ranks_follows_one(forks: Forks, alone: list[float], tmp_p
     difference = largest_difference(train(forks, tmp_path, world_size), alone)
     print(f"{world_size} ranks, batch 64: loss within {difference:.1e}")
     assert difference < 1e-5
-
-
-def test_curve_stays_the_same_where_nodes_leave_and_come_back(
-    forks: Forks, alone: list[float], tmp_path: Path
-) -> None:
-    for world_size, steps in ((3, 5), (2, 9), (3, STEPS)):
-        run = train(forks, tmp_path, world_size, "--max-steps", str(steps))
-    assert largest_difference(run, alone) < 1e-5
 
 
 # What the ranks do, and how far the loss may be from one process's in fp32. Were all ranks' means to count alike, it
@@ -109,23 +101,6 @@ def test_other_curve_is_the_same_with_unequal_parts(forks: Forks, tmp_path: Path
     assert difference < 1e-5
 
 
-def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exchange_statistics(
-    forks: Forks, tmp_path: Path
-) -> None:
-    """On CPUs, by torch's SyncBatchNorm with formulas for its kernels. `own`: what each rank's own statistics give."""
-    norm = ("--workload", "tests.rigs.recording_workload:build", "--options.model", "norm")
-    expected = losses(train(forks, tmp_path / "one", 1, *norm))
-    assert largest_difference(train(forks, tmp_path / "own", 3, *norm), expected) > 1e-3
-    train(forks, tmp_path / "synced", 3, *norm, preload="tests.rigs.sync_norm:convert")
-    difference = largest_difference(tmp_path / "synced" / "run", expected)
-    print(f"synchronized batch norm: loss within {difference:.1e}")
-    assert difference < 1e-5
-    # By the running statistics
-    evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
-                   for name in ("one", "synced")]
-    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
-
-
 def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert largest_difference(train(forks, tmp_path, 1, "--accumulate", "3"), alone) < 1e-5
 
@@ -160,20 +135,6 @@ def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Fork
     evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
                    for name in ("one", "four")]
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
-
-
-def test_killed_rank_costs_nothing_and_going_on_is_to_the_bit(forks: Forks, tmp_path: Path) -> None:
-    """With dropout, whose random numbers are each rank's own."""
-    world_size, line = 3, (*SMALL, "--save-every-steps", "3")
-    forks.ends(*line, "--run-dir", tmp_path / "whole", world_size=world_size)
-    codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size, env=kill(1, 8))
-    assert codes[1] == -9, output
-    codes, output = forks.run(*line, "--run-dir", tmp_path / "killed", world_size=world_size)
-    assert codes == [0] * world_size, output
-    assert "resumed from step 7, rescued by rank" in output
-    whole, killed = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
-    assert result(killed)["digest"] == result(whole)["digest"]
-    assert comparable_metrics(killed) == comparable_metrics(whole)
 
 
 def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_started_by_hand(

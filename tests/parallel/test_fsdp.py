@@ -3,7 +3,6 @@
 import gc
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -11,7 +10,6 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,7 +22,7 @@ from tests.rigs.jobs import metrics, result
 from train.config import Config
 from train.parallel import fsdp
 from train.parallel.model import prepare
-from train.workloads import Workload, vision_models
+from train.workloads import Workload
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
           "--schedule", "constant", "--log-every-steps", "1")
@@ -147,39 +145,3 @@ def test_gpu_holds_the_shard_and_no_more_than_two_layers_while_the_model_is_spli
         assert torch.cuda.max_memory_allocated(device) - before <= 16 * layer // 4 + 2 * layer
     finally:
         dist.destroy_process_group()
-
-
-# The matrix -----------------------------------------------------------------------------------------------------
-
-WORLD_SIZES = {"none": 1, "dp": 1, "ddp": 2, "fsdp": 2, "horovod": 2}
-NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
-EACH = [pytest.param(method, marks=NO_HOROVOD if method == "horovod" else ()) for method in WORLD_SIZES]
-
-
-@pytest.fixture(scope="module")
-def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("trained")
-    line = ("--max-steps", "4", "--device", "cpu")
-    here = {name: count for name, count in WORLD_SIZES.items() if name != "horovod" or find_spec("horovod")}
-    return {name: train(forks, folder / name, count, "--parallel", name, *line) for name, count in here.items()}
-
-
-@pytest.mark.parametrize("method", EACH)
-def test_weights_of_each_method_load_into_a_plain_module(trained: dict[str, Path], method: str) -> None:
-    state = load_file(newest(trained[method]) / "model.safetensors")
-    model = vision_models.build_model("cnn", channels=1, size=8, num_classes=10, dropout=0.0)
-    model.load_state_dict(state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize("other", EACH)
-def test_every_method_loads_the_weights_of_another(
-    forks: Forks, trained: dict[str, Path], tmp_path: Path, other: str
-) -> None:
-    """With next to no learning rate, what is evaluated after a step is what was loaded."""
-    method = "ddp" if other == "fsdp" else "fsdp"
-    line = ("--parallel", other, "--max-steps", "1", "--lr", "1e-12", "--device", "cpu")
-    start = ("--init-from", newest(trained[method]))
-    run = train(forks, tmp_path / "run", WORLD_SIZES[other], *line, *start)
-    assert evaluated(run)["eval/loss"] == pytest.approx(evaluated(trained[method])["eval/loss"], rel=1e-6)
-    assert evaluated(run)["eval/accuracy"] == evaluated(trained[method])["eval/accuracy"]

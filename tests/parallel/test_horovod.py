@@ -13,7 +13,7 @@ import torch
 from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start, wait_for
-from train.config import Config, load_config
+from train.config import Config
 from train.parallel import horovod
 
 # Horovod takes contiguous parameters only: ddp, which it is compared with, gets those too
@@ -138,15 +138,6 @@ def test_horovod_of_one_process_trains_as_without(forks: Forks, alone: list[floa
 # Training -------------------------------------------------------------------------------------------------------
 
 
-@needs_horovod
-def test_horovod_follows_one_process(forks: Forks, ddp: Path, alone: list[float], tmp_path: Path) -> None:
-    """Within 1e-3, as ddp does, to whose weights it comes; sent as fp16 likewise, to others."""
-    for name, more in (("fp32", ()), ("fp16", ("--compress", "fp16"))):
-        run = train(forks, tmp_path / name, 2, *HOROVOD, *STEPS, *more)
-        assert max(abs(a - b) / b for a, b in zip(losses(run), alone, strict=True)) < 1e-3
-        assert (digest(run) == digest(ddp)) == (name == "fp32")
-
-
 VARIANTS: dict[str, tuple[str, ...]] = {
     "accumulated": ("--accumulate", "4"),
     "adamw, clipped": ("--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
@@ -185,27 +176,6 @@ def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_p
 
 
 # Refusals -------------------------------------------------------------------------------------------------------
-
-REFUSED = {
-    "--compress=bf16": "--compress must be none or fp16 with parallel horovod, got \"bf16\". Horovod does not sum bf16",
-    "--sync-bn": "--sync-bn must be false with parallel horovod, got true. Horovod's own needs GPUs",
-    "--compile": "--compile must be false with parallel horovod, got true.",
-    "--channels-last": (
-        "--channels-last must be false with parallel horovod, got true. It takes contiguous parameters only."
-    ),
-    "--find-unused-parameters": (
-        "--find-unused-parameters must be false with parallel horovod, got true. Their weights would"
-    ),
-}
-
-
-@pytest.mark.parametrize("flag", REFUSED)
-def test_what_horovod_does_not_do_is_refused(flag: str) -> None:
-    name, _, value = flag.removeprefix("--").replace("-", "_").partition("=")
-    with pytest.raises(UserError) as refusal:
-        load_config({"parallel": "horovod", name: value or "true"})
-    assert str(refusal.value).startswith(REFUSED[flag])
-
 
 def hide_horovod() -> None:
     """In the process of a rank: as where it is not installed."""

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import (
@@ -16,6 +18,7 @@ from tests.rigs.jobs import (
     comparable_metrics,
     ended,
     environ_of,
+    environment,
     free_port,
     lives,
     result,
@@ -52,6 +55,23 @@ def test_torchruns_summary_holds_the_error_of_the_rank_that_failed(tmp_path: Pat
     _, _, summary = job.output.partition("Root Cause")
     assert "ValueError: probe" in summary, job.output
     assert "in probe" in summary  # its traceback
+
+
+def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
+    """Not even the lowest rank, whose record may have the same second as the cause's, or an earlier one."""
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    record = (
+        "import os, torch; from rankup.errors import PeerLost; from rankup.agent.ends import tell_torchrun\n"
+        f"lost, broken = ({str(files[0])!r}, PeerLost('lost rank 1')), ({str(files[1])!r}, ValueError('broken'))\n"
+        "for file, error in (lost, broken):\n"
+        "    os.environ['TORCHELASTIC_ERROR_FILE'] = file; tell_torchrun(error)"
+    )
+    subprocess.run([sys.executable, "-c", record], check=True, env=environment(), cwd=ROOT)
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file)) for rank, file in enumerate(files)}
+    summary = ChildFailedError("job", failures)
+    assert summary.get_first_failure()[0] == 1, summary
+    assert "broken" in str(summary)
+    assert "lost rank 1" in str(summary)
 
 
 def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:

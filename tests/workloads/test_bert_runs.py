@@ -67,7 +67,6 @@ SETUPS: dict[str, tuple[tuple[str, ...], float]] = {
     "fsdp": (("--parallel", "fsdp"), 1e-3),
     "fsdp in bf16": (("--parallel", "fsdp", "--precision", "bf16"), 3e-2),
     "sent as bf16": (("--compress", "bf16"), 1e-2),
-    "bf16, accumulated": (("--precision", "bf16", "--accumulate", "2"), 3e-2),
 }
 
 
@@ -179,15 +178,3 @@ def test_checkpoint_with_another_folder_is_refused(
     for command in (("evaluate", "--workload", "text"), ("train", *LINE, "--max-steps", str(STEPS + 4))):
         output = jobs.ends(*command, "--bert-dir", own, "--name", "run", "--run-dir", run.parent, code=2)
         assert message in output
-
-
-def test_ranks_with_other_words_do_not_train_together(jobs: Forks, bert: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(bert, tmp_path / name / "bert")
-    vocabulary = tmp_path / "b" / "bert" / "vocab.txt"
-    vocabulary.write_text(vocabulary.read_text(encoding="utf-8").replace("##a\n", "##A\n"), encoding="utf-8")
-    output = jobs.ends(
-        "train", *LINE, "--bert-dir", "bert", "--max-steps", "1", "--run-dir", tmp_path / "runs", world_size=2,
-        cwds=[tmp_path / "a", tmp_path / "b"], code=2
-    )
-    assert "the data must be the same" in output

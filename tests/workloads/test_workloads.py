@@ -17,7 +17,7 @@ from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, result, start
 from train import workloads
-from train.config import Config, load_config
+from train.config import Config
 from train.data import TensorSamples
 from train.workloads import Workload
 
@@ -53,32 +53,6 @@ def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> N
     results = [result(project / "runs" / name) for name in "12"]
     assert results[0]["metrics"]["accuracy"] > 0.8
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
-
-
-def test_model_of_other_data_is_not_evaluated(forks: Forks, project: Path) -> None:
-    """As after a fallback to other data: their classes are not those that the model learned."""
-    more: dict[str, Any] = {"cwds": [project]}
-    where = ("--name", "run", "--run-dir", project)
-    output = forks.ends("train", *LINE, "--epochs", "1", *where, **more)
-    own = project / "throws.py"
-    own.write_text(own.read_text().replace('data_name="throws"', 'data_name="others"'))
-    output = forks.ends("evaluate", *where, **more, code=2)
-    assert "was trained on throws, got others now. Set --data-dir or --dataset." in output
-    forks.ends("evaluate", "--workload", "throws:build", *where, **more)
-
-
-def test_example_killed_and_run_again_has_the_same_weights(forks: Forks, project: Path) -> None:
-    line = ("train", *LINE, "--dropout", "0.1", "--epochs", "4", "--save-every-steps", "5", "--options.width", "32")
-    more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
-    whole = forks.run(*line, "--name", "whole", "--run-dir", project, **more)
-    assert whole[0] == [0, 0], whole[1]
-    where = ("--name", "killed", "--run-dir", project)
-    killed = forks.run(*line, *where, "--num-workers", "2", **more, preload="tests.rigs.injected_faults:dies_in_step_8")
-    assert killed[0] == [171, -9], killed[1]
-    again = forks.run(*line, *where, **more)
-    assert again[0] == [0, 0], again[1]
-    assert "resumed from step 7, rescued by rank 0 on " in again[1]
-    assert result(project / "killed")["digest"] == result(project / "whole")["digest"]
 
 
 def test_example_is_evaluated_and_predicts(forks: Forks, project: Path) -> None:
@@ -245,11 +219,3 @@ def test_fault_in_an_own_workload_keeps_its_traceback(
     assert error in output
     assert where in output
     assert "Traceback (most recent call last):" in output
-
-
-@pytest.mark.parametrize("value", ["throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build"])
-def test_path_of_another_form_is_refused_with_the_form(value: str) -> None:
-    with pytest.raises(UserError, match='--workload must be "images", "text" or module:function, got'):
-        load_config({"workload": value})
-
-
