@@ -36,12 +36,8 @@ class Script:
 
     @staticmethod
     def find(words: Sequence[str]) -> "Script":
-        """Raises UserError for a -m without a module."""
-        if words[0] != "-m":
-            return Script(words, Path(words[0]))
-        if len(words) < 2:
-            raise UserError("-m must be followed by a module, got nothing.")
-        return Script(words, _file_of(words[1]))
+        """`words`: as in the class."""
+        return Script(words, _file_of(words[1]) if words[0] == "-m" else Path(words[0]))
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +78,16 @@ class Puppet:
         self.link.close()
 
 
+async def all_hear(kind: str, puppets: Iterable[Puppet]) -> list[dict[str, Any]]:
+    return [await puppet.hears(kind) for puppet in puppets]
+
+
+async def get_ready(puppets: Iterable[Puppet]) -> None:
+    """For the proposal that comes next."""
+    for puppet in puppets:
+        puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+
+
 class Room:
     """A leader of three ranks that anybody can connect to, and a clock that only the test moves."""
 
@@ -104,13 +114,13 @@ class Room:
             writer.close()
             self.attended -= 1
 
-    async def connect(self, ip: str = "127.0.0.1") -> Link:
-        self.links.append(link := await Link.connect(ip, self.port))
+    async def connect(self) -> Link:
+        self.links.append(link := await Link.connect("127.0.0.1", self.port))
         return link
 
-    async def enter(self, me: Member, ip: str = "127.0.0.1", **more: Any) -> Puppet:
+    async def enter(self, me: Member, **more: Any) -> Puppet:
         """A puppet that has introduced itself."""
-        link = await self.connect(ip)
+        link = await self.connect()
         assert (await link.receive())["is"] == "leader"
         link.send("hello", **{**asdict(me), **HELLO, **more})
         return Puppet(link, me)
@@ -122,9 +132,8 @@ class Room:
 
     async def agree(self, puppets: list[Puppet]) -> dict[str, Any]:
         """They get ready for the proposal that comes next, and hear the commit."""
-        for puppet in puppets:
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
-        said = [await puppet.hears("commit") for puppet in puppets]
+        await get_ready(puppets)
+        said = await all_hear("commit", puppets)
         assert said[1:] == said[:-1]
         return said[0]
 
@@ -140,8 +149,7 @@ class Room:
             while (await self.heard.get())[1]["is"] != "mark":
                 pass
         self.leader.tell("mark")
-        for puppet in puppets:
-            await puppet.hears("mark")
+        await all_hear("mark", puppets)
 
     async def pass_time(self, seconds: float, *alive: Puppet) -> None:
         """In steps, as a process that runs looks at its clock. Those `alive` give a sign of life in each."""
@@ -227,8 +235,7 @@ async def test_spares_know_a_proposal_before_it_is_committed():
         spare = await here.enter(member(1, of=2))
         await spare.hears("spare")
         here.leader.lose(here.leader.members[0], "its script ended")
-        for puppet in (first, spare):
-            await puppet.hears("lost")
+        await all_hear("lost", (first, spare))
         here.leader.tick()
         first.say("ready", n=(await first.hears("propose"))["n"], problem="")
         n = (await spare.hears("propose"))["n"]
@@ -269,9 +276,8 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         await until(lambda: here.said)
         await here.pass_time(FOUND_S + 1, *puppets)
-        for puppet in puppets:
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
-        said = [await puppet.hears("commit") for puppet in puppets]
+        await get_ready(puppets)
+        said = await all_hear("commit", puppets)
         assert said[0]["hosts"] == [["node0", 1], ["node1", 1]]
         assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "left out"]
     assert "node2" in here.said[0]
@@ -372,8 +378,7 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
 async def test_a_member_that_goes_voids_the_proposal():
     async with room() as here:
         puppets = await here.three()
-        for puppet in puppets:
-            await puppet.hears("propose")
+        await all_hear("propose", puppets)
         puppets[0].vanish()
         await until(lambda: len(here.leader.members) == 2)
         puppets[0] = await here.enter(member(0, token="again"))
@@ -401,8 +406,7 @@ async def test_a_member_that_goes_while_the_leader_prepares_voids_the_proposal()
 
         here.prepared = prepare
         puppets = await here.three()
-        for puppet in puppets:
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        await get_ready(puppets)
         await began.wait()
         puppets[1].vanish()
         await gone.wait()  # cancelled: nobody has set `go`
@@ -429,8 +433,7 @@ async def test_all_are_refused_where_the_leader_can_not_prepare(error: Exception
     async with room(limits=ANY if error is None else None) as here:
         here.prepared = prepare
         puppets = await here.three()
-        for puppet in puppets:
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        await get_ready(puppets)
         for puppet in puppets:
             said = await puppet.hears("refused")
             assert (said["code"], said["text"]) == (code, text)
@@ -581,8 +584,7 @@ async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
         here.leader.tell("over", code=0, text="")
         puppets[1].vanish()
         await until(lambda: len(here.leader.members) == 2)
-        for puppet in (puppets[0], puppets[2]):
-            await puppet.hears("over")
+        await all_hear("over", (puppets[0], puppets[2]))
         await here.nothing_is_said_to(puppets[0], puppets[2])
         late = await here.connect()
         assert (await late.receive())["over"] == "the job at this address has just ended"
@@ -610,8 +612,7 @@ async def test_what_is_said_of_an_earlier_membership_is_dropped_and_nobody_else_
     async with room() as here:
         puppets = await here.job()
         here.leader.lose(puppets[0].me, "exit code 137")
-        for puppet in puppets:
-            await puppet.hears("lost")
+        await all_hear("lost", puppets)
         await here.agree(puppets)
         puppets[1].say("end", n=1, rank=1, code=0)
         puppets[1].say("lost", n=2, why="a joke")
@@ -650,10 +651,9 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
         for waited_s in (10, 20):
             await here.pass_time(10.0, *puppets)
             text = f"rank 1 of 3 has not joined after {waited_s} s (joined: 0 on node0; 2 on node2)"
-            assert [await puppet.hears("waiting") for puppet in puppets] == [{"is": "waiting", "text": text}] * 2
+            assert await all_hear("waiting", puppets) == [{"is": "waiting", "text": text}] * 2
         gone = await here.enter(member(1))
-        for puppet in puppets:
-            await puppet.hears("propose")
+        await all_hear("propose", puppets)
         gone.vanish()
         await until(lambda: len(here.leader.members) == 2)
         await here.pass_time(10.0, *puppets)
@@ -677,11 +677,9 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
         await here.pass_time(100.0, first, lost, last)
         await here.nothing_is_said_to(first, last)
         lost.vanish()
-        for puppet in (first, last):
-            await puppet.hears("lost")
+        await all_hear("lost", (first, last))
         await here.pass_time(19.0, first, last)
-        for puppet in (first, last):
-            await puppet.hears("waiting")
+        await all_hear("waiting", (first, last))
         await here.nothing_is_said_to(first, last)
         await here.pass_time(2.0, first, last)
         for puppet in (first, last):
@@ -703,8 +701,7 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone(monkey
 
         here.prepared = prepare
         puppets = await here.three()
-        for puppet in puppets:
-            puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem="")
+        await get_ready(puppets)
         await asked.wait()
         await here.pass_time(12.0, *puppets)
         what = "all 3 ranks have joined, but rank 0's process that imports torch and serves the store is not ready"

@@ -10,7 +10,6 @@ import pytest
 from rankup.agent import network
 from rankup.agent.network import choose_interface, listen
 from rankup.errors import LaunchError
-from tests.rigs.jobs import free_port
 
 MACHINE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "192.168.50.5", "down0": ""}
 
@@ -38,35 +37,12 @@ def test_the_users_choice_stands_and_an_empty_one_is_none() -> None:
     }
 
 
-async def served(ip: str, port: int) -> asyncio.Server:
-    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"here")
-        writer.close()
-
-    return await listen(attend, ip=ip, port=port)
-
-
-def test_port_that_an_earlier_connection_still_holds_is_opened() -> None:
-    """TIME_WAIT: the job before this one closed its connections first."""
-
-    async def again() -> None:
-        port = free_port()
-        for _ in range(2):
-            server = await served("", port)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            assert await reader.read() == b"here"
-            writer.close()
-            server.close()
-            await server.wait_closed()
-
-    asyncio.run(again())
-
-
 @pytest.mark.parametrize("number", [1, 13])
 def test_port_that_nobody_may_open_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(*args: Any, **more: Any) -> None:
         raise OSError(number, os.strerror(number))
 
+    never: Any = None
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(LaunchError, match=rf"MASTER_PORT=80 can't be opened: {os.strerror(number)}\. "):
-        asyncio.run(served("", 80))
+        asyncio.run(listen(never, ip="", port=80))

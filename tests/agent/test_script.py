@@ -18,15 +18,6 @@ def imported(script: Script) -> set[str]:
     return {name.removeprefix("imported ") for name in script.must_match() if name.startswith("imported ")}
 
 
-def test_missing_script_and_module_without_a_name_are_the_users_mistake(tmp_path: Path) -> None:
-    script = Script.find([str(tmp_path / "none.py")])
-    with pytest.raises(UserError, match=r"SCRIPT must be a file, got \S*none\.py: there is none"):
-        script.check({}, world_size=1)
-    assert not script.imports_rankup()
-    with pytest.raises(UserError, match="-m must be followed by a module"):
-        Script.find(["-m"])
-
-
 # What all nodes have in common ---------------------------------------------------------------------------------------
 
 
@@ -68,18 +59,6 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
 
 
 # Its command line ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["-x"], ["--local_rank=1", "-x"]), (["--local_rank", "5"], ["--local_rank", "5"])],
-)
-def test_local_rank_is_an_argument_where_the_script_declares_it(
-    arguments: list[str], expected: list[str], tmp_path: Path
-) -> None:
-    script = write(tmp_path, 'parser.add_argument("--local_rank", type=int)')
-    words = Script.find([str(script), *arguments]).command(local_rank=1)
-    assert words == [str(script), *expected]
 
 
 def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

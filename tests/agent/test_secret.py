@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,11 +19,11 @@ from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, lis
 from rankup.agent.protocol import VERSION, Member
 from rankup.errors import LaunchError
 from tests.agent.test_launch import WAITS, add_node
+from tests.agent.test_meeting import BOUND_S, asynchronous, fake_leader
 from tests.agent.test_membership import Nodes
 from tests.rigs.jobs import Job, ended, free_port, wait_for
 
 SECRET = b"0123456789abcdef"
-BOUND_S = 120.0
 
 
 @pytest.fixture
@@ -60,50 +59,39 @@ class Leader:
             link.close()
 
 
-def led(test: Callable[[Leader], Awaitable[None]]) -> Callable[..., None]:
-    """With a leader that has the secret."""
-
-    @functools.wraps(test)
-    def run(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def bounded() -> None:
-            leader = Leader()
-            server = await listen(leader.attend, ip="127.0.0.1", port=0)
-            leader.port = server.sockets[0].getsockname()[1]
-            async with asyncio.timeout(BOUND_S):
-                await test(leader)
-            server.close()
-
-        monkeypatch.setenv(SECRET_FILE, str(secret_file))
-        monkeypatch.setattr(network, "HELLO_S", BOUND_S)
-        asyncio.run(bounded())
-
-    del run.__wrapped__  # pytest would take its argument for a fixture
-    return run
+@contextlib.asynccontextmanager
+async def leading() -> AsyncIterator[Leader]:
+    """With the secret that the environment names, if any."""
+    leader = Leader()
+    server = await listen(leader.attend, ip="127.0.0.1", port=0)
+    leader.port = server.sockets[0].getsockname()[1]
+    yield leader
+    server.close()
 
 
-@led
-async def test_member_is_let_in_with_the_same_secret_alone(leader: Leader):
-    assert await leader.is_asked(SECRET) == ""
-    way_out = "Set RANKUP_SECRET_FILE to the same content on all nodes, or on none"
-    assert await leader.is_asked(SECRET[::-1]) == f"rank 0 has another secret than this process. {way_out}"
-    assert await leader.is_asked(b"") == f"rank 0 has one where this process has no secret. {way_out}"
-    assert leader.num_let_in == 1
+@pytest.fixture
+def secret(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_FILE, str(secret_file))
+    monkeypatch.setattr(network, "HELLO_S", BOUND_S)
 
 
-def test_member_with_a_secret_says_nothing_to_a_leader_without_one():
-    async def meet() -> None:
-        leader = Leader()
-        server = await listen(leader.attend, ip="127.0.0.1", port=0)
-        leader.port = server.sockets[0].getsockname()[1]
+@asynchronous
+async def test_member_is_let_in_with_the_same_secret_alone(secret_file: Path, monkeypatch: pytest.MonkeyPatch):
+    async with leading() as leader:
         assert await leader.is_asked(b"") == ""
         assert (await leader.is_asked(SECRET)).startswith("rank 0 has none where this process has a secret.")
-        server.close()
+    monkeypatch.setenv(SECRET_FILE, str(secret_file))
+    async with leading() as leader:
+        assert await leader.is_asked(SECRET) == ""
+        way_out = "Set RANKUP_SECRET_FILE to the same content on all nodes, or on none"
+        assert await leader.is_asked(SECRET[::-1]) == f"rank 0 has another secret than this process. {way_out}"
+        assert await leader.is_asked(b"") == f"rank 0 has one where this process has no secret. {way_out}"
+        assert leader.num_let_in == 1
 
-    asyncio.run(meet())
 
-
-@led
-async def test_recorded_answer_opens_nothing(leader: Leader):
+@pytest.mark.usefixtures("secret")
+@asynchronous
+async def test_recorded_answer_opens_nothing():
     async def talk(answer: Callable[[bytes], bytes]) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
         writer.write(said := answer(bytes.fromhex(json.loads(await reader.readline())["nonce"])))
@@ -114,47 +102,43 @@ async def test_recorded_answer_opens_nothing(leader: Leader):
         finally:
             writer.close()
 
-    recorded, heard = await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "member", nonce, bytes(NONCE)))
-    assert json.loads(heard)["is"] == "proof"
-    assert (await talk(lambda nonce: recorded))[1] == b""
-    # Nor does what a leader says, which a stranger gets who pretends to be one
-    assert (await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "leader", nonce, bytes(NONCE))))[1] == b""
-    assert leader.num_let_in == 1
+    async with leading() as leader:
+        recorded, heard = await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "member", nonce, bytes(NONCE)))
+        assert json.loads(heard)["is"] == "proof"
+        assert (await talk(lambda nonce: recorded))[1] == b""
+        # Nor does what a leader says, which a stranger gets who pretends to be one
+        assert (await talk(lambda nonce: bytes(NONCE) + prove(SECRET, "leader", nonce, bytes(NONCE))))[1] == b""
+        assert leader.num_let_in == 1
 
 
-@led
-async def test_half_open_connections_keep_nobody_out(leader: Leader):
-    strangers = [await asyncio.open_connection("127.0.0.1", leader.port) for _ in range(network.MOST_HALF_OPEN + 20)]
-    assert await leader.is_asked(SECRET) == ""
-    for reader, writer in strangers[:20]:  # the oldest made room
-        with contextlib.suppress(ConnectionResetError):
-            await reader.read()
-        writer.close()
-    for _, writer in strangers[20:]:
-        writer.close()
-    assert leader.num_let_in == 1
+@pytest.mark.usefixtures("secret")
+@asynchronous
+async def test_half_open_connections_keep_nobody_out():
+    async with leading() as leader:
+        strangers = [await Link.connect("127.0.0.1", leader.port) for _ in range(network.MOST_HALF_OPEN + 20)]
+        assert await leader.is_asked(SECRET) == ""
+        for stranger in strangers[:20]:  # the oldest made room
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await stranger.receive()
+        for stranger in strangers:
+            stranger.close()
+        assert leader.num_let_in == 1
 
 
-def test_member_tells_no_stranger_that_plays_the_leader():
+@asynchronous
+async def test_member_tells_no_stranger_that_plays_the_leader():
     """Whatever it answers: what the member has just said, too."""
-
-    async def meet() -> None:
-        async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(encode("challenge", nonce=bytes(NONCE).hex()))
-            answer = await reader.readexactly(2 * NONCE)
-            writer.write(encode("proof", proof=answer[NONCE:].hex()) + encode("leader", over=""))
-            heard.set_result(await reader.read())
-            writer.close()
-
-        heard = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(attend, "127.0.0.1", 0)
-        link = await Link.connect("127.0.0.1", server.sockets[0].getsockname()[1])
-        assert str((await greeting(link, SECRET))["over"]).startswith("rank 0 has another secret")
+    async with fake_leader() as (port, links):
+        link = await Link.connect("127.0.0.1", port())
+        greeted = asyncio.create_task(greeting(link, SECRET))
+        stranger = await links.get()
+        stranger.send("challenge", nonce=bytes(NONCE).hex())
+        answer = await stranger._reader.readexactly(2 * NONCE)
+        stranger.write(encode("proof", proof=answer[NONCE:].hex()) + encode("leader", over=""))
+        assert str((await greeted)["over"]).startswith("rank 0 has another secret")
         link.close()
-        assert await heard == b""
-        server.close()
-
-    asyncio.run(meet())
+        assert await stranger._reader.read() == b""
 
 
 @pytest.mark.parametrize(("mode", "content", "why"), [
