@@ -13,12 +13,21 @@ from rankup.places.files import read_json
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
 
-def ended(*codes: int | End) -> Ends:
+def ended(*codes: int | End, restart_on: tuple[int, ...] = ()) -> Ends:
     """Ranks that ended in this order."""
-    ends = Ends(len(codes), 3)
+    ends = Ends(len(codes), 3, restart_on)
     for rank, code in enumerate(codes):
         ends.add(code if isinstance(code, End) else End(rank, "n", code))
     return ends
+
+
+def test_first_bad_end_ends_the_membership_and_good_ones_only_together() -> None:
+    ends = Ends(2, 3)
+    assert not ends.add(End(0, "n", FINISHED))
+    assert ends.add(End(1, "n", FINISHED))
+    assert ends.all_finished
+    assert ends.judge().code == FINISHED
+    assert Ends(2, 3).add(End(0, "n", 1))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +50,15 @@ def ended(*codes: int | End) -> Ends:
 )
 def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | None) -> None:
     assert ended(*codes).judge().code == code
+
+
+def test_cause_is_named_with_rank_host_and_reason() -> None:
+    verdict = ended(End(0, "a", 1, RESET), End(1, "b", 3, "ValueError: boom")).judge()
+    assert verdict.text == "rank 1 on b ended with 3 (ValueError: boom)"
+
+
+def test_codes_that_the_user_names_are_worth_a_restart() -> None:
+    assert [ended(75, restart_on=on).judge().code for on in ((75,), ())] == [None, 75]
 
 
 def test_restarts_without_a_new_step_are_counted() -> None:

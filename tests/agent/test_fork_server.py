@@ -53,19 +53,19 @@ class Rig:
     def _go(self) -> None:
         self.gone += 1
 
-    def run(self, work: Any) -> Any:
+    def run(self, work: Any, *, timeout_s: float = 240) -> Any:
         async def bounded() -> Any:
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(timeout_s):
                 return await work
 
         return self.runner.run(bounded())
 
-    def until(self, true: Callable[[], Any]) -> None:
+    def until(self, true: Callable[[], Any], *, timeout_s: float = 240) -> None:
         async def wait() -> None:
             while not true():
                 await asyncio.sleep(0.005)
 
-        self.run(wait())
+        self.run(wait(), timeout_s=timeout_s)
 
     def open(self, **more: Any) -> "Rig":
         async def start() -> None:
@@ -74,9 +74,9 @@ class Rig:
         self.run(start())
         return self
 
-    def store(self) -> int:
+    def store(self, ip: str = "127.0.0.1") -> int:
         """Have a store served. Returns its port."""
-        with open_port("127.0.0.1", 0) as listener:
+        with open_port(ip, 0) as listener:
             self.server.start_store(listener)
             return int(listener.getsockname()[1])
 
@@ -214,11 +214,15 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("how", ["script", "link", "module"])
+@pytest.mark.parametrize("how", ["script", "link", "module", "package"])
 def test_forked_script_finds_what_a_fresh_one_finds(how: str, rig: Rig, tmp_path: Path) -> None:
-    argv = {"script": ["folder/script.py"], "link": ["link.py"], "module": ["-m", "folder.script"]}[how]
+    argv = {
+        "script": ["folder/script.py"], "link": ["link.py"], "module": ["-m", "folder.script"],
+        "package": ["-m", "folder"],
+    }[how]
     (tmp_path / "folder").mkdir()
     script(tmp_path / "folder", FACTS)
+    script(tmp_path / "folder", FACTS, "__main__.py")
     (tmp_path / "link.py").symlink_to("folder/script.py")
     argv = [*argv, "--lr", "0.5"]
     forked = rig.ran(argv, env={"MINE": "1"}, cwd=tmp_path).facts
@@ -363,11 +367,17 @@ def test_requests_that_the_server_does_not_read_yet_wait(tmp_path: Path) -> None
 # The store ----------------------------------------------------------------------------------------------------------
 
 
-def store_user(port: int) -> str:
+def store_user(port: int, host: str = "127.0.0.1") -> str:
     return (
-        f"from torch.distributed import TCPStore\nstore = TCPStore('127.0.0.1', {port}, is_master=False)\n"
+        f"from torch.distributed import TCPStore\nstore = TCPStore('{host}', {port}, is_master=False)\n"
         "store.set('key', 'value')\nassert store.get('key') == b'value'\nprint(store.num_keys())"
     )
+
+
+def reachable(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=10):
+        return True
+    return False
 
 
 def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path) -> None:
@@ -375,9 +385,7 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     assert rig.ran([script(tmp_path, store_user(first))]).code == 0
     second = rig.store()
     assert second != first
-    with contextlib.suppress(OSError):
-        while True:  # until nobody listens there
-            socket.create_connection(("127.0.0.1", first), timeout=10).close()
+    rig.until(lambda: not reachable("127.0.0.1", first))
     user = rig.ran([script(tmp_path, store_user(second))])
     assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "not empty"
     assert not [text for text in rig.warnings if "store" in text]

@@ -61,6 +61,18 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
 # Its command line ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["-x"], ["--local_rank=1", "-x"]), (["--local_rank", "5"], ["--local_rank", "5"])],
+)
+def test_local_rank_is_an_argument_where_the_script_declares_it(
+    arguments: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    script = write(tmp_path, 'parser.add_argument("--local_rank", type=int)')
+    words = Script.find([str(script), *arguments]).command(local_rank=1)
+    assert words == [str(script), *expected]
+
+
 def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Script.find(["job.py", "--lr", "1"]).command(local_rank=0) == [str(tmp_path / "job.py"), "--lr", "1"]
