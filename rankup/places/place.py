@@ -113,8 +113,8 @@ class Place:
 
         def write() -> bool:
             try:
-                if {"file", "memory"} & _protocols(self.fs):
-                    with self.fs.open(path, "xb") as file:  # their own `pipe_file` looks first, and writes later
+                if self._is_folder:
+                    with self.fs.open(path, "xb") as file:  # its own `pipe_file` looks first, and writes later
                         file.write(content)
                 else:
                     self._call("pipe_file", path, content, mode="create")

@@ -254,17 +254,6 @@ def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
     assert "failure 2 of its ranks, and without that node too few are here" in job.outputs[0]
 
 
-def test_spare_and_limits_must_fit(tmp_path: Path) -> None:
-    wrong = {
-        "--spares=1": "--spares must come with --nnodes", "--nnodes=3:2": "--nnodes must be a number of nodes",
-        "--max-failures-per-node=3": "with --nnodes 2:4 or --spares",
-    }
-    for words, text in wrong.items():
-        with ended(start(sys.executable, "-m", "rankup", "launch", words, "job.py", cwd=tmp_path)) as job:
-            assert job.wait() == [2], job.output
-        assert text in job.output
-
-
 # Cut networks ---------------------------------------------------------------------------------------------------------
 
 

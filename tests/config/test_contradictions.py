@@ -37,6 +37,7 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
           for name in ("sync_bn", "compile", "channels_last", "find_unused_parameters")),
         ({"parallel": "none", "compress": "fp16"},
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
+        ({"run_dir": "x", "mirror": "x/"}, '--mirror must be another place than run_dir, got "x/". *'),
         ({"augment": "imagenet"}, '--augment must be true or false with dataset fashion-mnist, got "imagenet". *'),
         ({**FOLDER, "augment": "trivial", "in_memory": "always"},
          '--in-memory must be auto or never with augment trivial, got "always". Random crops *'),

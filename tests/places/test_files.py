@@ -27,13 +27,6 @@ def test_block_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> No
     assert names(tmp_path) == ["file"]
 
 
-def test_folder_that_cannot_be_made_is_an_os_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        write_atomically(tmp_path / "file" / "inside", "new")
-    assert names(tmp_path) == ["file"]
-
-
 def test_reader_never_sees_half_of_what_two_writers_write(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "file"
     contents = {letter * 100_000 for letter in "ab"}

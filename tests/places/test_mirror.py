@@ -1,28 +1,18 @@
 """--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
 
-import contextlib
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from rankup.errors import UserError
-from rankup.places.lease import Lease, Lineage
-from rankup.places.place import Place
 from rankup.state import stored_run
-from rankup.state.saver import Options
-from rankup.state.stored_run import SecondPlace
-from tests.rigs.checkpoints import SETTINGS, flip, save
+from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3
-from train.config import load_config
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.places.test_mirror:impatient"
@@ -116,18 +106,6 @@ def test_newer_checkpoint_here_is_never_replaced(disks: Disks, undisturbed: dict
     assert result(disks.run_dir)["digest"] == undisturbed["digest"]
 
 
-def test_mirror_that_fails_is_one_line_and_the_end_says_what_is_missing(
-    disks: Disks, undisturbed: dict[str, Any]
-) -> None:
-    disks.run(code=143, **STOP)
-    shutil.rmtree(disks.mirror)
-    disks.mirror.write_text("in the way")
-    output = disks.run(preload=IMPATIENT)
-    assert output.count("the mirror fails, the training goes on: ") == 1
-    assert f"the newest checkpoint, step-00000032, is not on the mirror {disks.mirror}/run: " in output
-    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
-
-
 def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()
@@ -194,74 +172,20 @@ def test_mirror_that_fails_for_a_while_gets_the_newest_checkpoint_all_the_same(
         assert "is finished: 32 steps" in disks.run(mirror=url)
 
 
-def test_mirror_in_the_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="mirror must be another place than run_dir"):
-        load_config({"run_dir": str(tmp_path), "mirror": f"{tmp_path}/"})
-
-
-@pytest.mark.parametrize("step", [16, 8])
-def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    """The folder keeps one, and the next checkpoint, or the same step again, is published while the upload hangs."""
-    run_dir, put, hangs, go_on = tmp_path / "run", Place.upload, threading.Event(), threading.Event()
-    run_dir.mkdir()
-    written: list[str] = []
-
-    def upload(there: Place, files: dict[str, Path]) -> None:
-        if any("step-00000008" in name for name in files):
-            hangs.set()
-            assert go_on.wait(120)
-        put(there, files)
-        written.extend(files)
-
-    monkeypatch.setattr(Place, "upload", upload)
-    Lineage("run", "", "", []).write(run_dir)
-    log: Any = SimpleNamespace(info=print, debug=print, warning=print)
-    with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(Lease(run_dir, "attempt"))
-        place = SecondPlace(str(tmp_path / "there"), run_dir, lease, log, Options(keep=2), required=False)
-        place.adopt(stack, nothing_here=False, wanted=lambda found: True)
-        place.run = "run"
-        place.copy(save(run_dir / "checkpoints", 8, keep=1))
-        assert hangs.wait(120)
-        newer = save(run_dir / "checkpoints", step, keep=1, value=0.5)
-        place.copy(newer)
-        go_on.set()
-        place.finish(stopped=False)
-    assert any("step-00000008" in name for name in written)
-    there = sorted(path.parent for path in (tmp_path / "there").glob("run/*/checkpoints/*/*/manifest.json"))
-    assert [path.name[:13] for path in there] == sorted({"step-00000008", newer.name})
-    for file in newer.iterdir():
-        assert (there[-1] / file.name).read_bytes() == file.read_bytes()
-
-
-def test_what_a_machine_had_of_a_run_stays_though_the_run_is_fetched_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: Any = SimpleNamespace(info=print, debug=print, warning=print)
-
-    def adopt(run_dir: Path, then: Callable[[SecondPlace], None] = lambda place: None) -> None:
-        with contextlib.ExitStack() as stack:
-            lease = stack.enter_context(Lease(run_dir, "attempt"))
-            place = SecondPlace(str(tmp_path / "there"), run_dir, lease, log, Options(keep=2), required=True)
-            place.adopt(stack, nothing_here=False, wanted=lambda found: True)
-            then(place)
-
-    def upload(place: SecondPlace) -> None:
-        place.run = "run"
-        place.upload(save(ahead / "checkpoints", 8, keep=1), timeout_s=60.0)
-
-    ahead, behind = tmp_path / "ahead/run", tmp_path / "behind/run"
-    for folder, run in ((ahead, "run"), (behind, "other")):
-        folder.mkdir(parents=True)
-        Lineage(run, "", "", []).write(folder)
-    adopt(ahead, upload)
-    fetch = SecondPlace.fetch_files
-    monkeypatch.setattr(SecondPlace, "fetch_files", Mock(side_effect=UserError("no room")))
-    with pytest.raises(UserError, match="no room"):
-        adopt(behind)
-    monkeypatch.setattr(SecondPlace, "fetch_files", fetch)
-    adopt(behind)
-    found = [Lineage.read(folder) for folder in (behind, behind / "superseded")]
-    assert [lineage and lineage.run for lineage in found] == ["run", "other"]
+def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Disks, s3: S3, tmp_path: Path) -> None:
+    url, there, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "there", tmp_path / "go"
+    arrived = threading.Event()
+    with s3.door() as door:
+        disks.env = door.env
+        of_8 = lambda request: request.method == "PUT" and "/step-00000008-" in request.name  # noqa: E731
+        door.rule = lambda request: arrived.wait(120) and None if of_8(request) else None
+        # In step 25 the folder has the checkpoint of step 24, and that of step 8, which is still uploaded
+        job = disks.start("--keep=1", mirror=url, where="loss", call=27, rank=0, tell=str(there), until=str(go_on))
+        job.wait_until(there.exists, "step 25")
+        arrived.set()
+        go_on.touch()
+        assert job.wait() == [0, 0], job.output
+        assert "the mirror" not in job.output
+        assert [request.name for request in door.seen if of_8(request)][-1].endswith("/manifest.json")
+        disks.lose()
+        assert "is finished: 32 steps" in disks.run(mirror=url)

@@ -14,8 +14,7 @@ from rankup.places.lease import StoreLease
 from rankup.places.place import Place
 from rankup.state.export import fetch_newest
 from rankup.state.stored_run import StoredRun
-from tests.rigs.checkpoints import newest, save
-from tests.rigs.jobs import free_port
+from tests.rigs.checkpoints import save
 from tests.rigs.object_store import BUCKET, S3, Door, Request
 
 RUN = "0123456789abcdef"
@@ -53,15 +52,6 @@ def bucket(door: Door, tmp_path: Path) -> Bucket:
     return Bucket(tmp_path.name)
 
 
-def test_a_checkpoint_goes_to_s3_and_its_manifest_comes_last(door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    bucket.run().upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
-    written = [request.name.split("/")[-1] for request in door.seen if request.method == "PUT"]
-    assert len(written) == 5
-    assert written.index("manifest.json") == 4
-    assert fetch_newest(bucket.run(), tmp_path / "there", run=RUN) is not None
-    assert newest(tmp_path / "there") == (10, [])
-
-
 def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) -> None:
     content = random.Random(0).randbytes(2 * place.PART + 1)
     (tmp_path / "large").write_bytes(content)
@@ -72,41 +62,22 @@ def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) 
     assert bucket.place().read("large") == content
 
 
-@pytest.mark.parametrize("status", [500, 503])
-def test_what_fails_for_a_moment_is_tried_again(status: int, door: Door, bucket: Bucket, tmp_path: Path) -> None:
-    failures = iter([status] * 6)
+def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_path: Path) -> None:
+    failures = iter([500, 503] * 3)
     door.rule = lambda request: next(failures, None)
     bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
     assert fetch_newest(bucket.run(), tmp_path / "there", run=RUN) is not None
     assert "tried again for" in bucket.said[0]
 
 
-def test_a_store_that_stays_away_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    import s3fs
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")  # nobody listens
-    with pytest.raises(PeerLost, match="did not answer in time: write hint"):
-        bucket.place(timeout_s=0.2).write("hint", b"")
+def test_a_store_that_is_deaf_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
-        s3fs.S3FileSystem.clear_instance_cache()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         monkeypatch.setattr(place, "REQUEST_S", 0.2)
         with pytest.raises(PeerLost, match="did not answer in time: write hint"):
             bucket.place(timeout_s=0.2).write("hint", b"")
-
-
-@pytest.mark.parametrize(("status", "why"), [(403, "denies access"), (507, "is full")])
-def test_a_store_that_refuses_is_told_to_the_user_at_once(
-    status: int, why: str, door: Door, bucket: Bucket, tmp_path: Path
-) -> None:
-    bucket.run().upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
-    door.rule = lambda request: status if request.method == "PUT" else None
-    with pytest.raises(UserError, match=f"{bucket.url}.* {why}: write checkpoints/"):
-        bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 20), run=RUN, keep=1)
-    door.rule = lambda request: None
-    assert fetch_newest(bucket.run(), tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
 
 
 def test_a_bucket_that_is_missing_is_the_users_mistake(door: Door) -> None:
@@ -165,21 +136,13 @@ def test_of_two_attempts_in_one_moment_one_gets_the_run(door: Door, bucket: Buck
     first.__exit__()
 
 
-def test_the_successor_of_a_killed_attempt_waits_for_its_silence_but_not_on_the_same_disk(
+def test_the_successor_of_a_killed_attempt_on_the_same_disk_does_not_wait_for_its_silence(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = lease(bucket, "killed", ("its token", ""))
-    monkeypatch.setattr(killed, "_beat", lambda: None)
-    killed.__enter__()
-    watched: list[str] = []
-    monkeypatch.setattr(StoreLease, "_alive", lambda self, owner: bool(watched.append(owner["attempt"])))
-    with lease(bucket, "same disk", ("another", "its token")):
-        assert watched == []
-    again = lease(bucket, "killed again")
-    monkeypatch.setattr(again, "_beat", lambda: None)
-    again.__enter__()
-    with lease(bucket, "another machine", ("third", "its token")):
-        assert watched == ["killed again"]
+    monkeypatch.setattr(StoreLease, "_beat", lambda self: None)
+    lease(bucket, "killed", ("its token", "")).__enter__()
+    with lease(bucket, "same disk", ("another", "its token"), life_s=600):
+        pass
 
 
 def test_a_store_without_conditions_is_said(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,11 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rankup.errors import PeerLost, UserError
+from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
 from rankup.state.export import fetch_newest
@@ -17,21 +16,13 @@ from tests.rigs.checkpoints import damaged, newest, save, steps
 RUN = "0123456789abcdef"
 
 
-@pytest.fixture(params=["folder", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A place to copy to: a folder of this machine, and a store without folders."""
-    if request.param == "folder":
-        yield str(tmp_path / "copy")
-        return
-    import fsspec
-
-    yield "memory://runs/one"
-    fsspec.filesystem("memory").store.clear()
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "copy")
 
 
-def open_store(url: str, *, warnings: list[str] | None = None, number: int = 1) -> StoredRun:
-    said = [] if warnings is None else warnings
-    return StoredRun(Place.open(url, warn=said.append), number=number)
+def open_store(url: str, *, number: int = 1) -> StoredRun:
+    return StoredRun(Place.open(url, warn=str), number=number)
 
 
 def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_removed(
@@ -48,20 +39,6 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_r
     assert steps(tmp_path / "there") == [30]
 
 
-def test_an_upload_without_its_manifest_is_no_checkpoint(url: str, tmp_path: Path) -> None:
-    warnings: list[str] = []
-    store = open_store(url, warnings=warnings)
-    store.upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
-
-    def killed() -> None:
-        raise PeerLost("another attempt owns it")
-
-    with pytest.raises(PeerLost):
-        store.upload_copy(save(tmp_path / "here", 20), run=RUN, keep=9, check=killed)
-    assert fetch_newest(store, tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000010"
-    assert warnings == []
-
-
 def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
     open_store(url).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
     with pytest.raises(UserError, match=r"must say in run\.json .*, got none, and checkpoints of 0123456789abcdef\."):
@@ -75,19 +52,10 @@ def test_a_run_whose_id_leads_out_of_its_folder_is_no_run(url: str) -> None:
     assert store.lineage() is None
 
 
-def test_all_damaged_is_an_error_and_no_new_start(url: str, tmp_path: Path) -> None:
-    store = open_store(url)
-    store.upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
-    (model,) = [name for name in store.place.names() if name.endswith("model.safetensors")]
-    store.place.remove([model])
-    with pytest.raises(UserError, match=r"damaged ones: checkpoint step-00000010-\w+: model\.safetensors is missing"):
-        fetch_newest(store, tmp_path / "there", run=RUN)
-
-
-def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
+def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
     """Each damages up to three objects."""
     rng = random.Random(0)
-    store = open_store("memory://damaged")
+    store = open_store(url)
     for step in (10, 20, 30):
         store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=9)
     objects = {name: store.place.read(name) or b"" for name in sorted(store.place.names())}
@@ -105,14 +73,13 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(tmp_path: Path) -> None:
                 whole -= {int(name.split("/")[3][5:13])}
         there = tmp_path / str(case)
         try:
-            fetched = fetch_newest(open_store("memory://damaged"), there, run=RUN)
+            fetched = fetch_newest(open_store(url), there, run=RUN)
         except UserError:
             fetched = None
         step = newest(there)[0] if fetched else None
         assert step == max(whole, default=None), f"case {case}"
         found[step] = found.get(step, 0) + 1
     assert found.keys() == {10, 20, 30, None}
-    store.place.fs.store.clear()
 
 
 def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ CASES = {
         Fault(place, i % 2) for i, place in enumerate((*JOINING, *PREPARING))
     )),
     "while evaluating and saving": case("wide", 2, Fault("evaluating", 1), *(Fault(place, 0) for place in KEEPING)),
+    "while saving parts": case("sharded", 2, *(Fault(place, 0) for place in KEEPING), Fault("saving", 1)),
     "two of three ranks at once and then all": case(
         "accumulate", 3, (Fault("backward", 0, 4), Fault("backward", 2, 4)),
         tuple(Fault("after the optimizer", rank, 7) for rank in range(3)),
@@ -72,7 +73,8 @@ def matrix() -> Iterator[Case]:
         ))
         for profile in PROFILES:
             # The hooks of "backward" do not know fsdp's parameters
-            places = ["in the optimizer" if profile == "fsdp" else "backward", "after the optimizer", "evaluating"]
+            first = "in the optimizer" if profile in ("fsdp", "sharded") else "backward"
+            places = [first, "after the optimizer", "evaluating"]
             yield case(profile, world_size, *(Fault(p, i % world_size, 3 + 4 * i) for i, p in enumerate(places)))
     for world_size in (2, 3):  # each rank in a container of its own
         yield case(

@@ -35,6 +35,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
     # Ranks hold different states: the run goes on from its parts in memory
     "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
+    "sharded": (*OWN, "--options.model=wide", "--parallel=fsdp", "--checkpoint-format=sharded",
+                "--memory-every-steps=0"),
 }
 
 
@@ -80,7 +82,7 @@ class Soak:
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
         repeated = done_again(struck, updates)
-        if case.profile != "fsdp" and repeated:
+        if case.profile not in ("fsdp", "sharded") and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
@@ -188,7 +190,7 @@ def _tensorboard(folder: Path) -> dict[str, list[int]]:
 
 def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
     got = of_run(run_dir)
-    problems = []
+    problems = [f"left: {path}" for path in (run_dir / "checkpoints").glob(".*")]
     if got["digest"] != expected["digest"]:
         problems.append("other weights")
     if got["tensorboard"] != expected["tensorboard"]:

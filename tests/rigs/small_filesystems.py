@@ -3,48 +3,33 @@
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
 
 
-@dataclass
-class Disk:
-    """A tmpfs. `path` leads to it from outside, through /proc of the process that holds its namespace."""
-
-    path: Path
-    holder: subprocess.Popen[str]
-
-    def resize(self, size: str) -> None:
-        """Make it larger or smaller. `size` is written as for mount: 3m."""
-        self._do(f"mount -o remount,size={size} {self._inner}")
-
-    @property
-    def _inner(self) -> str:
-        return "/" + str(self.path).split("/root/", 1)[1]
-
-    def _do(self, command: str) -> None:
-        assert self.holder.stdin is not None
-        assert self.holder.stdout is not None
-        self.holder.stdin.write(f"{command} && echo done || echo failed\n")
-        self.holder.stdin.flush()
-        assert self.holder.stdout.readline() == "done\n", command
-
-
 @contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Disk]:
-    """A file system of that size, mounted over `folder` in the namespace of a process of its own."""
+def small_disk(folder: Path, size: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A file system of that size, mounted over `folder` in the namespace of a process of its own.
+
+    Its path from outside, through /proc of that process, and what makes it larger or smaller. Sizes are written as for
+    mount: 3m.
+    """
     folder.mkdir()
     with subprocess.Popen(
         [*UNSHARE, "sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as holder:
-        disk = Disk(Path(f"/proc/{holder.pid}/root{folder}"), holder)
-        disk._do(f"mount -t tmpfs -o size={size} none {folder}")
+        assert holder.stdout is not None
+
+        def mount(how: str) -> None:
+            print(f"mount {how} {folder} && echo done || echo failed", file=holder.stdin, flush=True)
+            assert holder.stdout.readline() == "done\n", how  # type: ignore[union-attr]
+
         try:
-            yield disk
+            mount(f"-t tmpfs -o size={size} none")
+            yield Path(f"/proc/{holder.pid}/root{folder}"), lambda size: mount(f"-o remount,size={size}")
         finally:
             holder.kill()
 

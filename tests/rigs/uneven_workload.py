@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from rankup.observe import stragglers
 from train.config import Config
+from train.data import TensorSamples
 from train.workloads import Workload
 
 USUAL_S, SLOW_S = 0.005, 0.1
-CLASSES = 4
 
 
 def short_windows() -> None:
@@ -24,21 +24,12 @@ def short_windows() -> None:
     stragglers.WINDOW_S = 2 * SLOW_S
 
 
-class Samples:
-    """Made-up points."""
+class Samples(TensorSamples):
+    wait_s = 0.0
 
-    def __init__(self, count: int, wait_s: float) -> None:
-        generator = torch.Generator().manual_seed(count)
-        self.labels = torch.randint(CLASSES, (count,), generator=generator)
-        self.points = torch.randn(count, 8, generator=generator)
-        self.wait_s = wait_s
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: torch.Tensor, epoch: int | None) -> Any:
         time.sleep(self.wait_s)
-        return self.points[indices], self.labels[indices]
+        return super().batch(indices, epoch)
 
 
 def build(config: Config) -> Workload:
@@ -49,10 +40,6 @@ def build(config: Config) -> Workload:
         time.sleep(waits_s["compute"])
         return functional.cross_entropy(model(batch[0]), batch[1])
 
-    def evaluate(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
-        return {"count": torch.tensor(len(batch[1])), "loss": functional.cross_entropy(model(batch[0]), batch[1]) * 0}
-
-    return Workload(
-        model=nn.Linear(8, CLASSES), train=Samples(600, waits_s["data"]), evaluation=Samples(12, 0.0), loss=loss,
-        evaluate=evaluate, data_name="made-up points",
-    )
+    train, evaluation = (Samples(torch.ones(count, 8), torch.zeros(count, dtype=torch.int64)) for count in (600, 12))
+    train.wait_s = waits_s["data"]
+    return Workload(model=nn.Linear(8, 4), train=train, evaluation=evaluation, loss=loss, data_name="ones")

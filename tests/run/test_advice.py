@@ -7,18 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from rankup.group import group
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
-from train.config import Config
-from train.data import TensorSamples
 from train.run import advice
 from train.run.advice import on_setting, on_workers
-from train.workloads import Workload
 
 # With all that the measurement could change: random numbers, and the buffers of batch norms
 TRAIN = ("train", "--dataset", "fake", "--fake-samples", "256", "--batch-size", "16", "--limit-eval", "16",
@@ -59,11 +54,11 @@ def always() -> None:
     group.cpu_quota = lambda: 6.0
 
 
-def train(forks: Forks, run: Path, *arguments: str, world_size: int = 1) -> list[str]:
+def train(forks: Forks, run: Path, *arguments: str, world_size: int = 1, preload: str = "always") -> list[str]:
     """What was advised."""
     output = forks.ends(
         *TRAIN, "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size,
-        preload="tests.run.test_advice:always",
+        preload=f"{__name__}:{preload}",
     )
     return re.findall(r"advice: (.*)", output)
 
@@ -92,21 +87,13 @@ def test_data_that_are_waited_for_are_a_reason_for_workers(forks: Forks, tmp_pat
     assert re.match(r"--num-workers 1 may gain up to [\d.]+x here \(measured: preparing a batch takes ", line)
 
 
-def broken(config: Config) -> Workload:
-    """A workload whose loss can't be measured: it takes part in nothing that is differentiated twice."""
-    samples = TensorSamples(torch.randn(64, 4), torch.zeros(64, dtype=torch.int64))
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no kernel for bf16")
-        return model(batch[0]).square().mean()
-
-    return Workload(model=nn.Linear(4, 2), train=samples, evaluation=samples, loss=loss)
+def unmeasurable() -> None:
+    always()
+    advice._seconds_of_a_pass = lambda *given: 1 / 0
 
 
 def test_model_that_cannot_be_measured_trains_on(forks: Forks, tmp_path: Path) -> None:
-    own = ("--workload", "tests.run.test_advice:broken", "--batch-size", "8", "--max-steps", "40")
-    assert not train(forks, tmp_path / "run", *own)
+    assert not train(forks, tmp_path / "run", "--max-steps", "40", preload="unmeasurable")
 
 
 def test_code_of_others_is_not_run_on_one_rank_of_several(forks: Forks, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Which of several copies a run goes on from, and which it never takes."""
 
-import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
 from rankup.state.copies import list_copies
 from rankup.state.saver import Options
-from tests.rigs.checkpoints import files_of, flip, save, training_state
+from tests.rigs.checkpoints import files_of, save, training_state
 from train.config import Config
 from train.run.run_directory import BEGIN_ANEW, _check_settings, check
 
@@ -40,7 +38,7 @@ class Node:
     on_rank0 = Group.on_rank0
 
     def __init__(self, folder: Path) -> None:
-        self.run_dir, self.memory, self.said = folder / "run", folder / "shm", list[str]()
+        self.run_dir, self.said = folder / "run", list[str]()
         self.run_dir.mkdir()
         self.rank, self.local_rank, self.world_size, self.hosts, self.is_rank0 = 0, 0, 1, ["node0"], True
         self.log = SimpleNamespace(warning=self.said.append)
@@ -58,21 +56,15 @@ class Node:
         lineage.write(path)
         return path
 
-    def rescue(self, step: int, writer: str, **fields: Any) -> Path:
+    def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)
         assert rescue.write(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
-        return self.memory / f"rankup-{os.getuid()}" / state["run"] / f"step-{step:08d}"
 
-    def checkpoint(self, step: int, attempt: str = "a") -> Path:
-        return save(self.run_dir / "checkpoints", step, attempt=attempt)
-
-    def go_on(
-        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, fresh: bool = False
-    ) -> Origin:
+    def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None) -> Origin:
         """`newest`: step and attempt of rank 0's newest checkpoint."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
-            self.checkpoint(*newest)
+            save(self.run_dir / "checkpoints", newest[0], attempt=newest[1])
 
         def fits(path: Path, record: dict[str, Any]) -> None:
             check_random_scheme(path, record)
@@ -81,7 +73,7 @@ class Node:
         group: Any = self
         return find_origin(
             group, self.run_dir, known, line(0, run="new"), "", found_in(list_copies(self.run_dir / "checkpoints")), {},
-            Options(check=_checked(check, BEGIN_ANEW), fits=fits, fresh=fresh),
+            Options(check=_checked(check, BEGIN_ANEW), fits=fits),
         )
 
 
@@ -130,19 +122,9 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
         node.go_on(None)
 
 
-def test_rescue_is_taken_where_it_is_newer(node: Node) -> None:
-    node.rescue(7, "a")
-    assert "step 7, rescued by rank 0 on node0; no finished step was lost" in node.go_on(A, (6, "a")).words
-    assert node.go_on(A, (7, "a")).words == "step-00000007"
-    own = node.memory / f"rankup-{os.getuid()}"
-    (node.memory.parent / "tmp" / own.name).mkdir(mode=0o700)
-    shutil.copytree(own / RUN, node.memory.parent / "tmp" / own.name / RUN)
-    node.rescue(9, "a")
-    assert node.go_on(A, (6, "a")).words.startswith("step 9, rescued")
-
-
 @pytest.mark.parametrize("fields", [
     {"run": "fedcba9876543210"}, {"attempt": "another"}, {"random": "dice"}, {"config": Config(lr=0.5).model_dump()},
+    {"format": 1},
 ])
 def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any]) -> None:
     node.rescue(7, "a", **fields)
@@ -153,24 +135,27 @@ def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any
 def test_rescue_whose_settings_have_no_effect_on_the_weights_is_taken(node: Node) -> None:
     node.rescue(7, "a", config=Config(keep=9, epochs=99).model_dump())
     assert node.go_on(A).words.startswith("step 7, rescued")
+    assert node.go_on(A, (7, "a")).words == "step-00000007"
 
 
-@pytest.mark.parametrize("removable", [True, False])
-def test_rescue_that_is_damaged_is_passed_over_and_said(
-    node: Node, removable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = node.rescue(7, "a")
-    flip(path / "manifest.json", 20)
-    if not removable:
-        monkeypatch.setattr("shutil.rmtree", lambda *values, **more: None)
-    assert node.go_on(A).copy is None
-    assert len(node.said) == 1
-    assert node.said[0].startswith(f"the rescue {path} was passed over: manifest.json is damaged")
-    assert path.exists() != removable
-
-
-def test_rescue_of_another_format_is_not_looked_at(node: Node) -> None:
-    path = node.rescue(7, "a") / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-    assert node.go_on(A).copy is None
-    assert node.said == []
+def test_line_of_attempts_goes_through_what_the_run_went_on_from_alone(tmp_path: Path) -> None:
+    lineage = Lineage.new("first", "start")
+    assert (lineage.attempts, lineage.begun_by) == ([], "first")
+    lineage.go_on("first", step=0, writer=None)
+    lineage.go_on("second", step=8, writer="first")
+    lineage.write(tmp_path)
+    again = Lineage.read(tmp_path)
+    assert again == lineage
+    assert again.has(8, "first")
+    assert not again.has(9, "first"), "the run went on without it"
+    assert again.has(99, "second")
+    assert not again.has(8, "third")
+    again.go_on("third", step=4, writer="first")  # what the second did is done again
+    assert (again.attempts, again.number) == ([["first", 0], ["third", 4]], 3)
+    assert again.has(4, "first")
+    assert not again.has(8, "first")
+    assert not again.has(9, "second")
+    again.go_on("fourth", step=6, writer="of a line that nobody knows")
+    assert again.has(6, "of a line that nobody knows")
+    again.go_on("fifth", step=0, writer=None)
+    assert again.attempts == [["fifth", 0]]

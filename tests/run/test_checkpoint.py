@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from torch import nn
 
-from rankup.state.copies import find_problem, fingerprint, list_copies
+from rankup.loop.record import FORMAT, RANDOM_SCHEME
+from rankup.state.copies import fingerprint, list_copies
 from tests.rigs.checkpoints import (
-    SETTINGS,
     flip,
+    load_checkpoint,
     load_newest,
     newest,
     save,
@@ -25,58 +24,33 @@ from tests.rigs.checkpoints import (
 )
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
-from train.run import weights
-
-FILES = ("model.safetensors", "optimizer.safetensors", "tree.json", "state.json", "manifest.json")
-
-
-# What is in it ------------------------------------------------------------------------------------------------
-
-
-def test_checkpoint_of_two_ranks_has_plain_names_and_loads_anywhere(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    forks.ends(*train(run, "--max-steps", "3"), world_size=2)
-    path = run / "checkpoints" / "step-00000003"
-    assert not [file for file in path.iterdir() if file.suffix not in (".json", ".safetensors")]
-    loaded = load_file(path / "model.safetensors")
-    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 4))
-    plain.load_state_dict(loaded)
-    nn.DataParallel(plain).module.load_state_dict(loaded)
-    assert weights.digest(plain.state_dict()) == result(run)["digest"]
-    state = json.loads((path / "state.json").read_text())
-    assert {"format", "step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
-
 
 # Damage -------------------------------------------------------------------------------------------------------
 
 
-def empty_directory(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change fields of state.json as another version of the program would have written them: every digest fits."""
+    state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
+    (path / "state.json").write_text(json.dumps(state | changes))
+    manifest["files"]["state.json"] = fingerprint((path / "state.json").read_bytes())
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def half_written(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    (path / "state.json").unlink()
-
-
+MODEL, MANIFEST = "model.safetensors", "manifest.json"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty directory": (empty_directory, "manifest.json is missing"),
-    "half written": (half_written, "manifest.json is missing"),
-    "manifest rewritten": (lambda p: (p / "manifest.json").write_text("{}\n"), "manifest.json is damaged"),
-    "manifest of something else": (lambda p: (p / "manifest.json").write_text("[1]\n"), "manifest.json is damaged"),
-    "manifest empty": (lambda p: (p / "manifest.json").write_text(""), "manifest.json is damaged"),
-    "model swapped": (lambda p: shutil.copy(p / "tree.json", p / "model.safetensors"), "model.safetensors has "),
-} | {
-    f"{name} {what}": (damage, why)
-    for name in FILES[:4]
-    for what, damage, why in (
-        ("flipped", lambda p, n=name: flip(p / n, (p / n).stat().st_size // 2), f"{name} does not match its digest"),
-        ("truncated", lambda p, n=name: os.truncate(p / n, (p / n).stat().st_size - 1), f"{name} has "),
-        ("empty", lambda p, n=name: os.truncate(p / n, 0), f"{name} has 0 bytes instead of "),
-        ("removed", lambda p, n=name: (p / n).unlink(), f"{name} is missing"),
-        ("a directory", lambda p, n=name: ((p / n).unlink(), (p / n).mkdir()), "can't be read (Is a directory)"),
-    )
+    "manifest removed": (lambda p: (p / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "manifest of something else": (lambda p: (p / MANIFEST).write_text("[1]\n"), f"{MANIFEST} is damaged"),
+    "flipped": (lambda p: flip(p / MODEL, 100), f"{MODEL} does not match its digest"),
+    "truncated": (lambda p: os.truncate(p / MODEL, 50), f"{MODEL} has 50 bytes instead of "),
+    "removed": (lambda p: (p / "tree.json").unlink(), "tree.json is missing"),
+    "a directory": (lambda p: ((p / "state.json").unlink(), (p / "state.json").mkdir()), "can't be read (Is a direct"),
+    "manifest of another step": (
+        lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text().replace('"step": 20', '"step": 15')),
+        "its name says step 20, its manifest says step 15, its state says step 20",
+    ),
+    "state of another step": (
+        lambda p: rewrite(p, step=15), "its name says step 20, its manifest says step 20, its state says step 15"
+    ),
 }
 
 
@@ -90,19 +64,6 @@ def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: str)
     assert step == 10
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint step-00000020 was passed over: {why}")
-
-
-@pytest.mark.parametrize("name", ["/etc/hostname", "../secret", "shards/secret", "..", ""])
-def test_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
-    """What it names is read, and copied to where the run is mirrored."""
-    path = save(tmp_path, 10)
-    (path / "shards").mkdir()
-    for secret in (tmp_path / "secret", path / "shards" / "secret"):
-        secret.write_text("secret")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = fingerprint(b"secret")
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert find_problem(path) == "manifest.json is damaged"
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
@@ -122,17 +83,28 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert [path.name for path in list_copies(tmp_path)] == ["step-100000000"]
 
 
+def test_copy_under_a_higher_steps_name_is_passed_over_and_does_not_push_a_good_one_out(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    for name in ("step-00000030", "best"):
+        shutil.copytree(tmp_path / "step-00000010", tmp_path / name)
+    why = "its name says step 30, its manifest says step 10, its state says step 10"
+    assert newest(tmp_path) == (20, [f"checkpoint step-00000030 was passed over: {why}"])
+    save(tmp_path, 25, keep=2)
+    assert steps(tmp_path) == [20, 25, 30]
+    assert load_checkpoint(tmp_path / "best").step == 10  # as good as the original
+
+
 # Resuming -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm", ["flipped", "empty directory"])
-def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, tmp_path: Path, harm: str) -> None:
-    output = forks.ends(*train(tmp_path / "undisturbed"), world_size=2)
+def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, tmp_path: Path) -> None:
+    forks.ends(*train(tmp_path / "undisturbed"), world_size=2)
     run = tmp_path / "run"
     stop = {"PROBE": json.dumps({"where": "loss", "call": 22, "rank": 1, "signal": "SIGTERM"})}
     output = forks.ends(*train(run), world_size=2, env=stop, code=143)
     last = list_copies(run / "checkpoints")[-1]
-    flip(last / "optimizer.safetensors", 500) if harm == "flipped" else empty_directory(last)
+    flip(last / "optimizer.safetensors", 500)
     output = forks.ends(*train(run), world_size=2)
     assert f"checkpoint {last.name} was passed over: " in output
     assert "resumed from step-00000016" in output
@@ -151,8 +123,8 @@ def test_job_with_damaged_checkpoints_only_is_refused_until_fresh(forks: Forks, 
     assert len(list(run.glob("before-*/checkpoints/step-00000008"))) == 1
 
 
-@pytest.mark.parametrize("more", [(), ("--optimizer", "adamw", "--accumulate", "2", "--warmup-steps", "4")])
-def test_five_steps_and_five_more_equal_ten_to_the_bit(forks: Forks, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_five_steps_and_five_more_equal_ten_to_the_bit(forks: Forks, tmp_path: Path) -> None:
+    more = ("--optimizer", "adamw", "--accumulate", "2", "--warmup-steps", "4")
     for run, parts in (("whole", ("10",)), ("parts", ("5", "10"))):
         for part in parts:
             output = forks.ends(*train(tmp_path / run, "--max-steps", part, *more), world_size=2)
@@ -160,21 +132,32 @@ def test_five_steps_and_five_more_equal_ten_to_the_bit(forks: Forks, tmp_path: P
     whole, parts_ = (tmp_path / run / "checkpoints" / "step-00000010" for run in ("whole", "parts"))
     for name in ("model.safetensors", "optimizer.safetensors", "tree.json"):
         assert (whole / name).read_bytes() == (parts_ / name).read_bytes()
+    assert {file.suffix for file in whole.iterdir()} == {".json", ".safetensors"}
+    state = json.loads((whole / "state.json").read_text())
+    assert {"format", "step", "evaluated", "config", "world_size", "random", "versions", "data"} <= state.keys()
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_another_world_size_goes_on_from_rank_0s_disk_alone(
-    forks: Forks, tmp_path: Path, first: int, then: int
+# Another format, another scheme -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": FORMAT + 1}, f"must be of format {FORMAT}, got format {FORMAT + 1}. "),
+        ({"random": "dice"}, f"must draw random numbers by the scheme of this program ({RANDOM_SCHEME}), got another "),
+    ],
+)
+def test_job_that_cannot_go_on_exactly_ends_with_2_and_one_line(
+    forks: Forks, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """Each rank has a run directory of its own, as on nodes without a shared disk."""
-    folders = [tmp_path / f"node{rank}" for rank in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    arguments = ("train", *SETTINGS, "--name", "run")
-    output = forks.ends(*arguments, "--max-steps", "12", world_size=first, cwds=folders)
-    output = forks.ends(*arguments, "--max-steps", "20", world_size=then, cwds=folders)
-    assert "resumed from step-00000012" in output
-    assert f"world size was {first}, is {then}: the run goes on, but its last bits will differ" in output
-    assert result(folders[0] / "runs" / "run")["step"] == 20
-    assert not (folders[1] / "runs" / "run" / "checkpoints").exists()
-    assert not (folders[1] / "runs" / "run" / "metrics.jsonl").exists()
+    """Though an older checkpoint would fit. Weights of another scheme load all the same."""
+    run = tmp_path / "run"
+    forks.ends(*train(run, "--max-steps", "8", "--save-every-steps", "4"), world_size=2)
+    assert steps(run / "checkpoints") == [4, 8]
+    path = run / "checkpoints" / "step-00000008"
+    rewrite(path, **changes)
+    output = forks.ends(*train(run), world_size=2, code=2)
+    assert output.count(f"error: checkpoint: {path} {message}") == 1, output
+    assert "set --fresh to start anew, or another --name" in output
+    assert "Traceback" not in output
+    forks.ends("evaluate", *train(run)[1:3], *train(run)[-4:], code=0 if "random" in changes else 2)

@@ -4,7 +4,6 @@ import json
 import os
 import stat
 import time
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.places.lease import Lineage
+from rankup.places.files import cache_roots
 from rankup.state import rescue
 from rankup.state.copies import Content, fingerprint
 from tests.rigs.checkpoints import files_of, load_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
-from train.data.sources import fetch
 
-RUN, ATTEMPT = "0123456789abcdef", "20200101T000000-abcdef"
-LINEAGE = Lineage(RUN, ATTEMPT, "", [[ATTEMPT, 0]])
-Usage = namedtuple("Usage", "total used free")
-
-
+RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In place of /dev/shm; the temporary directory is `tmp_path / "tmp"`."""
@@ -68,31 +62,6 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
 
 
-def test_rank_that_was_killed_while_it_wrote_stands_in_nobodys_way(memory: Path) -> None:
-    pid = os.fork()
-    if pid == 0:
-        rescue.write(RUN, 7, lambda: os.kill(os.getpid(), 9))  # type: ignore[arg-type, return-value]
-    os.waitpid(pid, 0)
-    assert write(7) == ""
-    assert found() == 7
-
-
-@pytest.mark.parametrize(
-    ("full", "place"), [((), "shm"), (("shm",), "tmp"), (("shm", "tmp"), None)]
-)
-def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both_are(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...], place: str | None
-) -> None:
-    monkeypatch.setattr(
-        rescue.shutil, "disk_usage", lambda path: Usage(0, 0, 1000 if Path(path).name in full else 2**30)
-    )
-    problem = write(7)
-    for name in full:
-        assert place is not None or f"{memory.parent / name} has 0 MiB free, " in problem
-    assert (problem == "") == (place is not None)
-    assert [path.parents[2].name for path in rescue.found()] == ([place] if place else [])
-
-
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
     own = memory / f"rankup-{os.getuid()}"
     (memory / "elsewhere").mkdir(mode=0o700)
@@ -109,29 +78,18 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     assert [path.parents[2].name for path in rescue.found()] == ["tmp"]
 
 
-def test_old_data_in_the_cache_are_no_old_rescues(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue, "SHARED_MEMORY", memory / "none")
-    for name in ("RANKUP_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "~")  # as for a user without a home directory
-    data = fetch.writable_cache() / "FashionMNIST"
-    data.mkdir(mode=0o700)
-    os.utime(data, (0, 0))
-    assert write(7) == ""
-    assert data.exists()
-
-
 # Removing -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_once_a_later_checkpoint_stands(memory: Path) -> None:
-    write(7)
+def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep(memory: Path) -> None:
+    for run in (RUN, OTHER):
+        rescue.write(run, 7, lambda: files(7))
+    rescue.remove(OTHER)
     rescue.remove(RUN, keep=range(7, 99))
     rescue.remove(RUN, keep=range(8))
     assert found() == 7
     rescue.remove(RUN, keep=range(8, 99))
     assert list(memory.iterdir()) == []
-    rescue.remove(RUN)
 
 
 def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
@@ -143,21 +101,19 @@ def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
     assert found() is None
 
 
-def test_other_runs_keep_theirs(memory: Path) -> None:
-    write(7)
-    rescue.write("fedcba9876543210", 7, lambda: files(7))
-    rescue.remove("fedcba9876543210")
-    assert found() == 7
-    assert len(list(memory.glob("*/*"))) == 1
-
-
-def test_rescue_that_nobody_went_on_with_is_removed_after_a_week(memory: Path) -> None:
-    for run in ("fedcba9876543210", "0000000000000000"):
+def test_rescue_that_nobody_went_on_with_is_removed_after_a_week_but_no_data_in_the_cache(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "SHARED_MEMORY", memory / "none")
+    for run in (OTHER, "0000000000000000"):
         rescue.write(run, 7, lambda: files(7))
-    old = memory / f"rankup-{os.getuid()}" / "fedcba9876543210"
-    os.utime(old, (0, time.time() - 8 * 24 * 3600))
+    old, data = memory.parent / "tmp" / f"rankup-{os.getuid()}" / OTHER, cache_roots()[-1] / "FashionMNIST"
+    data.mkdir(mode=0o700)
+    for folder in (old, data):
+        os.utime(folder, (0, time.time() - 8 * 24 * 3600))
     write(7)
     assert {path.name for path in old.parent.iterdir()} == {RUN, "0000000000000000"}
+    assert data.exists()
 
 
 @pytest.mark.parametrize("file", ["run.json", "state.json"])

@@ -1,26 +1,18 @@
 """The run directory over several attempts: refused, resumed, finished, put aside, and never mixed up."""
 
+import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from tests.rigs.checkpoints import train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environment, result
-
-# 8 steps an epoch; with a constant rate a longer run begins as a shorter one does
-SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--schedule", "constant",
-    "--log-every-steps", "1", "--eval-batch-size", "4", "--tensorboard=false", "--join-timeout-s", "30",
-)
-
-
-def train(run: Path, *more: str) -> tuple[str, ...]:
-    return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
 
 
 def finished(forks: Forks, run: Path, *more: str, world_size: int = 1) -> str:
@@ -40,14 +32,11 @@ def contents(run: Path) -> dict[str, bytes]:
 # Going on, or not ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path, world_size: int) -> None:
+def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1", world_size=world_size)
+    finished(forks, run, "--epochs", "1", world_size=2)
     before, first = contents(run), status(run)
-    output = forks.ends(
-        *train(run, "--epochs", "2", "--lr", "0.25", "--options.width", "9"), world_size=world_size, code=2
-    )
+    output = forks.ends(*train(run, "--epochs", "2", "--lr", "0.25", "--options.width", "9"), world_size=2, code=2)
     assert "lr: 0.08 -> 0.25" in output
     assert "options.width: (not set) -> 9" in output
     assert "--fresh" in output
@@ -57,18 +46,14 @@ def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path, world_
     assert status(run) == first  # a command that was refused is no end of the run
 
 
-def test_settings_without_effect_on_the_weights_may_change(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1")
+def test_more_epochs_and_settings_without_effect_on_the_weights_go_on_as_if_asked_for_at_once(
+    forks: Forks, tmp_path: Path
+) -> None:
     more = ("--num-workers", "1", "--keep", "1", "--save-every-steps", "3", "--log-every-steps", "2")
-    assert "resumed from step-00000008" in finished(forks, run, "--epochs", "2", *more)
-
-
-def test_more_epochs_and_more_steps_go_on_as_if_asked_for_at_once(forks: Forks, tmp_path: Path) -> None:
     finished(forks, tmp_path / "whole", "--epochs", "3")
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
-    assert "resumed from step-00000008" in finished(forks, run, "--epochs", "2")
+    assert "resumed from step-00000008" in finished(forks, run, "--epochs", "2", *more)
     assert "resumed from step-00000016" in finished(forks, run, "--max-steps", "20")
     assert "resumed from step-00000020" in finished(forks, run, "--epochs", "3")
     assert result(run)["digest"] == result(tmp_path / "whole")["digest"]
@@ -88,12 +73,12 @@ def test_fresh_starts_anew_and_keeps_what_was_there(forks: Forks, tmp_path: Path
     assert next(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(("world_size", "epochs"), [(1, "2"), (2, "1")])
-def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, world_size: int, epochs: str) -> None:
+@pytest.mark.parametrize("epochs", ["2", "1"])
+def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, epochs: str) -> None:
     run = tmp_path / "run"
-    finished(forks, run, "--epochs", "2", world_size=world_size)
+    finished(forks, run, "--epochs", "2", world_size=2)
     before, first = contents(run), status(run)
-    output = finished(forks, run, "--epochs", epochs, world_size=world_size)
+    output = finished(forks, run, "--epochs", epochs, world_size=2)
     assert f"{run} is finished: 16 steps, accuracy " in output
     assert "ready after" not in output
     assert contents(run) == before
@@ -101,49 +86,30 @@ def test_finished_run_says_so_and_changes_nothing(forks: Forks, tmp_path: Path, 
     assert status(run)["attempt"] != first["attempt"]
 
 
-def test_result_is_not_left_behind_when_a_run_goes_on(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1")
-    stop = {"PROBE": json.dumps({"where": "loss", "call": 6, "signal": "SIGTERM"})}
-    forks.ends(*train(run, "--epochs", "2"), env=stop, code=143)
-    assert not (run / "result.json").exists()
-    assert (run / "config.yaml").read_text().count("epochs: 2") == 1
-
-
-def test_other_data_under_the_same_settings_is_refused(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1")
-    output = forks.ends(*train(run, "--epochs", "2"), preload="tests.run.test_run_directory:other_data", code=2)
-    assert "was trained on made-up points, got other points now" in output
-
-
-def other_data() -> None:
-    import dataclasses
-
-    from tests.rigs import faulting_workload
-
-    build = faulting_workload.build
-    faulting_workload.build = lambda config: dataclasses.replace(build(config), data_name="other points")
-
-
-def test_checkpoint_of_another_model_is_refused_in_one_line(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    finished(forks, run, "--epochs", "1")
-    preload = "tests.run.test_run_directory:other_model"
-    output = forks.ends(*train(run, "--epochs", "2"), world_size=2, preload=preload, code=2)
-    assert "does not fit this model: " in output
+@pytest.mark.parametrize(("other", "more", "message"), [
+    ("data", (), "was trained on made-up points, got other points now"),
+    ("model", (), "does not fit this model: "),
+    ("model", ("--parallel=fsdp", "--checkpoint-format=sharded"), "does not fit this model: "),
+])
+def test_other_data_or_model_under_the_same_settings_is_refused_in_one_line(
+    forks: Forks, tmp_path: Path, other: str, more: tuple[str, ...], message: str
+) -> None:
+    run, preload = tmp_path / "run", f"{__name__}:other_{other}"
+    finished(forks, run, "--epochs", "1", *more, world_size=2)
+    output = forks.ends(*train(run, "--epochs", "2", *more), world_size=2, preload=preload, code=2)
+    assert message in output
     assert "Traceback" not in output
 
 
-def other_model() -> None:
-    import dataclasses
-
-    from torch import nn
-
+def other_data(**changes: Any) -> None:
     from tests.rigs import faulting_workload
 
-    build = faulting_workload.build
-    faulting_workload.build = lambda config: dataclasses.replace(build(config), model=nn.Sequential(nn.Linear(8, 4)))
+    build, changes = faulting_workload.build, changes or {"data_name": "other points"}
+    faulting_workload.build = lambda config: dataclasses.replace(build(config), **changes)
+
+
+def other_model() -> None:
+    other_data(model=nn.Sequential(nn.Linear(8, 4)))
 
 
 # Status -------------------------------------------------------------------------------------------------------
@@ -158,32 +124,11 @@ def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(f
     forks.ends(*train(run, "--epochs", "2"), env=order, code=-9)
     todays = status(run)
     assert todays["state"] == "running"
+    assert not (run / "result.json").exists()
+    assert (run / "config.yaml").read_text().count("epochs: 2") == 1
     finished(forks, run, "--epochs", "2")
     assert status(run)["state"] == "finished"
     assert len({each["attempt"] for each in (yesterday, todays, status(run))}) == 3
-
-
-def test_fault_of_one_rank_is_the_reason_for_all(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    output = forks.ends(*train(run), world_size=2, preload="tests.run.test_run_directory:fail_on_rank_1", code=1)
-    summary = status(run)
-    assert (summary["state"], summary["code"]) == ("failed", 1)
-    assert "ZeroDivisionError: a fault in step 5" in json.dumps(summary["ranks"]["1"])
-    assert output.count("Traceback") == 1
-
-
-def fail_on_rank_1() -> None:
-    if os.environ["RANK"] == "1":
-        import train.loop
-
-        step = train.loop.step
-
-        def failing(training: Any) -> Any:
-            if training.job.step_number == 5:
-                raise ZeroDivisionError("a fault in step 5")
-            return step(training)
-
-        train.loop.step = failing
 
 
 # Folders that can't be written, users without a name ----------------------------------------------------------
@@ -202,17 +147,6 @@ def test_run_dir_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert f"run_dir: {tmp_path}/runs/run/logs must be writable, got Permission denied" in done.stderr
-
-
-def test_checkpoints_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    for folder in ("checkpoints", "status", "logs", "tensorboard"):
-        (run / folder).mkdir(parents=True)
-    (run / "checkpoints").chmod(0o555)
-    done = as_user(65534, sys.executable, MAIN, *train(run), PYTHONPATH=str(ROOT))
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert f"error: checkpoint: {run}/checkpoints can't be written (Permission denied)" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rankup.state.copies import find_problem
+from rankup.state.saver import HostCopies
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
@@ -62,32 +63,67 @@ def in_step(step: int, **more: Any) -> dict[str, str]:
     return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "sleep_s": 0.0, **more})}
 
 
-@pytest.fixture(scope="module")
-def digest(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """The final weights of the run that nobody disturbed, by world size."""
-    known: dict[int, str] = {}
+Undisturbed = Callable[..., Path]
+ADAMW = ("--optimizer=adamw", "--lr=0.01")
+SHARDED = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-steps=0")
 
-    def of(world_size: int) -> str:
-        if world_size not in known:
-            run = tmp_path_factory.mktemp("undisturbed") / "run"
-            forks.ends(*train(run), world_size=world_size)
-            known[world_size] = result(run)["digest"]
-        return known[world_size]
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The run directory of the run that nobody disturbs, and that waits for each save."""
+    known: dict[tuple[str, ...], Path] = {}
+
+    def of(world_size: int, *more: str) -> Path:
+        key = (str(world_size), *more)
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp("undisturbed") / "run"
+            forks.ends(*train(known[key], *OFTEN, "--save=sync", *more), world_size=world_size)
+        return known[key]
 
     return of
 
 
-@pytest.mark.parametrize(("method", "world_size"), [("ddp", 1), ("ddp", 2), ("none", 1), ("dp", 1)])
-def test_steps_are_done_while_a_save_is_written(
-    forks: Forks, digest: Callable[[int], str], tmp_path: Path, method: str, world_size: int
+@pytest.mark.parametrize(("world_size", "more"), [
+    (1, ("--parallel=none",)), (1, ("--parallel=dp", "--device=cpu")), (1, ("--parallel=ddp", *ADAMW)), (2, ()),
+    (2, ("--precision=fp16",)), (2, (*SHARDED, *ADAMW)),
+], ids=["none", "dp", "ddp adamw", "ddp of two", "fp16", "sharded"])
+def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_the_byte(
+    forks: Forks, undisturbed: Undisturbed, tmp_path: Path, world_size: int, more: tuple[str, ...]
 ) -> None:
     # Step 11 lets the save of step 8 go on: a training that waited for that save would wait until the deadline
-    env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=world_size - 1)
-    line = train(tmp_path / "run", *OFTEN, f"--parallel={method}", "--device=cpu", "--save-timeout-s=60")
+    env = hold(tmp_path / "go") | in_step(11, tell=str(tmp_path / "go"), rank=0)
+    line = train(tmp_path / "run", *OFTEN, "--save-timeout-s=60", *more)
     forks.ends(*line, world_size=world_size, env=env, preload=HELD)
     assert (tmp_path / "writing").exists()
-    assert steps(tmp_path / "run" / "checkpoints") == list(range(4, 33, 4))
-    assert result(tmp_path / "run")["digest"] == digest(world_size)
+    whole, found = undisturbed(world_size, *more), tmp_path / "run" / "checkpoints"
+    assert result(tmp_path / "run")["digest"] == result(whole)["digest"]
+    assert steps(found) == steps(whole / "checkpoints") == list(range(4, 33, 4))
+    for file in (whole / "checkpoints").glob("*/*"):
+        other = found / file.parent.name / file.name
+        assert other.exists()
+        if file.name not in ("state.json", "manifest.json"):  # they name the run
+            assert other.read_bytes() == file.read_bytes(), other
+
+
+def test_memory_of_a_copy_is_used_again_also_where_the_state_has_grown() -> None:
+    copies = HostCopies(torch.device("cpu"))
+    weights, momentum = torch.ones(1000), torch.ones(500)
+    first = copies.take({"weights": weights})["weights"].data_ptr()
+    for _ in range(3):
+        assert copies.take({"momentum": momentum, "weights": weights})["weights"].data_ptr() == first
+
+
+@pytest.mark.gpu
+def test_copy_from_a_gpu_is_of_the_moment_it_was_asked_for() -> None:
+    device = torch.device("cuda", 0)
+    weights, copies = torch.ones(50_000_000, device=device), HostCopies(device)
+    for _ in range(2):
+        weights.fill_(1.0)
+        copied = copies.take({"weights": weights})["weights"]
+        weights.fill_(2.0)
+        copies.wait()
+        assert copied.is_pinned()
+        assert bool((copied == 1.0).all())
 
 
 def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: Path) -> None:
@@ -134,51 +170,38 @@ def test_one_save_after_the_other_beside_the_training_where_memory_allows(
     assert output.count("save   the training waits for each save: ") == too_little, output
 
 
-@pytest.mark.parametrize("more", [
-    (), ("--optimizer=adamw", "--lr=0.01"), ("--precision=fp16",),
-])
-def test_files_are_those_of_a_save_that_is_waited_for_to_the_byte(
-    forks: Forks, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    for how in ("async", "sync"):
-        forks.ends(*train(tmp_path / how, *OFTEN, f"--save={how}", *more), world_size=2)
-    assert result(tmp_path / "async")["digest"] == result(tmp_path / "sync")["digest"]
-    assert steps(tmp_path / "sync" / "checkpoints") == list(range(4, 33, 4))
-    for folder in (tmp_path / "sync" / "checkpoints").iterdir():
-        other = tmp_path / "async" / "checkpoints" / folder.name
-        assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in folder.iterdir())
-        assert find_problem(other) == ""
-        for name in ("model.safetensors", "optimizer.safetensors", "tree.json"):
-            assert (other / name).read_bytes() == (folder / name).read_bytes(), f"{folder.name}/{name}"
-
-
 # Ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_stop_waits_for_the_save_under_way_and_saves_its_own_step(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "what", "own"), [
+    (143, in_step(9, signal="SIGTERM", rank=1), [10]), (2, in_step(10, rank=0, **{"raise": "UserError"}), []),
+], ids=["stop, which saves its own step", "mistake"])
+def test_end_does_not_cost_the_save_under_way(
+    forks: Forks, tmp_path: Path, code: int, what: dict[str, str], own: list[int]
+) -> None:
     run, asked = tmp_path / "run", tmp_path / "asked"
-    env = hold(tmp_path / "go") | in_step(9, signal="SIGTERM", tell=str(asked), rank=1)
-    with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
-        job.wait_until(asked.exists, "the signal")
+    what = {"PROBE": json.dumps({**json.loads(what["PROBE"]), "tell": str(asked)})}
+    with forks.running(*train(run, *OFTEN), world_size=2, env=hold(tmp_path / "go") | what, preload=HELD) as job:
+        job.wait_until(asked.exists, "the reason to end")
         (tmp_path / "go").touch()
-        assert job.wait() == [143, 143], job.output
+        assert job.wait() == [code, code], job.output
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
-        "step-00000004", "step-00000008", "step-00000010"
+        f"step-{step:08d}" for step in (4, 8, *own)
     ]
-    assert "saved at step 10 of 32" in job.output
+    assert ("saved at step 10 of 32" in job.output) == (own == [10])
 
 
-@pytest.mark.parametrize(("fails", "code", "line"), [
-    (errno.ENOSPC, 2, "has no space left"), (errno.EIO, 2, "can't be written (Input/output error)"),
-    (-1, 1, "LookupError: nobody expected this"),
+@pytest.mark.parametrize(("more", "fails", "code", "line"), [
+    ((), errno.ENOSPC, 2, "has no space left"), ((), errno.EIO, 2, "can't be written (Input/output error)"),
+    ((), -1, 1, "LookupError: nobody expected this"), (SHARDED, errno.ENOSPC, 2, "has no space left"),
 ])
 def test_failure_ends_all_ranks_at_the_next_step(
-    forks: Forks, tmp_path: Path, fails: int, code: int, line: str
+    forks: Forks, tmp_path: Path, more: tuple[str, ...], fails: int, code: int, line: str
 ) -> None:
     run, failed = tmp_path / "run", tmp_path / "failed"
     env = hold(tmp_path / "go", step=20, fails=fails)
     env |= in_step(22, rank=0, tell=str(tmp_path / "go"), until=str(failed), sleep_s=0.3)
-    output = forks.ends(*train(run, *ONCE), world_size=2, env=env, preload=HELD, code=code)
+    output = forks.ends(*train(run, *ONCE, *more), world_size=2, env=env, preload=HELD, code=code)
     assert line in output
     if code == 2:
         assert output.count(line) == 1
@@ -188,32 +211,8 @@ def test_failure_ends_all_ranks_at_the_next_step(
     assert steps(run / "checkpoints") == []
 
 
-def test_mistake_elsewhere_does_not_cost_the_save_under_way(forks: Forks, tmp_path: Path) -> None:
-    run, asked = tmp_path / "run", tmp_path / "asked"
-    env = hold(tmp_path / "go") | in_step(10, rank=0, tell=str(asked), **{"raise": "UserError"})
-    with forks.running(*train(run, *OFTEN), world_size=2, env=env, preload=HELD) as job:
-        job.wait_until(asked.exists, "the mistake")
-        (tmp_path / "go").touch()
-        assert job.wait() == [2, 2], job.output
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
-
-
-def test_kill_of_the_writer_leaves_nothing_half(forks: Forks, digest: Callable[[int], str], tmp_path: Path) -> None:
-    run, writing = tmp_path / "run", tmp_path / "writing"
-    env = hold(tmp_path / "never") | in_step(10, tell=str(tmp_path / "there"), until=str(tmp_path / "never"))
-    with forks.running(*train(run, *OFTEN), env=env, preload=HELD) as job:
-        job.wait_until(lambda: writing.exists() and (tmp_path / "there").exists(), "the save and the step")
-        job.processes[0].signal("SIGKILL")
-        assert job.wait() == [-9], job.output
-    assert steps(run / "checkpoints") == [4]
-    output = forks.ends(*train(run, *OFTEN))
-    assert "resumed from step-00000004" in output
-    assert result(run)["digest"] == digest(1)
-    assert [path.name for path in (run / "checkpoints").glob(".*")] == []
-
-
 def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
-    forks: Forks, digest: Callable[[int], str], tmp_path: Path
+    forks: Forks, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     env = hold(tmp_path / "never") | in_step(10, rank=1, signal="SIGKILL")
@@ -222,7 +221,7 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
     assert steps(run / "checkpoints") == [4]
     output = forks.ends(*train(run, *OFTEN), world_size=2)
     assert "resumed from step 9, rescued by rank 0 on " in output
-    assert result(run)["digest"] == digest(2)
+    assert result(run)["digest"] == result(undisturbed(2))["digest"]
 
 
 def held_save_without_rescue() -> None:

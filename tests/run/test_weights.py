@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rankup.errors import UserError
-from tests.rigs.checkpoints import SETTINGS, flip, save_checkpoint, train, training_state
+from tests.rigs.checkpoints import SETTINGS, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.run import weights
@@ -57,29 +57,6 @@ def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, en
     assert said == f"started from {tmp_path / 'w.pt'}: 4 of 4 tensors"
 
 
-def test_tensors_of_other_shapes_keep_their_value_and_are_listed(tmp_path: Path) -> None:
-    given = plain_model().state_dict()
-    others = {"2.weight": torch.ones(9, 4), "2.bias": torch.ones(9), "head": torch.ones(1)}
-    torch.save({**given, **others}, tmp_path / "w.pt")
-    own, said = started_from(tmp_path / "w.pt")
-    torch.manual_seed(2)
-    fresh = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).state_dict()
-    assert torch.equal(own["0.weight"], given["0.weight"])
-    assert torch.equal(own["2.weight"], fresh["2.weight"])
-    assert "2 of 4 tensors" in said
-    assert "2.weight keeps its initial value: its shape there is (9, 4), here (2, 4)" in said
-    assert "not used from the file: head" in said
-
-
-def test_a_checkpoint_of_ours_is_taken_too(tmp_path: Path) -> None:
-    given = plain_model().state_dict()
-    path = save_checkpoint(tmp_path, training_state(3), given, keep=1)
-    assert weights.digest(started_from(path)[0]) == weights.digest(given)
-    flip(path / "model.safetensors", 100)
-    with pytest.raises(UserError, match="got a damaged one: model"):
-        started_from(path)
-
-
 def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> None:
     given = plain_model().state_dict()
     for folder in ("whole", "parts"):
@@ -103,12 +80,10 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
     ("content", "message"),
     [
         ({"other": torch.ones(3)}, "got none that fits"),
-        ([1, 2], "got none that fits"),
         (torch.ones(3), "got none that fits"),
         ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
         (Path("x"), "must hold safetensors, or weights that load with weights_only"),
         (b"no archive", "must hold safetensors, or weights that load with weights_only"),
-        (b"", "must hold safetensors, or weights that load with weights_only"),
         (None, "must name an existing file"),
     ],
     ids=str,
@@ -130,11 +105,13 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     for folder in folders:
         folder.mkdir()
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 5))
-    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, folders[0] / "w.pt")
+    given = {**model.state_dict(), "head": torch.ones(1)}
+    torch.save({f"module.{name}": value for name, value in given.items()}, folders[0] / "w.pt")
     arguments = ("train", *SETTINGS, "--name", "run", "--max-steps", "4", "--init-from", "w.pt")
     output = forks.ends(*arguments, "--lr", "1e-30", "--weight-decay", "0", world_size=2, cwds=folders)
     assert "started from w.pt: 2 of 4 tensors" in output
     assert "3.weight keeps its initial value: its shape there is (5, 16), here (4, 16)" in output
+    assert "not used from the file: head" in output
     trained = load_file(folders[0] / "runs" / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
     output = forks.ends(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders, code=2)
