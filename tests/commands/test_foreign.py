@@ -32,7 +32,7 @@ def some(*names: str) -> pytest.MarkDecorator:
     ])
 
 
-# On two nodes, in tests/launchers/: ddp_local_rank and ddp_tcp; imagenet and Lightning under Slurm
+# On two nodes, in tests/launchers/: ddp_local_rank; imagenet and Lightning under Slurm
 @some("ddp_env", "bert_trainer")
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
