@@ -33,6 +33,7 @@ from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
 from train.data.loader import Loader  # noqa: E402
 from train.data.order import Order  # noqa: E402
+from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
 
@@ -67,7 +68,7 @@ def make_files(root: Path, count: int) -> None:
 
 def torchvisions(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
     """One epoch, as torchvision's documentation loads ImageNet."""
-    normalize = transforms.Normalize(images.MEAN, images.STD)
+    normalize = transforms.Normalize(MEAN, STD)
     transform = transforms.Compose([*RECIPES[recipe][1], transforms.ToTensor(), normalize])
     found = torchvision.datasets.ImageFolder(str(root / "train"), transform)
     loader = DataLoader(found, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
@@ -88,7 +89,7 @@ def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
 
 
 def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
-    normalize, steps = images.Normalize(images.MEAN, images.STD), order.steps_per_epoch
+    normalize, steps = images.Normalize(MEAN, STD), order.steps_per_epoch
     loader = Loader(samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers)
     try:
         for _ in range(steps):

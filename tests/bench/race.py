@@ -1,7 +1,6 @@
 """A race: rankup beside what users would pick instead, on this machine. Images/s, and the accuracy that they lead to.
 
     make race     (or: python tests/bench/race.py --repeats 5 --processes 1 2 --precision fp32 bf16)
-    python tests/bench/race.py --device cuda --model resnet50 --processes 1 8 --batch-size 512 [--compile]
 
 All entrants train the same model from the same weights, on the same batches in the same order, with the same SGD, one
 thread a process: `racers/shared.py`. Each is a short script in `racers/`, and its docstring says what was done for its
@@ -9,7 +8,7 @@ speed. rankup runs by its own command line, with its defaults, and once more wit
 The speed is that from the end of step --warm-up to the end of the last step, on rank 0's clock. The time of the whole
 command has start, imports and one evaluation in it, and rankup's checkpoint. The entrants take turns, in an order that
 changes with each repeat, so that a machine that is busy for a while slows all of them; ratios are of the same repeat.
-Prints tables, and writes them to --output with charts and all figures. Nothing is asserted here.
+Prints tables, and writes them to --output with all figures. Nothing is asserted here.
 """
 
 import argparse
@@ -30,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench.racers import shared
-from tests.bench.racers.report import ADVISED, ENTRANTS, Entrant, Lap, conditions, draw, table
+from tests.bench.racers.report import ADVISED, ENTRANTS, Entrant, Lap, conditions, table
 from tests.bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT, environment
@@ -65,15 +64,13 @@ def run_rankup(task: Task, processes: int, advice: Sequence[str]) -> tuple[dict[
     """As `run_script`, for rankup's command line; and what it printed. `advice`: more flags."""
     runs = Path(task.result).parent
     flags = [
-        "--workload", "tests.bench.racers.shared:build", "--options.model", task.model, "--batch-size", task.batch_size,
+        "--workload", "tests.bench.racers.shared:build", "--options.data", task.data, "--batch-size", task.batch_size,
         "--max-steps", task.steps, "--log-every-steps", task.warm_up, "--lr", shared.LR, "--momentum", shared.MOMENTUM,
-        "--weight-decay", 0, "--schedule", "constant", "--precision", task.precision, "--device", task.device,
+        "--weight-decay", 0, "--schedule", "constant", "--precision", task.precision, "--device", "cpu",
         "--run-dir", runs, "--name", "race", "--fresh", "--progress", "none",
         # Nobody else evaluates or saves on the way
         "--evaluate-every-epochs", 1_000_000, "--save-every-steps", task.steps,
     ]
-    flags += ["--options.data", task.data] if task.data else []
-    flags += ["--compile"] if task.compile else []
     several = ["launch", "--nproc", processes, "--max-restarts", 0, MAIN] if processes > 1 else []
     output, seconds = run([sys.executable, MAIN, *several, "train", *flags, *advice])
     lines = [json.loads(line) for line in (runs / "race/metrics.jsonl").read_text().splitlines()]
@@ -129,7 +126,9 @@ def prepare_data(folder: Path, *, random: bool) -> None:
         source = mnist_family.locate(family, data_dir=None, timeout_s=PATIENCE_S, say=print)
     for train, (image_name, label_name) in mnist_family.FILES.items():
         if source is None:
-            images, labels = shared.load_images("", "cnn", train=train)
+            generator, size = torch.Generator().manual_seed(int(train)), 2048 if train else 256
+            images = torch.randint(0, 256, (size, 1, 28, 28), dtype=torch.uint8, generator=generator)
+            labels = torch.randint(0, 10, (size,), generator=generator)
         else:
             half = mnist_family.read_half(source, family, train=train)
             images, labels = half.images, half.labels
@@ -137,7 +136,7 @@ def prepare_data(folder: Path, *, random: bool) -> None:
         write_idx(raw / label_name, labels.to(torch.uint8))
 
 
-def choose(names: Sequence[str], *, model: str) -> list[Entrant]:
+def choose(names: Sequence[str]) -> list[Entrant]:
     """The entrants of these names, all by default. Leaves those out that lack a package, and says so."""
     known = {entrant.name: entrant for entrant in ENTRANTS}
     if unknown := set(names) - known.keys():
@@ -146,7 +145,7 @@ def choose(names: Sequence[str], *, model: str) -> list[Entrant]:
     for entrant in (known[name] for name in names or known):
         if entrant.package and importlib.util.find_spec(entrant.package) is None:
             print(f"{entrant.name} stays at home: pip install -e '.[test]', or make race", file=sys.stderr)
-        elif model == "cnn" or entrant.variant != "loader":  # torchvision has no set for the large models
+        else:
             chosen.append(entrant)
     return chosen
 
@@ -154,22 +153,15 @@ def choose(names: Sequence[str], *, model: str) -> list[Entrant]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="one for each GPU with cuda")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--model", default="cnn", help="cnn, or a classifier of torchvision, such as resnet50")
-    parser.add_argument("--data", choices=["fashion-mnist", "random"], help="fashion-mnist with the cnn, else random")
+    parser.add_argument("--random", action="store_true", help="random images in place of Fashion-MNIST")
     parser.add_argument("--batch-size", type=int, default=128, help="global, in samples")
     parser.add_argument("--warm-up", type=int, default=50, help="steps that do not count; steps must be a multiple")
     parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--jpeg", action="store_true", help="then tests/bench/jpeg.py: folders of JPEG files")
     parser.add_argument("--only", nargs="+", default=[], help="some of the entrants, by name")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs/race", help="folder of race.md, race.json, charts")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs/race", help="folder of race.md and race.json")
     options = parser.parse_args()
-    options.data = options.data or ("fashion-mnist" if options.model == "cnn" else "random")
-    if options.data == "fashion-mnist" and options.model != "cnn":
-        parser.error("--data fashion-mnist goes with --model cnn")
     if options.steps % options.warm_up or options.steps == options.warm_up:
         parser.error(f"--steps must be a larger multiple of --warm-up, got {options.steps} and {options.warm_up}")
     if bad := [count for count in options.processes if options.batch_size % count]:
@@ -179,25 +171,19 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    entrants = choose(options.only, model=options.model)
+    entrants = choose(options.only)
     with tempfile.TemporaryDirectory() as scratch:
-        if options.model == "cnn":
-            prepare_data(Path(scratch), random=options.data == "random")
+        prepare_data(Path(scratch), random=options.random)
         task = Task(
-            model=options.model, data=scratch if options.model == "cnn" else "", batch_size=options.batch_size,
-            warm_up=options.warm_up, steps=options.steps, precision="", device=options.device, compile=options.compile,
+            data=scratch, batch_size=options.batch_size, warm_up=options.warm_up, steps=options.steps, precision="",
             result=f"{scratch}/result.json", variant="",
         )
         laps = race(options, task, entrants)
     text = "\n\n".join("\n".join(table(laps, precision)) for precision in options.precision)
     text += f"\n\n{conditions(options, laps)}\n"
-    if options.jpeg:
-        text += "\n" + run([sys.executable, "tests/bench/jpeg.py", "--repeats", options.repeats])[0]
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "race.md").write_text(text)
     (options.output / "race.json").write_text(json.dumps([asdict(each) for each in laps], indent=2) + "\n")
-    for precision in options.precision:
-        draw(laps, precision, max(options.processes), options.output / f"race-{precision}.png")
     print(f"{text}\nwritten to {options.output}")
 
 

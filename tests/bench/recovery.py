@@ -10,10 +10,8 @@ The time is from the kill, or from the command that starts the job again, to the
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import random
 import re
 import statistics
@@ -25,12 +23,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.machine import cpu_model
+from tests.bench.machine import conditions, markdown_table
 from tests.rigs import containers, slurm_cluster
 from tests.rigs.launched import LAUNCHERS, Launcher, rank_process
 
@@ -96,7 +91,7 @@ def is_training(line: str) -> bool:
     return '"train/loss"' in line and line.endswith("\n")
 
 
-def measure(name: str, kills: int, settings: list[str]) -> list[str]:
+def measure(name: str, kills: int, settings: list[str]) -> list[list[str]]:
     """The rows of one launcher, with the machine's load beside them."""
     costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
     loads = []
@@ -120,8 +115,8 @@ def measure(name: str, kills: int, settings: list[str]) -> list[str]:
     for what, found in costs.items():
         took_s = [each for each, _ in found]
         median_s = statistics.median(took_s)
-        cells = [name, what, f"{median_s:.2f}", f"{max(took_s):.2f}", f"{median_s / cold_s:.2f}"]
-        rows.append(f"| {' | '.join(cells)} | {sum(twice for _, twice in found)} | {load} |")
+        rows.append([name, what, f"{median_s:.2f}", f"{max(took_s):.2f}", f"{median_s / cold_s:.2f}",
+                     str(sum(twice for _, twice in found)), load])
     return rows
 
 
@@ -152,14 +147,11 @@ def main() -> None:
         if reason := ask():
             sys.exit(f"{name}: {reason}")
     rows = [row for name in options.launchers for row in measure(name, options.kills, options.settings)]
-    print("| launcher | lost | median, s | worst, s | of the cold restart | steps done twice | load average |")
-    print("|---|---|---|---|---|---|---|")
-    print("\n".join(rows))
+    header = ["launcher", "lost", "median, s", "worst, s", "of the cold restart", "steps done twice", "load average"]
+    print("\n".join(markdown_table(header, rows)))
     print(
         f"\n{options.kills} of each, taking turns; two ranks of the program's defaults (Fashion-MNIST, small CNN)"
-        f"{' but for ' * bool(options.settings)}{' '.join(options.settings)}. "
-        f"{psutil.cpu_count()} CPUs of {cpu_model()}, Linux {platform.release()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {datetime.date.today():%B %Y}."
+        f"{' but for ' * bool(options.settings)}{' '.join(options.settings)}. {conditions()}."
     )
 
 

@@ -103,12 +103,20 @@ def test_mistake_is_one_line_and_code_2(
 # Commands -------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_json_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, "status", "mine", "--json")
-    assert (code, json.loads(out)["state"]) == (0, "failed")
+def test_results_are_json_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from train.main import main as program
+
+    for own in (main, program):  # the program knows rankup's commands
+        assert own(["status", "mine", "--json"]) == 0
+        found = json.loads(capfd.readouterr().out)
+        assert (found["run"], found["state"]) == ("mine", "failed")
     for words in ("explain mine --json", "explain --json"):  # the run that wrote last
-        code, out, _ = said(capsys, *words.split())
-        assert (code, json.loads(out)[0]["name"]) == (20, "cuda-memory")
+        assert main(words.split()) == 20
+        assert json.loads(capfd.readouterr().out)[0]["name"] == "cuda-memory"
+    assert main(["logs", "mine", "--json"]) == 0
+    first, second = map(json.loads, capfd.readouterr().out.splitlines())
+    assert first == {"time": "2026-11-22T10:00:01", "ranks": [0, 1], "hosts": ["vm", "vm"], "text": "ready"}
+    assert second["text"] == "CUDA out of memory"
 
 
 @pytest.mark.parametrize(("line", "offered"), [
@@ -121,13 +129,6 @@ def test_completion_offers_commands_and_their_options(line: str, offered: str) -
     assert (done.stdout.strip(), done.stderr) == (offered, "")
 
 
-def test_logs_are_an_object_a_line_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", "mine", "--json"]) == 0
-    first, second = map(json.loads, capfd.readouterr().out.splitlines())
-    assert first == {"time": "2026-11-22T10:00:01", "ranks": [0, 1], "hosts": ["vm", "vm"], "text": "ready"}
-    assert second["text"] == "CUDA out of memory"
-
-
 def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:
     """Also in a folder with a train.py of the user's own."""
     (tmp_path / "train.py").write_text("raise SystemExit('taken for the program')\n")
@@ -137,10 +138,3 @@ def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^epochs: 9 ", done.stdout, re.MULTILINE)
-
-
-def test_program_knows_the_commands_of_rankup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from train.main import main as program
-
-    assert program(["status", "mine", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["run"] == "mine"

@@ -60,13 +60,11 @@ class Case:
         """What each rank said, in one line each; they ended with `codes`."""
         for process in self.processes:
             assert process.ended.wait(BOUND_S), f"did not end:\n{process.output}"
-        ended = [process.code for process in self.processes]
-        said = [" ".join(line.partition("] ")[2].strip() for line in p.output.splitlines()) for p in self.processes]
-        said = [" ".join(text.split()) for text in said]
         told = "\n".join(process.output for process in self.processes)
-        assert ended == list(codes), f"{ended}\n{told}"
+        assert [process.code for process in self.processes] == list(codes), told
         assert "Traceback" not in told
-        return said
+        lines = [[line.partition("] ")[2] for line in process.output.splitlines()] for process in self.processes]
+        return [" ".join(" ".join(each).split()) for each in lines]
 
     def end(self) -> None:
         for process in self.processes:
@@ -130,18 +128,6 @@ def test_doctor_of_a_rank_that_lets_another_speak_is_no_pass(cases: dict[str, Ca
 
 
 @case
-def other_settings(case: Case) -> None:
-    case.rank(0, 0)
-    case.rank(1, 1, "--lr", "0.5")
-
-
-def test_doctor_names_the_rank_with_another_setting(cases: dict[str, Case]) -> None:
-    first, _ = cases["other_settings"].said(20, 20)
-    assert "NOT FIT joined setting lr must be the same on all ranks, got " in first
-    assert "on rank 1 (node1)" in first
-
-
-@case
 def hangs(case: Case) -> None:
     case.both("--step-timeout-s", "12", sick="tests.rigs.injected_faults:hangs_in_the_collective")
 
@@ -153,26 +139,6 @@ def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Cas
     assert "suspected: rank 1 on node1" in first
     assert "doctor: could not be completed (1 incomplete)" in first
     assert "NOT DONE collective" in second
-
-
-@case
-def gives_up_first(case: Case) -> None:
-    case.both("--step-timeout-s", "30", sick="tests.rigs.injected_faults:hangs_and_gives_up_first")
-
-
-def test_doctor_does_not_take_a_peer_that_gave_up_waiting_for_a_dead_one(cases: dict[str, Case]) -> None:
-    first, _ = cases["gives_up_first"].said(30, 30)
-    assert "NOT DONE collective lost a peer at step 0: suspected: rank 1 on node1 (" in first
-
-
-@case
-def dies(case: Case) -> None:
-    case.both(sick="tests.rigs.injected_faults:dies_in_the_collective")
-
-
-def test_doctor_names_a_peer_that_dies(cases: dict[str, Case]) -> None:
-    first, _ = cases["dies"].said(20, -9)
-    assert "NOT FIT collective lost a peer at step 0: rank 1 on node1 (its process has ended)" in first
 
 
 # What is wrong on one machine -----------------------------------------------------------------------------------------
@@ -221,6 +187,17 @@ def flips_a_bit(case: Case) -> None:
 
 
 @case
+def dies(case: Case) -> None:
+    case.both(sick="tests.rigs.injected_faults:dies_in_the_collective")
+
+
+@case
+def other_settings(case: Case) -> None:
+    case.rank(0, 0)
+    case.rank(1, 1, "--lr", "0.5")
+
+
+@case
 def no_room(case: Case) -> None:
     case.nodes[1].run("mount -t tmpfs -o size=1m,ro tmpfs /mnt")
     case.rank(0, 0)
@@ -228,16 +205,18 @@ def no_room(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "code", "what"),
     [
-        ("wrong_sum", "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradients"),
-        ("flips_a_bit", "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
-        ("no_room", "NOT FIT storage rank 1 on node1: /"),
+        ("wrong_sum", 20, "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradie"),
+        ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
+        ("dies", -9, r"NOT FIT collective lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
+        ("other_settings", 20, r"NOT FIT joined setting lr must be the same on all ranks, got .* on rank 1 \(node1\)"),
+        ("no_room", 20, "NOT FIT storage rank 1 on node1: /"),
     ],
 )
-def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, what: str) -> None:
-    first, _ = cases[name].said(20, 20)
-    assert what in first
+def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:
+    first, _ = cases[name].said(20, code)
+    assert re.search(what, first), first
     assert "doctor: not fit to train (1 unfit)" in first
 
 

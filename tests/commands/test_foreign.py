@@ -10,39 +10,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rigs.foreign_scripts import (
-    SCRIPTS,
-    WARN,
-    Once,
-    Script,
-    again_if_aborted,
-    by_torchrun,
-    expected,
-    result_of,
-)
+from tests.rigs.foreign_scripts import SCRIPTS, WARN, Once, again_if_aborted, by_torchrun, expected, result_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import environ_of
 
 
-def some(*names: str) -> pytest.MarkDecorator:
-    """Parameters: these scripts, all but those that can't run here."""
-    return pytest.mark.parametrize("script", [
-        pytest.param(SCRIPTS[name], id=name, marks=pytest.mark.skipif(bool(why := SCRIPTS[name].why_not), reason=why))
-        for name in names
-    ])
-
-
 # On two nodes, in tests/launchers/: ddp_local_rank; imagenet and Lightning under Slurm
-@some("ddp_env", "bert_trainer")
+@pytest.mark.parametrize("name", ["ddp_env", "bert_trainer"])
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
-    script: Script, once: Once, loaded: Forks, tmp_path: Path
+    name: str, once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
+    script = SCRIPTS[name]
+    if script.why_not:
+        pytest.skip(script.why_not)
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
-    output = loaded.ends(*line, env=WARN)
-    weights = result_of(output)
+    weights = result_of(loaded.ends(*line, env=WARN))
     assert weights == expected(script, once, loaded, tmp_path)
-    if script.name == "ddp_env":
+    if name == "ddp_env":
         assert weights == by_torchrun([script.path])
 
 

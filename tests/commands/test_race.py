@@ -9,18 +9,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.bench.race import prepare_data
-from tests.bench.racers import hand_tuned, shared
+from tests.bench.racers import shared
 from tests.bench.racers.report import ADVISED, ENTRANTS, RANKUP, Lap, ratio, table
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
-from train.data.order import Order
 
 ALONE = [entrant for entrant in ENTRANTS if entrant.script and not entrant.package]
-SAMPLES, BATCH = 103, 8
+
 
 
 def lap(entrant: str, repeat: int, images_per_s: float) -> Lap:
@@ -29,7 +27,7 @@ def lap(entrant: str, repeat: int, images_per_s: float) -> Lap:
 
 def test_race_runs_and_says_what_it_found(tmp_path: Path) -> None:
     chosen = ["tutorial", RANKUP]
-    line = ["--repeats", "1", "--processes", "1", "--precision", "fp32", "--data", "random"]
+    line = ["--repeats", "1", "--processes", "1", "--precision", "fp32", "--random"]
     line += ["--warm-up", "10", "--steps", "30"]
     command = [sys.executable, ROOT / "tests/bench/race.py", *line, "--only", *chosen, "--output", tmp_path]
     with jobs.ended(jobs.start(*command)) as job:
@@ -41,43 +39,19 @@ def test_race_runs_and_says_what_it_found(tmp_path: Path) -> None:
     text = (tmp_path / "race.md").read_text()
     assert text in job.output
     assert all(f"| {name} |" in text and f"\n- {name}: " in text for name in chosen)
-    assert (tmp_path / "race-fp32.png").stat().st_size > 1000
 
 
 def test_race_has_entrants_that_train_the_same_on_two_ranks(forks: Forks, tmp_path: Path) -> None:
     """30 steps are more than one epoch of the random images: the order of the second one counts too. Other weights or
     another order would change the loss in its first digits. rankup's own two ranks: test_parity.py."""
     prepare_data(tmp_path, random=True)
-    task = shared.Task("cnn", str(tmp_path), 128, 10, 30, "fp32", "cpu", False, str(tmp_path / "result.json"), "")
+    task = shared.Task(str(tmp_path), 128, 10, 30, "fp32", str(tmp_path / "result.json"), "")
     losses = []
     for entrant in ALONE:
         script, own = ROOT / f"tests/bench/racers/{entrant.script}.py", replace(task, variant=entrant.variant)
         forks.ends(script, json.dumps(asdict(own)), world_size=2, preload="tests.rigs.foreign_scripts:be_script")
         losses.append(json.loads(Path(task.result).read_text())["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_race_has_one_order_for_all_entrants(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = shared.Task("cnn", "", BATCH, 1, 2, "fp32", "cpu", False, "", "")
-    steps = SAMPLES // BATCH
-    wanted = [set(indices.tolist()) for _, indices in Order(SAMPLES, BATCH, shared.SEED).batches(0, 2 * steps)]
-    own = []
-    for rank in range(world_size):
-        sampler = shared.SameOrder(range(SAMPLES), num_replicas=world_size, rank=rank, drop_last=True)
-        share, chosen = BATCH // world_size, []
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            chosen += list(torch.tensor(list(sampler))[: steps * share].split(share))
-        own.append(chosen)
-    assert [set(torch.cat(parts).tolist()) for parts in zip(*own, strict=True)] == wanted
-    own = []
-    for rank in range(world_size):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        batches = iter(hand_tuned.Shares(task, SAMPLES))
-        own.append([next(batches) for _ in wanted])
-    assert [set(torch.cat(parts).tolist()) for parts in zip(*own, strict=True)] == wanted
 
 
 def test_race_ratios_are_medians_of_those_within_a_repeat() -> None:

@@ -51,21 +51,6 @@ def hangs_in_the_collective() -> None:
     stages.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
 
 
-def hangs_and_gives_up_first() -> None:
-    """Its own deadline comes before that of the ranks that wait for it."""
-    from rankup.doctor import stages
-    from rankup.group.watchdog import Watchdog
-
-    _enter()
-    stages.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
-    whole = Watchdog.enter
-
-    def enter(self: Watchdog, phase: str, timeout_s: float, **more: int) -> None:
-        whole(self, phase, min(timeout_s, 2.0) if phase == "collective" else timeout_s, **more)
-
-    Watchdog.enter = enter  # type: ignore[assignment, method-assign]
-
-
 def dies_in_the_collective() -> None:
     from rankup.doctor import stages
 

@@ -1,14 +1,14 @@
 """Hugging Face Accelerate's loop: `prepare`, `accelerator.backward`, as its quick tour has it.
 
-For speed, from its documentation: mixed precision, the compiler and pinned, non-blocking copies by its own switches,
-`split_batches` left False (each process loads its own batches, none are cut up), DDP's options through
-DistributedDataParallelKwargs (gradients as views of the buckets; a static graph was slower), no `gather` and no
-`.item()` in the loop. The images are in memory, fetched a batch at a time: no loader slows it down.
+For speed, from its documentation: mixed precision by its own switch, `split_batches` left False (each process loads its
+own batches, none are cut up), DDP's options through DistributedDataParallelKwargs (gradients as views of the buckets; a
+static graph was slower), no `gather` and no `.item()` in the loop. The images are in memory, fetched a batch at a time:
+no loader slows it down.
 """
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -17,19 +17,16 @@ from tests.bench.racers import shared
 
 def main() -> None:
     task = shared.read_task()
-    on_gpu = task.device == "cuda"
     accelerator = Accelerator(
-        cpu=not on_gpu, mixed_precision="bf16" if task.precision == "bf16" else "no",
-        dynamo_backend="inductor" if task.compile else "no",
-        dataloader_config=DataLoaderConfiguration(non_blocking=on_gpu),
+        cpu=True, mixed_precision="bf16" if task.precision == "bf16" else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     dataset = shared.InMemory(task)
     loader = DataLoader(
-        dataset, batch_size=task.share, drop_last=True, pin_memory=on_gpu, collate_fn=shared.as_it_is,
+        dataset, batch_size=task.share, drop_last=True, collate_fn=shared.as_it_is,
         sampler=shared.SameOrder(dataset, num_replicas=1, rank=0),  # `prepare` gives each process its part
     )
-    plain = shared.build_model(task.model)
+    plain = shared.build_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=shared.LR, momentum=shared.MOMENTUM)
     model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
     clock = shared.Clock(task)

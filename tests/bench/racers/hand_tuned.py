@@ -1,8 +1,8 @@
 """A loop tuned by hand, by somebody who has time: the least that each step can be with PyTorch alone.
 
 From PyTorch's performance tuning guide: channels_last, a fused optimizer, gradients that are views of the buckets (a
-static graph was slower), no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory
-(of the GPU, where there is one), taken by index.
+static graph was slower), no buffers to send, no loss read in the loop. Besides: no DataLoader, but images in memory,
+taken by index.
 The guide also advises another malloc, for the page faults of each step. Here glibc's is set up instead, as by rankup:
 see `keep_freed_memory` in train/parallel/model.py.
 As variant "rankup" it has the lines of rankup/loop.md in it: what these cost is the difference between the two.
@@ -25,7 +25,7 @@ from train.parallel.model import keep_freed_memory
 
 
 class Shares:
-    """This process's sample numbers of each step, int64 [B] on the device, without an end."""
+    """This process's sample numbers of each step, int64 [B], without an end."""
 
     def __init__(self, task: shared.Task, num_samples: int) -> None:
         self.task, self.num_samples = task, num_samples
@@ -34,7 +34,7 @@ class Shares:
         size, end = self.task.batch_size, self.num_samples // self.task.batch_size * self.task.batch_size
         for epoch in count():
             generator = torch.Generator().manual_seed(derive_seed(shared.SEED, epoch))
-            order = torch.randperm(self.num_samples, generator=generator).to(self.task.here)
+            order = torch.randperm(self.num_samples, generator=generator)
             for chosen in order[:end].split(size):
                 yield chosen[shared.rank() :: shared.world_size()]
 
@@ -42,25 +42,20 @@ class Shares:
 def main() -> None:
     task = shared.read_task()
     keep_freed_memory()
-    on_gpu = task.device == "cuda"
     job = rankup.init(f"{task.result}.run", fresh=True, save_every_steps=0) if task.variant == "rankup" else None
     if shared.world_size() > 1 and job is None:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-    images, labels = (tensor.to(task.here) for tensor in shared.load_images(task.data, task.model, train=True))
-    plain = shared.build_model(task.model).to(task.here, memory_format=torch.channels_last)
-    model = torch.compile(plain) if task.compile else plain
+        dist.init_process_group("gloo")
+    images, labels = shared.load_images(task.data, train=True)
+    plain = model = shared.build_model().to(memory_format=torch.channels_last)
     if shared.world_size() > 1:
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # torch 2.14 renamed it
-        model = DistributedDataParallel(
-            model, device_ids=[task.here.index] if on_gpu else None,
-            gradient_as_bucket_view=True, broadcast_buffers=False,
-        )
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True, broadcast_buffers=False)
     optimizer = torch.optim.SGD(plain.parameters(), shared.LR, shared.MOMENTUM, fused=True)
     if job is not None:
         job.track(model=model, optimizer=optimizer)
     clock, own = shared.Clock(task), Shares(task, len(labels))
     for chosen in own if job is None else job.batches(own):
-        with torch.autocast(task.here.type, torch.bfloat16, enabled=task.precision == "bf16"):
+        with task.autocast():
             loss = nn.functional.cross_entropy(model(shared.normalize(images[chosen])), labels[chosen])
         loss.backward()
         with contextlib.nullcontext() if job is None else job.step(loss=loss):

@@ -1,9 +1,8 @@
 """Lightning's Trainer with `barebones=True`: its own mode for raw speed, in which it reports, saves and checks nothing.
 
 Its documentation discourages that mode for real training, where it is slower. From its pages "Speed up model training"
-and "DDP optimizations": gradients as views of the buckets (a static graph was slower), `benchmark`, mixed precision by
-its own switch, torch.compile of the module before `fit`. The images are in memory, fetched a batch at a time: no loader
-slows it down.
+and "DDP optimizations": gradients as views of the buckets (a static graph was slower), mixed precision by its own
+switch. The images are in memory, fetched a batch at a time: no loader slows it down.
 """
 
 import logging
@@ -23,7 +22,7 @@ class Module(lightning.LightningModule):
 
     def __init__(self, task: shared.Task) -> None:
         super().__init__()
-        self.plain, self.clock = shared.build_model(task.model), shared.Clock(task)
+        self.plain, self.clock = shared.build_model(), shared.Clock(task)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
         return nn.functional.cross_entropy(self.plain(shared.normalize(batch[0])), batch[1])
@@ -39,23 +38,22 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # advice that we have read, such as that about workers
     logging.getLogger("lightning").setLevel(logging.ERROR)
     task = shared.read_task()
-    on_gpu = task.device == "cuda"
-    together = DDPStrategy(process_group_backend="nccl" if on_gpu else "gloo", gradient_as_bucket_view=True)
+    together = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
     trainer = lightning.Trainer(
-        accelerator="gpu" if on_gpu else "cpu", devices=shared.world_size(),
+        accelerator="cpu", devices=shared.world_size(),
         strategy=together if shared.world_size() > 1 else "auto",
         precision="bf16-mixed" if task.precision == "bf16" else None,
-        max_steps=task.steps, max_epochs=-1, barebones=True, benchmark=on_gpu, use_distributed_sampler=False,
+        max_steps=task.steps, max_epochs=-1, barebones=True, use_distributed_sampler=False,
     )
     dataset = shared.InMemory(task)
     loader = DataLoader(
-        dataset, batch_size=task.share, drop_last=True, pin_memory=on_gpu, collate_fn=shared.as_it_is,
+        dataset, batch_size=task.share, drop_last=True, collate_fn=shared.as_it_is,
         # Lightning tells it its epoch
         sampler=shared.SameOrder(dataset, num_replicas=shared.world_size(), rank=shared.rank()),
     )
     module = Module(task)
-    trainer.fit(torch.compile(module) if task.compile else module, loader)
-    shared.finish(task, module.clock, module.plain.to(task.here))
+    trainer.fit(module, loader)
+    shared.finish(task, module.clock, module.plain)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
 """Who races, what a lap measures, and the table of all laps."""
 
 import argparse
-import datetime
 import importlib.metadata
 import importlib.util
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.bench.machine import bar_chart, cpu_model, markdown_table
+from tests.bench import machine
 
 RANKUP, ADVISED = "rankup", "rankup as advised"
 BY_HAND, WITH_LINES, LINES_GOAL = "tuned by hand", "by hand, with rankup", 0.97
@@ -105,7 +101,7 @@ def table(laps: Sequence[Lap], precision: str) -> list[str]:
     titles = [f"images/s, {world} process{'es' if world > 1 else ''}" for world in worlds]
     at = f"at {worlds[-1]}" if len(worlds) > 1 else ""
     header = [precision, *titles, f"rankup is faster {at}", f"with its advice {at}", "accuracy, %", f"command {at}, s"]
-    lines = markdown_table([title.strip() for title in header], rows)
+    lines = machine.markdown_table([title.strip() for title in header], rows)
     if found := ratio(most, WITH_LINES, BY_HAND):
         lines += ["", f"The lines of a job in the loop tuned by hand: {found:.3f} of its speed (goal {LINES_GOAL:g})."]
     return lines
@@ -113,31 +109,14 @@ def table(laps: Sequence[Lap], precision: str) -> list[str]:
 
 def conditions(options: argparse.Namespace, laps: Sequence[Lap]) -> str:
     """What the figures must not be read without."""
-    import torch
-
-    packages = ["torch", "torchvision", *(each.package for each in ENTRANTS if each.package)]
+    packages = ["torchvision", *(each.package for each in ENTRANTS if each.package)]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages if importlib.util.find_spec(name)]
-    loads = [each.load for each in laps]
-    where = f"{os.cpu_count()} CPUs of {cpu_model()}"
-    if options.device == "cuda":
-        where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {where}"
-    data = "Fashion-MNIST" if options.data == "fashion-mnist" else "random images"
-    raced = {each.entrant for each in laps}
+    loads, raced = [each.load for each in laps], {each.entrant for each in laps}
     notes = "\n".join(f"- {each.name}: {each.about}." for each in ENTRANTS if each.name in raced)
+    data = "random images" if options.random else "Fashion-MNIST"
     return (
-        f"{notes}\n\n{options.model}, {data}, global batch {options.batch_size}, one thread a process"
-        f"{', torch.compile' if options.compile else ''}; medians of {options.repeats} (and their range) from step "
-        f"{options.warm_up} to {options.steps}; ratios are medians of those within a repeat. {where}, load average "
-        f"{min(loads):.1f} to {max(loads):.1f}, Linux {platform.release()}, Python {platform.python_version()}, "
-        f"{', '.join(versions)}, {datetime.date.today():%d %B %Y}."
+        f"{notes}\n\nCNN, {data}, global batch {options.batch_size}, one thread a process; medians of "
+        f"{options.repeats} (and their range) from step {options.warm_up} to {options.steps}; ratios are medians of "
+        f"those within a repeat. {machine.conditions()}, load average {min(loads):.1f} to {max(loads):.1f} meanwhile, "
+        f"{', '.join(versions)}."
     )
-
-
-def draw(laps: Sequence[Lap], precision: str, processes: int, path: Path) -> None:
-    """The medians at so many processes, a bar for each entrant."""
-    speeds: dict[str, list[float]] = {}
-    for each in laps:
-        if (each.precision, each.processes) == (precision, processes):
-            speeds.setdefault(each.entrant, []).append(each.images_per_s)
-    medians = {each.name: statistics.median(speeds[each.name]) for each in ENTRANTS if each.name in speeds}
-    bar_chart(medians, f"images/s with {processes} processes, {precision}", path=path)

@@ -24,50 +24,37 @@ from train.workloads.classification import Classification
 
 SEED, LR, MOMENTUM = 0, 0.05, 0.9  # SGD without weight decay at a constant rate: each entrant has it in a few words
 MEAN, STD = 0.286, 0.353  # of Fashion-MNIST's training images / 255
-SYNTHETIC_TRAIN, SYNTHETIC_TEST = 2048, 256
 
 
 @dataclass(frozen=True)
 class Task:
     """What is trained, and how long. `batch_size` is global; `precision`: fp32 or bf16, by autocast.
 
-    `data`: the folder that holds torchvision's FashionMNIST; empty: random images, 28 x 28 for the cnn, else 224 x 224.
-    `result`: the JSON file that rank 0 writes. `variant`: a word for the entrant's own script.
+    `data`: the folder that holds torchvision's FashionMNIST. `result`: the JSON file that rank 0 writes. `variant`: a
+    word for the entrant's own script.
     """
 
-    model: str
     data: str
     batch_size: int
     warm_up: int
     steps: int
     precision: str
-    device: str
-    compile: bool
     result: str
     variant: str
-
-    @property
-    def here(self) -> torch.device:
-        """This process's device: its own GPU, or the CPU."""
-        return torch.device(self.device, local_rank()) if self.device == "cuda" else torch.device(self.device)
 
     @property
     def share(self) -> int:
         """Samples of a batch for each process."""
         return self.batch_size // world_size()
 
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
 
 
-def load_images(data: str, model: str, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [N, C, H, W] and int64 [N], all in memory. `data` and `model`: as in Task."""
-    if data:
-        found = torchvision_set(data, train=train, transform=None)
-        return found.data[:, None], found.targets
-    shape = (1, 28, 28) if model == "cnn" else (3, 224, 224)
-    size = SYNTHETIC_TRAIN if train else SYNTHETIC_TEST
-    generator = torch.Generator().manual_seed(derive_seed(SEED, int(train)))
-    pixels = torch.randint(0, 256, (size, *shape), dtype=torch.uint8, generator=generator)
-    return pixels, torch.randint(0, num_classes(model), (size,), generator=generator)
+def load_images(data: str, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [N, 1, 28, 28] and int64 [N], all in memory."""
+    found = torchvision_set(data, train=train, transform=None)
+    return found.data[:, None], found.targets
 
 
 def torchvision_set(data: str, *, train: bool, transform: Any) -> Any:
@@ -77,41 +64,24 @@ def torchvision_set(data: str, *, train: bool, transform: Any) -> Any:
     return FashionMNIST(data, train=train, transform=transform)
 
 
-def num_classes(model: str) -> int:
-    return 10 if model == "cnn" else 1000
-
-
-def build_model(name: str) -> nn.Module:
-    """Float [B, C, H, W] -> logits [B, classes]. Equal weights in each process and in each entrant."""
+def build_model() -> nn.Module:
+    """Float [B, 1, 28, 28] -> logits [B, 10], 105,866 parameters. Equal weights in each process and each entrant."""
     torch.manual_seed(SEED)
-    if name == "cnn":  # 105,866 parameters
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10),
-        )
-    from torchvision import models
-
-    model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes(name))
-    return model
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10),
+    )
 
 
 def read_task() -> Task:
     """The task as race.py gives it to a script: JSON, the first argument. Sets one thread a process."""
     torch.set_num_threads(1)
-    task = Task(**json.loads(sys.argv[1]))
-    if task.device == "cuda":
-        torch.cuda.set_device(task.here)
-        torch.backends.cudnn.benchmark = True  # PyTorch's tuning guide recommends it where shapes don't change
-    return task
+    return Task(**json.loads(sys.argv[1]))
 
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
@@ -137,7 +107,7 @@ class InMemory(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, task: Task) -> None:
-        self.images, self.labels = load_images(task.data, task.model, train=True)
+        self.images, self.labels = load_images(task.data, train=True)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -169,8 +139,6 @@ class Clock:
         """Count a finished step. Returns whether it was the last."""
         self.done += 1
         if self.done in (self.task.warm_up, self.task.steps):
-            if self.task.device == "cuda":
-                torch.cuda.synchronize()
             now_s = time.perf_counter()
             self.seconds, self.began_s = now_s - self.began_s, now_s
         return self.done == self.task.steps
@@ -187,12 +155,12 @@ def finish(task: Task, clock: Clock, model: nn.Module) -> None:
 
 
 def _evaluate(task: Task, clock: Clock, model: nn.Module) -> None:
-    images, labels = load_images(task.data, task.model, train=False)
+    images, labels = load_images(task.data, train=False)
     model.eval()
     right, loss = 0, 0.0
     with torch.no_grad():
         for part, answer in zip(images.split(512), labels.split(512), strict=True):
-            logits = model(normalize(part.to(task.here))).cpu()
+            logits = model(normalize(part))
             right += int((logits.argmax(1) == answer).sum())
             loss += float(nn.functional.cross_entropy(logits, answer, reduction="sum"))
     speed = (task.steps - task.warm_up) * task.batch_size / clock.seconds
@@ -202,10 +170,9 @@ def _evaluate(task: Task, clock: Clock, model: nn.Module) -> None:
 
 def build(config: Config) -> Workload:
     """The same for rankup: what a user writes to train a model and images of their own."""
-    model, data = config.options["model"], config.options.get("data", "")
-    kind = Classification(num_classes=num_classes(model), label_smoothing=0.0, prepare=normalize)
+    data, kind = config.options["data"], Classification(num_classes=10, label_smoothing=0.0, prepare=normalize)
     return Workload(
-        model=build_model(model), train=TensorSamples(*load_images(data, model, train=True)),
-        evaluation=TensorSamples(*load_images(data, model, train=False)), loss=kind.loss, evaluate=kind.evaluate,
-        data_name="Fashion-MNIST" if data else "random images", unit="images",
+        model=build_model(), train=TensorSamples(*load_images(data, train=True)),
+        evaluation=TensorSamples(*load_images(data, train=False)), loss=kind.loss, evaluate=kind.evaluate,
+        data_name="Fashion-MNIST", unit="images",
     )

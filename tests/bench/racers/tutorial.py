@@ -2,8 +2,7 @@
 
 Variant "loader": the data as PyTorch's quickstart has them, torchvision's FashionMNIST and its transforms, behind a
 DataLoader with a DistributedSampler. The tutorial has no workers. PyTorch's performance tuning guide recommends them,
-but two processes on the two CPUs of README's table were slower with one each, and with two. With a GPU each process has
-four, which is not measured.
+but two processes on the two CPUs of README's table were slower with one each, and with two.
 Variant "memory": the same loop on images in memory, fetched a batch at a time, so that no loader slows it down.
 Nothing else that the tutorial does not have: no channels_last, DDP and SGD as they are by default.
 """
@@ -19,40 +18,35 @@ from tests.bench.racers import shared
 
 def open_loader(task: shared.Task) -> DataLoader:
     """Batches of this process's share, on the host: uint8 from memory, or normalised float32 from torchvision."""
-    options = {"batch_size": task.share, "drop_last": True, "pin_memory": task.device == "cuda"}
+    options = {}
     if task.variant == "memory":
-        dataset = shared.InMemory(task)
-        options |= {"collate_fn": shared.as_it_is}
+        dataset, options = shared.InMemory(task), {"collate_fn": shared.as_it_is}
     else:
         from torchvision import transforms
 
         transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(shared.MEAN, shared.STD)])
         dataset = shared.torchvision_set(task.data, train=True, transform=transform)
-        if task.device == "cuda":
-            options |= {"num_workers": 4, "persistent_workers": True}
     sampler = shared.SameOrder(dataset, num_replicas=shared.world_size(), rank=shared.rank())
-    return DataLoader(dataset, sampler=sampler, **options)
+    return DataLoader(dataset, task.share, sampler=sampler, drop_last=True, **options)
 
 
 def main() -> None:
     task = shared.read_task()
     if shared.world_size() > 1:
-        dist.init_process_group("nccl" if task.device == "cuda" else "gloo")
+        dist.init_process_group("gloo")
     loader = open_loader(task)
-    plain = shared.build_model(task.model).to(task.here)
-    model = torch.compile(plain) if task.compile else plain
+    plain = model = shared.build_model()
     if shared.world_size() > 1:
-        model = DistributedDataParallel(model, device_ids=[task.here.index] if task.device == "cuda" else None)
+        model = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=shared.LR, momentum=shared.MOMENTUM)
     clock = shared.Clock(task)
     for epoch in range(clock.epochs(len(loader))):
         loader.sampler.set_epoch(epoch)
         for source, targets in loader:
-            source, targets = source.to(task.here), targets.to(task.here)
             if source.dtype == torch.uint8:
                 source = shared.normalize(source)
             optimizer.zero_grad()
-            with torch.autocast(task.here.type, torch.bfloat16, enabled=task.precision == "bf16"):
+            with task.autocast():
                 loss = nn.functional.cross_entropy(model(source), targets)
             loss.backward()
             optimizer.step()
