@@ -51,6 +51,7 @@ record.finish()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+
 def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
     records = Records(3, first_rank=8)
     empty = records.read(0)

@@ -77,6 +77,7 @@ def test_half_a_set_is_refused_naming_all_that_is_missing():
         assert {*gap.split()} - {"is", "are"} == FULL.keys() - {*names}
         assert ("torchrun" in way_out, "slurm/task.sh" in way_out, "\n" in message) == (True, True, False)
 
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
