@@ -15,7 +15,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import environ_of
 
 
-# On two nodes, in tests/launchers/: ddp_local_rank and ddp_tcp; imagenet and Lightning under Slurm
+# On two nodes, in tests/launchers/: ddp_local_rank; imagenet and Lightning under Slurm
 @pytest.mark.parametrize("name", ["ddp_env", "bert_trainer"])
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(

@@ -128,12 +128,6 @@ def be_script() -> None:
     sys.exit()
 
 
-def ddp_tcp(port: int) -> list[list[str]]:
-    """The script that is given everything by arguments: the words of each of its two processes."""
-    words = [str(FOLDER / "ddp_tcp.py"), "--dist-url", f"tcp://127.0.0.1:{port}", "--world-size", "2"]
-    return [[*words, "--rank", str(rank)] for rank in range(2)]
-
-
 def imagenet_on_two_nodes(forks: Forks) -> str:
     """The result of the example's script, started as its README starts two nodes, of two processes each."""
     words = [str(FOLDER / "imagenet.py"), "--multiprocessing-distributed", "--world-size", "2"]

@@ -1,4 +1,4 @@
-"""Somebody's scripts, unchanged and mounted, on two containers by SCRIPT: the weights of a start by hand.
+"""Somebody's script, unchanged and mounted, on two containers by SCRIPT: the weights of a start by hand.
 
 Slurm runs the others on two nodes, tests/commands/test_foreign.py on one.
 """
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import Project, project
-from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, Once, by_hand, ddp_tcp, expected, result_of
+from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, Once, expected, result_of
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import free_port
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 
@@ -23,15 +22,6 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
         one = "environment: {OMP_NUM_THREADS: 1}"
         made.override(f"services: {{node0: {{{one}}}, node1: {{{one}}}}}")
         yield made
-
-
-def test_compose_runs_a_script_that_is_given_its_address_and_rank(nodes: Project, once: Once, forks: Forks) -> None:
-    """Each node has a line of its own."""
-    words = "/code/ddp_tcp.py --dist-url tcp://node0:29500 --world-size 2 --rank"
-    nodes.override(f"services: {{node0: {{command: {words} 0}}, node1: {{command: {words} 1}}}}")
-    nodes.up()
-    assert nodes.codes() == [0, 0], nodes.logs()
-    assert result_of(nodes.logs()) == once("ddp_tcp", lambda: by_hand(forks, *ddp_tcp(free_port())))
 
 
 def test_compose_runs_two_ranks_of_a_script_on_each_node(

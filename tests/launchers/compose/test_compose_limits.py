@@ -33,13 +33,6 @@ def test_a_closed_port_is_said_also_when_node0_has_gone_and_its_name_with_it(nod
     assert all(refused in line for line in nodes.logs().splitlines() if gone in line)  # the cause still comes first
 
 
-def test_too_little_shared_memory_is_the_users_mistake(nodes: Project) -> None:
-    job = "--dataset fake --image-size 256 --model mlp --batch-size 256 --in-memory never --num-workers 2 --name job"
-    nodes.up(ARGS=job, SHM_SIZE="1m")
-    assert 2 in nodes.codes(), nodes.logs()
-    assert "/dev/shm must hold the batches of all DataLoader workers" in nodes.logs()
-
-
 def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
     nodes.runs.mkdir()
     nodes.runs.chmod(0o755)
