@@ -204,11 +204,12 @@ class Writer:
 def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_the_run_has_left_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, write, writer = threading.Event(), state_copies.write_durably, Writer(tmp_path)
+    go_on, write, writer, written = threading.Event(), state_copies.write_durably, Writer(tmp_path), set[str]()
     save(writer.folder, 40)
 
     def slow(path: Path, content: Any) -> Any:
         go_on.wait(60)
+        written.add(path.parent.name.removeprefix(state_copies.STAGING)[:13])
         return write(path, content)
 
     monkeypatch.setattr(state_copies, "write_durably", slow)
@@ -218,6 +219,7 @@ def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_th
     writer.save(12, wait=True)
     writer.second.wait()
     assert (steps(writer.folder), writer.said) == ([12], [])
+    assert written == {"step-00000004", "step-00000012"}
 
 
 def test_ranks_that_differ_on_purpose_keep_no_copy(nodes: Nodes) -> None:

@@ -26,8 +26,8 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
     os.truncate(save(tmp_path, 2) / "model.safetensors", 50)
     flip(save(tmp_path, 3) / "model.safetensors", 50)
-    (save(tmp_path, 4) / "manifest.json").write_text('{"step": 4, "files": {"model.safetensors": 1}}')
     assert newest(tmp_path)[0] == 1  # a run begins with this; no save reads what others wrote
+    (save(tmp_path, 4) / "manifest.json").write_text('{"step": 4, "files": {"model.safetensors": 1}}')
     save(tmp_path, 5, keep=2)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     save(tmp_path, 6, keep=2)
