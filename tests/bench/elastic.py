@@ -1,11 +1,15 @@
 """What does a change of the nodes cost a job: under `launch`, with a spare and without, and under torchrun?
 
     python tests/bench/elastic.py [--repeats 10]
+    python tests/bench/elastic.py --light 64
 
 Three nodes of one process each, all on this machine. Each repeat starts a job of each kind, by turns, and does to it
 what the table says. A node is killed with its ranks, which the others see at once, or stopped (SIGSTOP), which they see
 by its silence. The time is from there to the end of the next step. A node that comes back costs a pause: the time
 between two steps. Torchrun's node 0 holds the store, without which its job ends.
+
+`--light`: so many agents of one job, whose ranks are a script that sleeps. The time is until the last rank of the next
+membership has started. Rounds of changes follow each other for two minutes at most. Nothing is asserted.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,23 @@ TORCHRUN = [
     "--max-restarts=1000",
 ]
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# Each rank writes down where it is and when, as it starts and as it is told to leave
+LIGHT = """
+import os, signal, sys, time
+name = os.path.join(sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + os.environ["RANK"])
+def write(kind):
+    with open(f"{name}.new", "w") as file:
+        print(time.time(), os.environ["NODE"], file=file)
+    os.rename(f"{name}.new", f"{name}.{kind}")
+def leave(*_):
+    write("left")
+    os._exit(143)
+signal.signal(signal.SIGTERM, leave)
+write("began")
+while True:
+    signal.pause()
+"""
+BUDGET_S = 120.0  # no further round begins after it
 
 
 class Job:
@@ -64,7 +85,7 @@ class Job:
             with (self.folder / f"node{node}.txt").open("a") as output:
                 self.nodes[node] = psutil.Popen(
                     [sys.executable, *self.line[:at], *own, *self.line[at:]], cwd=ROOT, stdin=subprocess.DEVNULL,
-                    env=environment(SEPARATE_STORE), stdout=output, stderr=output,
+                    env=environment({**SEPARATE_STORE, "NODE": str(node)}), stdout=output, stderr=output,
                 )
 
     def processes(self, node: int) -> list[psutil.Process]:
@@ -149,13 +170,106 @@ KINDS = {
 }
 
 
+class Light:
+    """One job of `count` light agents, one of them a spare."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count, self.folder, self.attempt = count, folder, -1
+        (folder / "job.py").write_text(LIGHT)
+        options = [f"--nnodes={count // 2}:{count - 1}", "--spares=1", f"--wait-for-node={WAIT_S}"]
+        self.job = Job(folder, [*LAUNCH, *options, f"--run-dir={folder}", str(folder / "job.py"), str(folder)])
+
+    def times(self, attempt: int, kind: str) -> dict[int, tuple[float, int]]:
+        """When each rank did that, and on which node."""
+        found = {}
+        for path in self.folder.glob(f"{attempt}-*.{kind}"):
+            at, node = path.read_text().split()
+            found[int(path.stem.partition("-")[2])] = float(at), int(node)
+        return found
+
+    def next(self, world_size: int) -> float:
+        """Wait until so many ranks of a newer attempt have started. Returns when the last one did."""
+        def found() -> list[int]:
+            attempts = [int(name.partition("-")[0]) for name in os.listdir(self.folder) if name.endswith(".began")]
+            newest = max(attempts, default=-1)
+            return [newest] if newest > self.attempt and attempts.count(newest) == world_size else []
+
+        self.attempt = wait_for(f"{world_size} ranks", found)[0]
+        began = self.times(self.attempt, "began")
+        self.used = [began[rank][1] for rank in range(world_size)]  # nodes by rank: the first one leads
+        return max(at for at, _ in began.values())
+
+    def spare(self, node: int) -> None:
+        """Have that node come as a spare, and wait until it has a vote."""
+        path = self.folder / f"node{node}.txt"
+        known = path.read_text().count("is a spare")
+        self.job.start(node)
+        wait_for("a spare", lambda: path.read_text().count("is a spare") > known)
+        time.sleep(3)
+
+    def killed(self, place: int, left: int) -> tuple[int, float]:
+        """Kill the node of that rank. Returns it, and the seconds until so many ranks have started."""
+        lost, began_s = self.used[place], time.time()
+        self.job.kill(lost)
+        took_s = self.next(left) - began_s
+        time.sleep(2)
+        return lost, took_s
+
+    def round(self) -> dict[str, float]:
+        costs, all_used = {}, self.count - 1
+        first, costs["an agent is killed, a spare is there"] = self.killed(self.count // 3, all_used)
+        what = f"an agent is killed, no spare is there, with {WAIT_S} s of --wait-for-node"
+        second, costs[what] = self.killed(-1, all_used - 1)
+        began_s, before = time.time(), self.attempt
+        self.job.start(second)
+        last_s = self.next(all_used)
+        costs["it comes back: pause"] = last_s - min(at for at, _ in self.times(before, "left").values())
+        costs["it comes back: from its start"] = last_s - began_s
+        self.spare(first)
+        leader, costs["the agent that leads is killed, a spare is there"] = self.killed(0, all_used)
+        self.spare(leader)
+        return costs
+
+
+def light(count: int, repeats: int) -> Iterator[dict[str, float]]:
+    """The costs of each round of changes, and first that of the start."""
+    folder = Path(tempfile.mkdtemp())
+    made, began_s = Light(count, folder), time.time()
+    try:
+        made.job.start(*range(count))
+        yield {"all start": made.next(count - 1) - began_s}
+        time.sleep(5)
+        agents = [*made.job.nodes.values()]
+        before_s, looked_s = sum(sum(each.cpu_times()[:2]) for each in agents), time.monotonic()
+        time.sleep(5)
+        used_s, took_s = sum(sum(each.cpu_times()[:2]) for each in agents) - before_s, time.monotonic() - looked_s
+        yield {"at rest: CPUs that all agents take": used_s / took_s}
+        for _ in range(repeats):
+            if time.time() - began_s > BUDGET_S:
+                break
+            yield made.round()
+    finally:
+        made.job.kill(*made.job.nodes)
+        shutil.rmtree(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--light", type=int, default=0, metavar="AGENTS")
     given = parser.parse_args()
     costs, loads, began_s = defaultdict[tuple[str, str], list[float]](list), [], time.monotonic()
 
-    for _ in range(given.repeats):
+    def take(kind: str, found: dict[str, float]) -> None:
+        loads.append(os.getloadavg()[0])
+        for what, took_s in found.items():
+            costs[kind, what].append(took_s)
+            print(f"{kind}: {what}: {took_s:.2f}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
+
+    if given.light:
+        for found in light(given.light, given.repeats):
+            take(f"{given.light} light agents", found)
+    for _ in range(0 if given.light else given.repeats):
         for kind, make in KINDS.items():
             folder = Path(tempfile.mkdtemp())
             job = make(folder)
@@ -163,18 +277,14 @@ def main() -> None:
                 job.start(*range(NODES))
                 wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())
                 time.sleep(3)
-                found = measure(job, kind)
+                take(kind, measure(job, kind))
             except SystemExit:
                 if not job.torchrun:
                     raise
-                found = {f"no step within {recovery.PATIENCE_S:g} s": math.inf}
+                take(kind, {f"no step within {recovery.PATIENCE_S:g} s": math.inf})
             finally:
                 job.kill(*job.nodes)
                 shutil.rmtree(folder)
-            for what, took_s in found.items():
-                loads.append(os.getloadavg()[0])
-                costs[kind, what].append(took_s)
-                print(f"{kind}: {what}: {took_s:.2f}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
     rows = [
         [*names, *(f"{of(took):.2f}" for of in (statistics.median, min, max)), str(len(took))]
         for names, took in costs.items()
