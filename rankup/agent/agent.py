@@ -42,6 +42,7 @@ from rankup.errors import LEFT_OUT, STOPPED, JoinError, PeerLost, UserError
 from rankup.places.place import Place
 
 log = logging.getLogger("rankup")
+MOST = 1 << 16  # characters of a script's arguments that other nodes are told
 
 
 async def id_of(shared_dir: str) -> str:
@@ -134,10 +135,12 @@ class Lead:
 
     async def _claim(self, job: str, number: int) -> bool:
         """Own what follows that membership: be the first to write in the shared folder that this member does."""
-        place = Place.open(self.options.shared_dir, warn=log.debug)
         token = json.dumps({"token": self.leader.me.token}).encode()
+
+        def create() -> bool:
+            return Place.open(self.options.shared_dir, warn=log.debug).create(f"{job}-after-{number}.json", token)
+
         with contextlib.suppress(OSError, UserError, PeerLost):
-            create = functools.partial(place.create, f"{job}-after-{number}.json", token)
             return await in_thread(create, timeout_s=timing.CLAIM_S)
         return False
 
@@ -234,6 +237,7 @@ class Agent:
         settings = self.options.script.must_match()
         if self.limits is not None:
             settings |= {"--nnodes": f"{self.limits.least}:{self.limits.most}"}
+        arguments = self.options.script.arguments
         place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()
@@ -243,10 +247,12 @@ class Agent:
             world_size=self.node.world_size, host=host_name(), pid=os.getpid(),
             digest=_digest(json.dumps(settings, sort_keys=True)),
             left_s=self.options.join_timeout_s, ip="" if self.alone else chosen_address(os.environ),
-            serves=self.port if self.limits is not None else 0, arguments=_digest(self.options.script.arguments),
+            serves=self.port if self.limits is not None else 0, arguments=_digest(arguments),
         )
+        if len(arguments) > MOST:  # a message has room for no more
+            arguments = f"{len(arguments)}-characters"
         self.attendance = Attendance(
-            me, settings | {"arguments": self.options.script.arguments}, self._find_leader,
+            me, settings | {"arguments": arguments}, self._find_leader,
             notice=functools.partial(log.warning, "%s"),
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,

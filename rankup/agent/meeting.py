@@ -571,6 +571,7 @@ class Leader:
         self._void()
         self.running, self._formed, self.changing = True, n, False
         self._digest = self._chosen[0].member.digest
+        self._sort_out()  # who came after the proposal
         for seat in self._seats.values():
             seat.finished.clear()
         on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)

@@ -34,6 +34,7 @@ Nothing that arrives is unpickled or executed. Whoever sends something else is d
 """
 
 import asyncio
+import itertools
 import os
 import re
 import secrets
@@ -57,6 +58,7 @@ VERSION = 6  # of the messages; hello and refused stay as they are
 
 INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
+SECRET = re.compile(r"(?i)([^\s=]*(?:key|token|secret|password)[^\s=]*[ =])('[^']*'|\S+)")  # and its value
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
@@ -219,7 +221,8 @@ def describe_unlike(who: str, theirs: Mapping[str, str], ours: Mapping[str, str]
     `arguments`: what `describe_arguments` says, "" where they are the same."""
     names = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
     found = [arguments] if arguments else []
-    found += [f"{name} must be {ours.get(name, 'absent')}, got {theirs.get(name, 'nothing')}" for name in names[:4]]
+    rows = [(name, ours.get(name, "absent"), theirs.get(name, "nothing")) for name in names[:4]]
+    found += ["{} must be {}, got {}".format(*(_printable(text) for text in row)) for row in rows]
     return (
         f"{who}: {'; '.join(found)}. Start it with the same program, arguments and settings, or another job at "
         "another port."
@@ -233,9 +236,15 @@ def describe_arguments(theirs: list[str], ours: list[str]) -> str:
         del one[-1], other[-1]
     while one and other and one[0] == other[0] and not (one[0][:1] == "-" and one[1:2] != other[1:2]):
         del one[0], other[0]  # the name of a value stays
-    escaped = (shlex.join(words)[:200].encode("unicode_escape").decode() for words in (one, other))
-    got, must = (text or "nothing" for text in escaped)
+    texts = [SECRET.sub(r"\1***", shlex.join(words)) for words in (one, other)]
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+    got, must = (_printable(text[max(0, alike - 100):]) or "nothing" for text in texts)
     return f"arguments must be {must}, got {got}"
+
+
+def _printable(text: str) -> str:
+    """Of what another node has sent: it may hold anything, and as much as it likes."""
+    return text[:200].encode("unicode_escape").decode()
 
 
 def describe_change(

@@ -106,11 +106,11 @@ def test_rank_gets_torchruns_variables_and_what_is_meant_for_it(knows_us: bool, 
     given = {"CARPET": "y", "RANKUP_CACHE": "x", "TORCHELASTIC_RUN_ID": "stale",
              "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTHONUNBUFFERED": ""}
     line = ("-m", "rankup", "launch", "--nproc=2", f"--run-dir={tmp_path}/runs", f"--work-dir={tmp_path}/work")
-    bare = ("env", "-u", "OMP_NUM_THREADS")
-    with ended(start(*bare, sys.executable, *line, write(tmp_path, text), "--lr", "0.1", env=given)) as job:
+    bare, words = ("env", "-u", "OMP_NUM_THREADS"), ["--lr", "0.1", *(f"shard-{n:06}" for n in range(90_000))]
+    with ended(start(*bare, sys.executable, *line, write(tmp_path, text), *words, env=given)) as job:
         assert job.wait() == [0], job.output
     found = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in TWO]
-    assert [(each["argv"], each["cwd"]) for each in found] == [(["--lr", "0.1"], str(tmp_path / "work"))] * 2
+    assert [(each["argv"], each["cwd"]) for each in found] == [(words, str(tmp_path / "work"))] * 2
     first, second = (each["env"] for each in found)
     assert first.keys() >= set_by_torchrun()
     for name, values in {"RANK": ("0", "1"), "LOCAL_RANK": ("0", "1"), "WORLD_SIZE": ("2", "2")}.items():

@@ -21,7 +21,7 @@ from rankup.agent import attendance
 from rankup.agent.attendance import Attendance
 from rankup.agent.meeting import Leader
 from rankup.agent.network import LONGEST, Link, encode
-from rankup.agent.protocol import VERSION, Member, describe_differences, describe_missing
+from rankup.agent.protocol import VERSION, Member, describe_arguments, describe_differences, describe_missing
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, LaunchError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -268,6 +268,36 @@ async def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
         await until(lambda: [here.leader.tick(), here.leader.changing][1])
 
 
+@pytest.mark.parametrize("most", [1, 3])
+@asynchronous
+async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_alone(most: int):
+    """It gets no vote, and the ranks do not stop for it."""
+    async with room(member(0, of=2), Limits(1, most, wait_s=0.0)) as here:
+        begun, prepared = asyncio.Event(), asyncio.Event()
+
+        async def prepare(n: int) -> Mapping[str, Any]:
+            begun.set()
+            await prepared.wait()
+            return {"job": "job"}
+
+        here.prepared = prepare
+        first = await here.enter(member(0, of=2), settings={"script": "a"})
+        await here.pass_time(FOUND_S + 1, first)
+        await get_ready([first])
+        await begun.wait()
+        wrong = await here.enter(member(1, of=2, digest="other"), settings={"script": "\x1b" + "b" * 300})
+        wrong.say("alive", ranks=[], warm=True)
+        await until(lambda: len(here.leader.members) == 2)
+        prepared.set()
+        said = await wrong.hears("refused")
+        assert said["code"] == USER_MISTAKE
+        assert f"script must be a, got \\x1b{'b' * 199}. Start it" in said["text"]
+        assert (await first.hears("commit"))["basis"]["voters"] == ["token0"]
+        await here.pass_time(3.0, first)
+        await here.nothing_is_said_to(first)
+        assert [member.token for member in here.leader.members] == ["token0"]
+
+
 @asynchronous
 async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
     async with room(limits=ANY) as here:
@@ -474,6 +504,20 @@ async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was
         await (await here.enter(newcomer, **more)).hears("refused")
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "text"),
+    [
+        (["a", "--lr", "1", "b"], ["a", "--lr", "2", "b"], "--lr 2, got --lr 1"),
+        (["--lr=2"], [], "nothing, got --lr=2"),
+        (["--api-key=A", "--token", "b c", "x"], ["--api-key=B", "--token", "c"],
+         "--api-key=*** --token ***, got --api-key=*** --token *** x"),
+        ([f"{'x' * 400}1"], [f"{'x' * 400}2"], f"{'x' * 100}2, got {'x' * 100}1"),
+    ],
+)
+def test_what_differs_between_arguments_is_shown_and_no_secret(theirs: list[str], ours: list[str], text: str):
+    assert describe_arguments(theirs, ours) == f"arguments must be {text}"
 
 
 @asynchronous
