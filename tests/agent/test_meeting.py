@@ -939,6 +939,21 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
 
 
 @asynchronous
+async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "ROUTE_S", 2.0)
+    async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
+        link, hello = await greeted(links)
+        strangers = [socket.create_connection(("127.0.0.1", hello["port"])) for _ in range(100)]
+        for n in range(1, 150):
+            link.send("propose", n=n, ip="", next=["127.0.0.1", hello["port"], "rank 1 on node1", ""])
+            said = await Puppet(link, member(1)).hears("ready")
+            assert (said["n"], said["problem"]) == (n, "")
+            await one.hears("propose")
+        for stranger in strangers:
+            stranger.close()
+
+
+@asynchronous
 async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "NOTICE_S", 0.05)
     said: list[str] = []

@@ -84,6 +84,27 @@ def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypa
     assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
 
 
+def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waits, poll = threading.Event(), select.poll
+    monkeypatch.setattr(logs.select, "poll", lambda: (waits.set(), poll())[1])
+    reader, writer = pipe
+    fill(writer)
+    out = Output(writer)
+    waiting = threading.Thread(target=out.write, args=[b"waits\n"], daemon=True)
+    waiting.start()
+    assert waits.wait(60)
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), writer)
+        out.write(b"hello\n")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.read(reader, 2**20)
+    waiting.join()
+    assert (tmp_path / "said").read_text() == "hello\n"
+
+
 PRINTS = """
 import os, sys
 from rankup.agent.logs import guard

@@ -103,6 +103,16 @@ def test_grey_images_are_the_mean_of_the_colours(folder: Path) -> None:
     assert torch.equal(grey.float(), expected)
 
 
+def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -> None:
+    for augment in (True, "imagenet"):
+        built = workload.build(config_of(folder, augment))
+        assert built.open_input is not None
+        assert isinstance(built.evaluation, FileSamples)
+        samples, name_of = built.open_input(str(folder / "val"))
+        assert [name_of(index) for index in range(6)] == list(built.evaluation.paths)
+        assert torch.equal(samples.batch(torch.arange(6), None)[0], built.evaluation.batch(torch.arange(6), None)[0])
+
+
 # Whole jobs -----------------------------------------------------------------------------------------------------
 
 

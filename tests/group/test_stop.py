@@ -223,19 +223,34 @@ def test_ranks_of_different_speeds_stop_at_one_step_under_launch_also_while_one_
 # Repeats ------------------------------------------------------------------------------------------------------
 
 
-def wide_window() -> None:
-    """A slow sender is still within it."""
+def slow_save() -> None:
+    """A slow sender is still within the window. Once `asked` is there, a save takes so long that repeats come in it."""
     from rankup.group import stop
+    from rankup.state import copies
 
     stop.REPEAT_S = 60.0
+    write = copies.write_durably
+
+    def slow(path: Path, content: Any) -> Any:
+        time.sleep(0.5 if (path.parents[2] / "asked").exists() else 0)
+        return write(path, content)
+
+    copies.write_durably = slow
 
 
-def test_repeats_within_the_window_count_as_one(forks: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", [False, True])
+def test_repeats_within_the_window_count_as_one_in_a_step_and_in_its_save(
+    forks: Forks, tmp_path: Path, saving: bool
+) -> None:
     run, there, go = tmp_path / "run", tmp_path / "there", tmp_path / "go"
     order = probe("loss", 14, rank=0, tell=str(there), until=str(go))
-    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:wide_window") as job:
+    with forks.running(*train(run), world_size=2, env=order, preload="tests.group.test_stop:slow_save") as job:
         job.wait_until(there.exists, "rank 0 in step 12")
-        for _ in range(3):
+        (run / "asked").touch()
+        for number in range(3):
+            if saving and number == 1:
+                go.touch()
+                job.wait_until(lambda: any((run / "checkpoints").glob(".writing-*")), "the save")
             for process in job.processes:
                 process.signal_group("SIGTERM")
             time.sleep(0.2)  # the kernel merges what comes faster

@@ -25,8 +25,8 @@ HOROVOD = ("--parallel", "horovod")
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
 
-def train(forks: Forks, folder: Path, world_size: int, *arguments: str) -> Path:
-    forks.ends(*LINE, *arguments, "--run-dir", folder, world_size=world_size)
+def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload: str = "") -> Path:
+    forks.ends(*LINE, *arguments, "--run-dir", folder, world_size=world_size, preload=preload)
     return folder / "run"
 
 
@@ -99,6 +99,23 @@ def test_other_curve_is_the_same_with_unequal_parts(forks: Forks, tmp_path: Path
     difference = largest_difference(train(forks, tmp_path / "three", 3, *OTHERS[variant]), expected)
     print(f"{variant}: loss within {difference:.1e}")
     assert difference < 1e-5
+
+
+def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exchange_statistics(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """On CPUs, by torch's SyncBatchNorm with formulas for its kernels. `own`: what each rank's own statistics give."""
+    norm = ("--workload", "tests.rigs.recording_workload:build", "--options.model", "norm")
+    expected = losses(train(forks, tmp_path / "one", 1, *norm))
+    assert largest_difference(train(forks, tmp_path / "own", 3, *norm), expected) > 1e-3
+    train(forks, tmp_path / "synced", 3, *norm, preload="tests.rigs.sync_norm:convert")
+    difference = largest_difference(tmp_path / "synced" / "run", expected)
+    print(f"synchronized batch norm: loss within {difference:.1e}")
+    assert difference < 1e-5
+    # By the running statistics
+    evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
+                   for name in ("one", "synced")]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
 
 
 def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone: list[float], tmp_path: Path) -> None:

@@ -153,6 +153,11 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
         load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
 
 
+def test_docs_have_the_commands_of_the_program() -> None:
+    named = {words[0] for document in documents() for words in program_lines(document)}
+    assert named >= {"train", "evaluate", "predict", "show", "launch"}
+
+
 def test_docs_name_make_targets_that_exist(document: str) -> None:
     targets = {
         name for line in re.findall(r"^([a-z0-9 -]+):.*## ", read("Makefile"), re.MULTILINE) for name in line.split()

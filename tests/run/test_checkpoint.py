@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rankup.loop.record import FORMAT, RANDOM_SCHEME
-from rankup.state.copies import fingerprint, list_copies
+from rankup.state.copies import find_problem, fingerprint, list_copies
 from tests.rigs.checkpoints import (
     flip,
     load_checkpoint,
@@ -64,6 +64,19 @@ def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, damage: str)
     assert step == 10
     assert len(said) == 1
     assert said[0].startswith(f"checkpoint step-00000020 was passed over: {why}")
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../secret", "shards/secret", "..", ""])
+def test_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    """What it names is read, and copied to where the run is mirrored."""
+    path = save(tmp_path, 10)
+    (path / "shards").mkdir()
+    for secret in (tmp_path / "secret", path / "shards" / "secret"):
+        secret.write_text("secret")
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][name] = fingerprint(b"secret")
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    assert find_problem(path) == f"{MANIFEST} is damaged"
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
     assert rescue.write(RUN, 6, unexpected) == ""
     assert write(8) == ""
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
+
+
+@pytest.mark.parametrize(("full", "place"), [((), "shm"), (("shm",), "tmp"), (("shm", "tmp"), None)])
+def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both_are(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...], place: str | None
+) -> None:
+    usage = lambda path: SimpleNamespace(free=1000 if Path(path).name in full else 2**30)  # noqa: E731
+    monkeypatch.setattr(rescue.shutil, "disk_usage", usage)
+    problem = write(7)
+    assert [f"{memory.parent / name} has 0 MiB free, " in problem for name in ("shm", "tmp")] == [place is None] * 2
+    assert [path.parents[2].name for path in rescue.found()] == ([place] if place else [])
 
 
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints appear whole or not at all, and the last good one is never lost: retention, kills, full disks."""
 
+import errno
 import os
 import random
 import signal
@@ -7,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rankup.errors import UserError
+from rankup.state import copies
 from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import flip, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
@@ -113,6 +117,39 @@ def test_kill_at_any_point_of_a_save_leaves_the_last_good_one(tmp_path: Path) ->
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[2]) > 5, done.stdout
+
+
+CALLS = {
+    "mkdir": (Path, "mkdir", ".writing-"),
+    "write": (copies, "write_durably", "model.safetensors"),
+    "last write": (copies, "write_durably", "manifest.json"),
+    "sync": (copies, "_sync", ".writing-"),
+    "rename": (Path, "rename", ".writing-"),
+}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", CALLS)
+def test_failing_disk_loses_no_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    owner, name, fragment = CALLS[call]
+    real = getattr(owner, name)
+
+    def fails(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path.name.startswith(fragment):
+            raise OSError(number, os.strerror(number))
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(owner, name, fails)
+    said = "has no space left" if number in (errno.ENOSPC, errno.EDQUOT) else os.strerror(number)
+    with pytest.raises(UserError, match=said) as caught:
+        save(tmp_path, 30, keep=1)
+    assert str(tmp_path) in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+    assert newest(tmp_path) == (20, [])
 
 
 SPLIT = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-steps=0")

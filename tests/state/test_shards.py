@@ -82,6 +82,25 @@ def test_format_changes_no_bit(forks: Forks, trained: Path, tmp_path: Path) -> N
 # Going on -------------------------------------------------------------------------------------------------------
 
 
+def no_part() -> None:
+    """In the process of a rank: rank 1 can't tell what its part is."""
+    from rankup.errors import UserError
+    from rankup.state import saver
+
+    def fails(*given: Any) -> Any:
+        raise UserError("state: it must be split by Shard and Replicate.")
+
+    if os.environ["RANK"] == "1":
+        saver.own_parts = fails
+
+
+def test_part_that_one_rank_cannot_tell_ends_all_ranks_in_one_line(forks: Forks, tmp_path: Path) -> None:
+    line, preload = (*LINE, *SHARDED, "--run-dir", tmp_path), f"{__name__}:no_part"
+    output = forks.ends(*line, world_size=2, preload=preload, code=2)
+    assert output.count("error: state: it must be split by Shard and Replicate.") == 1, output
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 # From and to: sharded and plain, other world sizes, other methods
 CHANGES: dict[str, tuple[tuple[int, tuple[str, ...]], tuple[int, tuple[str, ...]]]] = {
     "two ranks to one": ((2, SHARDED), (1, SHARDED)),

@@ -70,6 +70,46 @@ def test_paths_that_look_alike_are_told_apart() -> None:
     assert [found["a"]["b"].item(), found["a.b"].item(), found["__metadata__"].item()] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.lr_scheduler.MultiStepLR(p, [2, 4, 4]),
+    lambda p: torch.optim.lr_scheduler.ReduceLROnPlateau(p),
+    lambda p: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(p, 3),
+], ids=["MultiStepLR", "ReduceLROnPlateau", "CosineAnnealingWarmRestarts"])
+@pytest.mark.parametrize("optimizer", [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    lambda p: torch.optim.LBFGS(p), lambda p: torch.optim.Adafactor(p),
+], ids=["SGD", "AdamW", "LBFGS", "Adafactor"])
+def test_torchs_optimizers_and_schedulers_go_on_as_if_nothing_had_happened(optimizer: Any, make: Any) -> None:
+    def build() -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        steps = optimizer(model.parameters())
+        return [model, steps, make(steps), torch.optim.swa_utils.AveragedModel(model)]
+
+    def train(model: Any, steps: Any, schedule: Any, average: Any) -> None:
+        def loss() -> torch.Tensor:
+            steps.zero_grad()
+            value: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        for _ in range(3):
+            steps.step(loss)
+            schedule.step(*[1.0] * isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau))
+            average.update_parameters(model)
+
+    whole, resumed = build(), build()
+    train(*whole)
+    for part, state in zip(resumed, back(parts=[part.state_dict() for part in whole])["parts"], strict=True):
+        part.load_state_dict(state)
+    for each in (whole, resumed):
+        train(*each)
+    for index in (0, 3):
+        pairs = zip(whole[index].parameters(), resumed[index].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert repr(whole[2].state_dict()) == repr(resumed[2].state_dict())
+
+
 def itself() -> list[Any]:
     value: list[Any] = []
     value.append(value)

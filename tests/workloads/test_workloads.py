@@ -55,6 +55,16 @@ def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> N
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
 
 
+def test_model_of_other_data_is_not_evaluated(forks: Forks, project: Path) -> None:
+    """As after a fallback to other data: their classes are not those that the model learned."""
+    forks.ends("train", *LINE, "--max-steps=1", cwds=[project])
+    own = project / "throws.py"
+    own.write_text(own.read_text().replace('data_name="throws"', 'data_name="others"'))
+    output = forks.ends("evaluate", "--name=throws", cwds=[project], code=2)
+    assert "was trained on throws, got others now. Set --data-dir or --dataset." in output
+    forks.ends("evaluate", *LINE, cwds=[project])
+
+
 def test_example_is_evaluated_and_predicts(forks: Forks, project: Path) -> None:
     more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
     trains, predicts = ("train", "--epochs", "3", "--options.width", "16"), ("predict", "--output", "throws.csv")
