@@ -271,11 +271,14 @@ class Server:
     def serve(self) -> list[str] | None:
         """Return None once the agent is gone and what was started here is killed; in a forked rank, its argv."""
         received, passed = b"", []  # descriptors may come before the whole of their request
+        poll = select.poll()  # `select` takes no descriptor above 1023, and the agent may have as many open
+        for each in (self.channel, self._woken):
+            poll.register(each, select.POLLIN)
         while True:
-            readable = select.select([self.channel, self._woken], [], [])[0]
-            if self._woken in readable:
+            readable = [descriptor for descriptor, _ in poll.poll()]
+            if self._woken.fileno() in readable:
                 self._woken.recv(4096)
-            if self.channel in readable:
+            if self.channel.fileno() in readable:
                 # A rank must not hold another one's output open
                 data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64, socket.MSG_CMSG_CLOEXEC)
                 if not data:

@@ -23,6 +23,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,10 +63,12 @@ class Output(io.RawIOBase):
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
         self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._begin_fork)
+        OUTPUTS.add(self)
 
-    def _begin_fork(self) -> None:
-        self._lock = threading.Lock()  # the one who held it may not be here
+    @staticmethod
+    def begin_fork() -> None:
+        for each in OUTPUTS:
+            each._lock = threading.Lock()  # the one who held it may not be here
 
     def fileno(self) -> int:
         return self._number
@@ -116,6 +119,10 @@ class Output(io.RawIOBase):
             return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
         except OSError:  # a socket, another user's terminal
             return os.dup(self._number), select.PIPE_BUF
+
+
+OUTPUTS = weakref.WeakSet[Output]()  # of this process
+os.register_at_fork(after_in_child=Output.begin_fork)
 
 
 def guard(*names: str) -> None:
@@ -277,7 +284,7 @@ class Pump:
     def __init__(
         self, stdout: int, stderr: int, *, rank: int, world_size: int, host: str = "", file: Output | None = None
     ) -> None:
-        """Begin to read. `stdout`, `stderr`: the reading ends of the pipes, closed here."""
+        """Begin to read. `stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._alone, self._file = world_size == 1, file
         self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
@@ -312,6 +319,8 @@ class Pump:
                     del rest[pipe]
                     poll.unregister(pipe)
                     os.close(pipe)
+        if self._file is not None:
+            os.close(self._file.fileno())
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])

