@@ -242,7 +242,7 @@ class StatusFile:
 
         `code`, `why`: of the run. By default those of the rank that ended it, not of the ranks that lost that rank.
         """
-        earlier = read_json(self.run_dir / "status.json") or {} if self.rank == 0 else {}
+        earlier = self._earlier() if self.rank == 0 else {}
         if self.rank != 0 or not self._may_write(earlier):
             return
         if earlier.get("state") in ("finished", "stopped") and earlier.get("attempt") != self.attempt:
@@ -260,6 +260,11 @@ class StatusFile:
             summary = self._ended
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "status.json", summary)
+
+    def _earlier(self) -> dict[str, Any]:
+        """What stands there; nothing where it is damaged, as it will be written anew."""
+        found = read_json(self.run_dir / "status.json")
+        return found if isinstance(found, dict) else {}
 
     def _may_write(self, earlier: dict[str, Any]) -> bool:
         """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second
@@ -337,7 +342,7 @@ class ScriptStatus(StatusFile):
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.owner = self._stack.enter_context(Lease(self.run_dir, attempt_of(self.job, restarts), agreed=agreed))
-        code = (read_json(self.run_dir / "status.json") or {"code": FINISHED}).get("code")
+        code = self._earlier().get("code", FINISHED)
         return code is None or int(code) >= 128
 
     def release(self) -> None:

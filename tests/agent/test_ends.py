@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.ends import End, Ends, StatusFile, attempt_of, job_of, new_job, write_end
+from rankup.agent.ends import End, Ends, ScriptStatus, StatusFile, attempt_of, job_of, new_job, write_end
 from rankup.env.rank_env import RankEnv, read_rank_env
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 from rankup.places.files import read_json
@@ -149,6 +149,15 @@ def test_an_attempt_that_is_running_keeps_its_status(tmp_path: Path) -> None:
     alone = status_file(tmp_path, shared=False)  # a folder of its own is written without asking
     alone.write_summary([])
     assert attempt_in(tmp_path) == alone.attempt
+
+
+def test_damaged_status_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("[1]")
+    script = ScriptStatus(tmp_path, 1)
+    assert not script.take(0, agreed=False)
+    script.begin(0, [])
+    script.release()
+    assert read_json(tmp_path / "status.json")["state"] == "running"
 
 
 def test_the_owner_replaces_what_a_killed_attempt_left_and_stops_where_it_lost_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +27,10 @@ RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
 
 @dataclass(frozen=True)
 class Script:
-    """One script. `arguments`: for two processes on one node; {folder} is a new one. `package`: beside torch."""
+    """One script. `arguments`: for two processes on one node; {folder} is a new one."""
 
     name: str
     arguments: str = ""
-    package: str = ""
 
     @property
     def path(self) -> Path:
@@ -42,12 +40,6 @@ class Script:
         text = self.arguments if arguments is None else arguments
         return [str(self.path), *(word.format(folder=folder) for word in text.split())]
 
-    @property
-    def why_not(self) -> str:
-        """Why it can't run here, or ""."""
-        missing = self.package and find_spec(self.package) is None
-        return f"no {self.package} here: make venv-tests installs it" if missing else ""
-
 
 SCRIPTS = {
     script.name: script
@@ -55,8 +47,8 @@ SCRIPTS = {
         Script("ddp_env"),
         Script("ddp_local_rank", "--local-rank={{rank}}"),
         # The Trainer is built on Accelerate
-        Script("bert_trainer", "--output-dir {folder}", package="accelerate"),
-        Script("lightning_digits", "--devices 2", package="lightning"),
+        Script("bert_trainer", "--output-dir {folder}"),
+        Script("lightning_digits", "--devices 2"),
         Script("dcp_checkpoints", "--checkpoint-dir {folder}"),
     )
 }

@@ -34,6 +34,9 @@ def test_k8s_rigs_pods_are_those_that_the_operator_was_seen_to_make() -> None:
         if (case["job"]["spec"].get("elasticPolicy") or {}).keys() <= {"rdzvBackend", "maxRestarts"}:
             assert [as_recorded(pod) for pod in operator_pods(case["job"])] == case["pods"]
     job = one("pytorchjob.yaml", "PyTorchJob")
+    labels = [pod["labels"] for pod in operator_pods(job)]
+    assert [each["training.kubeflow.org/replica-type"] for each in labels] == ["master", "worker"]
+    assert [each.get("training.kubeflow.org/job-role") for each in labels] == ["master", None]
     job["spec"] |= {"nprocPerNode": "2"}
     for rank, pod in enumerate(operator_pods(job)):
         assert environment(pod) == {

@@ -36,8 +36,6 @@ def test_slurm_runs_the_imagenet_script_on_two_nodes(
 def test_slurm_runs_lightnings_trainer(cluster: Cluster, once: Once, forks: Forks, tmp_path: Path) -> None:
     """It looks for Slurm's variables itself, and must not take the job for one of its own."""
     script = SCRIPTS["lightning_digits"]
-    if script.why_not:
-        pytest.skip(script.why_not)
     job = submit(cluster, tmp_path, " ".join(script.words(tmp_path / "own", "--num-nodes 2")))
     assert job.wait() == "COMPLETED", job.log()
     assert result_of(job.output) == expected(script, once, forks, tmp_path)
