@@ -90,10 +90,8 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
-        if timeout_s == 0:
-            clear_hard_deadline()
-        elif phase != self.clock.present()[0]:  # no read of the whole record: this is called in every step
-            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
+        if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves the hard deadline now and then
+            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S) if timeout_s else clear_hard_deadline()
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:

@@ -208,8 +208,7 @@ class Job:
             self.live.weight, self.live.unequal = weight, False
             yield batch
 
-    @contextlib.contextmanager
-    def step(self, **values: Any) -> Iterator[None]:
+    def step(self, **values: Any) -> "Step":
         """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
         schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
 
@@ -221,41 +220,24 @@ class Job:
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
         finished step, and the job can't go on.
         """
-        self.begin()
-        if self._broken:
-            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        self.tracked.check_unchanged()
-        position, live = self.position, self.live
-        self.agreement.look(position.step)
-        live.changes_to_repeat = 0
-        self.clock.end_of_backward()
-        self.group.watch.wait_for_others(True)
-        self.tracked.share_buffers()
-        self.group.watch.wait_for_others(False)
-        line = self.figures.line(values, weight=live.weight)
-        self.clock.mark(WAITING)
-        self._broken = self._inside = True
-        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
-        with self.changing:
-            yield
-            position.step += 1
-            new_line, position.line = line is not position.line, line
-            self._commit()
-        self._broken = self._inside = False
+        return Step(self, values)
+
+    def _after_step(self, line: dict[str, Any] | None) -> None:
+        """The step is finished. `line`: a new one of training."""
+        step, live = self.position.step, self.live
         self.clock.mark(COMPUTE)
         live.after_step(self.group)
-        self.group.step = position.step
-        if new_line and line is not None:
-            self.figures.metrics.training(line)
+        self._enter_step()
         self._seed()
+        if line is not None:
+            self.figures.metrics.training(line)
         self.run.saver.look()
         self.saving.keep_part()
         every = self.settings.save_every_steps
         if every is None:
             every = 0 if live.has_epochs else WITHOUT_EPOCHS
-        if every and position.step % every == 0:
+        if every and step % every == 0:
             self.save()
-        self._enter_step()
         if not live.active:
             self.stop_here()
 
@@ -407,3 +389,45 @@ class Job:
                 folder = self.group.run_dir
                 self.group.log.info(f"finished after {self.position.step} steps: {folder}/; rankup status {folder}")
             self._ends.close()
+
+
+class Step:
+    """See `Job.step`. No generator: every step enters one, when no code is in the processor's caches any more."""
+
+    def __init__(self, job: Job, values: dict[str, Any]) -> None:
+        self._job, self._values = job, values
+
+    def __enter__(self) -> None:
+        job, position = self._job, self._job.position
+        job.begin()
+        if job._broken:
+            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        job.tracked.check_unchanged()
+        job.agreement.look(position.step)
+        job.live.changes_to_repeat = 0
+        job.clock.end_of_backward()
+        if job.tracked.shared:
+            job.group.collective(job.tracked.share_buffers)
+        self._line = job.figures.line(self._values, weight=job.live.weight)
+        if job.tracked.shared or self._line is not position.line:
+            job.clock.mark(WAITING)
+        job._broken = job._inside = True
+        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+        job.changing.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        job, position, line = self._job, self._job.position, self._line
+        new_line = line is not position.line
+        try:
+            if kind is None:
+                position.step += 1
+                position.line = line
+                job._commit()
+        except BaseException as error:
+            kind = type(error)
+            raise
+        finally:
+            job.changing.__exit__(kind)
+        if kind is None:
+            job._broken = job._inside = False
+            job._after_step(line if new_line else None)

@@ -92,7 +92,7 @@ class Batches:
             with job.changing:  # what follows the last batch of a pass has run
                 job._commit()
         number, skip, state = live.open(self._source)
-        streams = live.streams
+        streams, clock, phases = live.streams, job.clock, group.watch.clock
         seed = derive_seed(job.settings.seed, live.epoch, number)
         pairs = self._source.open(seed, epoch=live.epoch, skip=skip, state=state)
         if order := self._source.fingerprint():
@@ -104,8 +104,13 @@ class Batches:
         try:
             while True:
                 job.stop_here()
-                with job.loading():
+                clock.start()
+                phases.enter("data")  # for the status
+                try:
                     found = next(pairs, None)
+                finally:
+                    phases.enter("step")
+                clock.has_batch()
                 if found is None:
                     if skip and streams[number] == skip:
                         live.behind = True
