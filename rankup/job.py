@@ -22,7 +22,7 @@ from typing import Any
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.job import Job
-from rankup.loop.record import Settings, check_random_scheme, check_record
+from rankup.loop.record import Settings, check_record
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
@@ -75,7 +75,7 @@ def init(
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))
     job._ends = ends
-    ends.finish, ends.behind = job.finish, lambda: job.live.behind
+    ends.finish = job.finish
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job
@@ -110,11 +110,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         if settings.tracker != "none":
             tracker.check(settings.tracker)
 
-    def fits(path: Path, record: dict[str, Any]) -> None:
-        check_random_scheme(path, record, begin_anew=settings.begin_anew)
-        settings.fits(path, record)
-
-    options = replace(settings, check=_checked(settings.check, settings.begin_anew), fits=fits)
+    options = replace(settings, check=_checked(settings.check, settings.begin_anew))
     with open_run(group.run_dir, group, options, owned=owned) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)
@@ -161,13 +157,11 @@ class Ends:
     """Takes over the end of this process. `stack`: closed with the error that ends it.
 
     `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
-    `behind`: whether the run went on behind an epoch's last batch, and no step has come since.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, self.stack, self.over = program, contextlib.ExitStack(), False
         self.finish: Callable[[], None] = lambda: None
-        self.behind: Callable[[], bool] = lambda: False
         self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
         self.take_errors()
         atexit.register(self._at_exit)
@@ -184,13 +178,8 @@ class Ends:
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or self._ended:
             self._usual(kind, error, trace)
-            return
-        if isinstance(error, NameError) and self.behind():
-            log.warning(
-                f"The run had stopped behind the last batch of an epoch, so no batch has set {error.name} in this "
-                "process. Set it before the loop over batches."
-            )
-        self._leave(error)
+        else:
+            self._leave(error)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ended:

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
@@ -20,18 +20,6 @@ from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group.line import Line, Suspect, describe, root_exit_code
 from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
-
-
-class Keeper(Protocol):
-    """Has the state that this process alone holds, and can write it to where the next attempt finds it."""
-
-    def keep(self) -> None:
-        """Write the state of the last finished step. Called once, from a thread of its own, while the main thread may
-        be blocked in a collective or be in the middle of a step."""
-
-    def keep_for_stop(self) -> str:
-        """The same where the job is to stop, and may go on elsewhere. Returns what to say of it; "" where this process
-        alone can not keep the state."""
 
 
 class Watchdog:
@@ -57,7 +45,7 @@ class Watchdog:
         self._met = False
         self._quiet = False  # all ranks are done
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
-        self._keeper: Keeper | None = None
+        self._keeper: Any = None  # a `Saving`, of `rankup.loop.saving`
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._stopping = False  # it ends for a stop, and has kept the state for that
@@ -111,9 +99,10 @@ class Watchdog:
         self.hosts, self._line, self._met = hosts, line, True
         self.stop.wake()
 
-    def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
-        """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
-        `timeout_s` seconds."""
+    def protect(self, keeper: Any, *, timeout_s: float) -> None:
+        """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline, and
+        `keeper.keep_for_stop()` where the job is to stop: once, from a thread of its own, while the main thread may be
+        blocked in a collective or be in the middle of a step. It gets `timeout_s` seconds."""
         self._keeper, self._keep_timeout_s = keeper, timeout_s
 
     def settle(self) -> None:

@@ -11,9 +11,8 @@ from rankup.doctor import machine
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Source, evaluation_batches
+from rankup.loop.batches import Batches, Live, Source, evaluation_batches
 from rankup.loop.figures import Figures, number_of
-from rankup.loop.passes import Batches, Live
 from rankup.loop.record import Position, Settings
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, copied, fix_bucket_order
@@ -55,6 +54,7 @@ class Job:
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
         self._begun = self._inside = self._broken = False
+        self._step_seed = 0
 
     @property
     def epoch(self) -> int:
@@ -277,9 +277,13 @@ class Job:
             self._ends.over = True
 
     def _seed(self) -> None:
-        """A random state of each step's, rank's and batch's own: a resumed run needs none of the past."""
-        seed = derive_seed(self.settings.seed, self.position.step, self.rank, self.live.fetched)
-        seed_everything(seed, self.device)
+        """A random state of each step's and rank's own: a resumed run needs none of the past."""
+        self._step_seed = derive_seed(self.settings.seed, self.position.step, self.rank)
+        seed_everything(self._step_seed, self.device)
+
+    def seed_batch(self) -> None:
+        """A random state of the newest batch's own, whatever was drawn since the last step."""
+        seed_everything(self._step_seed + self.live.fetched, self.device)
 
     def stop_here(self) -> None:
         """Raises Stopped, after a save, where all ranks stop before the next step."""

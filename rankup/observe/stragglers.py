@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -261,12 +262,11 @@ class RankReports:
         none. `saving`: rank 0 writes a copy beside the training.
         """
         group, count = self.group, len(values)
-        numbers = torch.zeros(count + WIDTH * group.world_size, dtype=torch.float64)
-        numbers[:count] = torch.tensor(values, dtype=torch.float64)
-        ranks = numbers[count:].view(group.world_size, WIDTH)
-        ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
-        group.sum(numbers)
-        means = [number / group.world_size for number in numbers[:count].tolist()]
+        places = [[0.0] * WIDTH for _ in range(group.world_size)]
+        places[group.rank] = self._clock.take()
+        summed = group.sum(torch.tensor([*values, *chain(*places)], dtype=torch.float64))
+        means = [number / group.world_size for number in summed[:count].tolist()]
+        ranks = summed[count:].view(group.world_size, WIDTH)
         return means, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
 
     def _looked_at(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rankup.job import _checked
-from rankup.loop.record import FORMAT, RANDOM_SCHEME, Position, versions
+from rankup.loop.record import FORMAT, Position, versions
 from rankup.state import copies, reading
 from rankup.state.copies import STATE, Content, list_copies, to_json
 from rankup.state.tree import to_files
@@ -43,7 +43,7 @@ def training_state(step: int, **fields: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "format": FORMAT, **asdict(Position(step)), "steps_per_epoch": 8, "data": "made-up points", "seed": 0,
         "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef", "versions": versions(),
-        "random": RANDOM_SCHEME, "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
+        "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
     }
     return usual | fields
 

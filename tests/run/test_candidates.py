@@ -11,7 +11,6 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.job import _checked
-from rankup.loop.record import check_random_scheme
 from rankup.places.lease import Lineage
 from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
@@ -67,7 +66,6 @@ class Node:
             save(self.run_dir / "checkpoints", newest[0], attempt=newest[1])
 
         def fits(path: Path, record: dict[str, Any]) -> None:
-            check_random_scheme(path, record)
             _check_settings(path, record, Config())
 
         group: Any = self
@@ -123,7 +121,7 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
 
 
 @pytest.mark.parametrize("fields", [
-    {"run": "fedcba9876543210"}, {"attempt": "another"}, {"random": "dice"}, {"config": Config(lr=0.5).model_dump()},
+    {"run": "fedcba9876543210"}, {"attempt": "another"}, {"config": Config(lr=0.5).model_dump()},
     {"format": 1},
 ])
 def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any]) -> None:
