@@ -215,12 +215,12 @@ class RecordWriter:
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
         """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
+        self.clock.enter(phase)
         began_s = time.monotonic() if since_s is None else since_s
         if self.entered == (phase, timeout_s):  # as in every step: one number is all that changes
             self._cell.phase.entered_s = began_s
-            return
-        self.clock.enter(phase)
-        self._write(began_s, timeout_s, phase)
+        else:
+            self._write(began_s, timeout_s, phase)
 
     def extend(self, timeout_s: float) -> None:
         """Move the deadline of the same phase to `timeout_s` seconds from now."""
