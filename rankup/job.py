@@ -110,7 +110,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         if settings.tracker != "none":
             tracker.check(settings.tracker)
 
-    options = replace(settings, check=_checked(settings.check, settings.begin_anew))
+    options = replace(settings, check=_checked(settings.check))
     with open_run(group.run_dir, group, options, owned=owned) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)
@@ -123,9 +123,9 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         job.figures.close(None)
 
 
-def _checked(more: Check, begin_anew: str) -> Check:
+def _checked(more: Check) -> Check:
     def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
-        check_record(path, record, begin_anew=begin_anew)
+        check_record(path, record)
         more(path, record, tracked)
 
     return check
@@ -143,9 +143,7 @@ def open_checkpoint(
     PeerLost where a store does not answer within `timeout_s`.
     """
     def read() -> Copy:
-        return find_copy(
-            str(place), Path(run_dir), warn=warn, check=_checked(check, "train anew"), timeout_s=timeout_s
-        )
+        return find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
 
     if group is None:
         return read()

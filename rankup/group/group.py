@@ -243,9 +243,9 @@ class Group:
 
     def collective(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for the other ranks: not this rank is to blame if that takes long."""
-        self.watch.wait_for_others(True)
+        self.record.wait(True)
         result = call()
-        self.watch.wait_for_others(False)
+        self.record.wait(False)
         return result
 
     def on_rank0(

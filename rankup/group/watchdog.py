@@ -90,10 +90,6 @@ class Watchdog:
         """For messages: where this rank stands."""
         return f" at step {self.record.read().step}"
 
-    def wait_for_others(self, waiting: bool) -> None:
-        """Say that this rank is about to wait in a collective, or has left it: then the others are to blame."""
-        self.record.wait(waiting)
-
     def connect(self, line: Line, hosts: Sequence[str]) -> None:
         """The ranks have met: look for losses, and report to the others from now on."""
         self.hosts, self._line, self._met = hosts, line, True

@@ -15,7 +15,6 @@ from rankup.state.saver import Options
 # generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
 # because the weights of the resumed run would change without a word.
 FORMAT = 6
-BEGIN_ANEW = "set fresh=True to begin anew, or another run"
 
 
 @dataclass(slots=True)
@@ -68,17 +67,12 @@ def write_record(
 NAMES = {*Position.names(), "seed", "world_size", "versions", "written_by"}
 
 
-def check_record(
-    path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None, *, begin_anew: str = BEGIN_ANEW
-) -> None:
-    """Raises UserError where the copy `path` is of another format, and ValueError where a field is missing.
-
-    `begin_anew`: how the user of this program does so.
-    """
+def check_record(path: Path, record: dict[str, Any]) -> None:
+    """Raises UserError where the copy `path` is of another format, and ValueError where a field is missing."""
     if (found := record.get("format")) != FORMAT:
         raise UserError(
-            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of "
-            f"this program that wrote it, or {begin_anew}."
+            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of this "
+            "program that wrote it, or begin anew."
         )
     if missing := sorted(NAMES - record.keys()):
         raise ValueError(f"{STATE}: {', '.join(missing)} missing")
@@ -102,5 +96,5 @@ class Settings(Options):
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
-    begin_anew: str = BEGIN_ANEW
+    begin_anew: str = "set fresh=True to begin anew, or another run"
     again: str = "The same command"

@@ -14,7 +14,6 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class Tracked:
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}  # as of the last commit, like the two below
         self._schedules: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, list[dict[str, Any]]] = {}
-        self._versions: list[int] = []  # of the parameters, as torch counts changes in place
+        self._versions: list[tuple[str, int]] = []  # of the parameters, as torch counts changes in place
         self._contents: dict[str, str] = {}  # digests of what is no module, optimizer or schedule
         self._checks = CHECKS
         self._schedulers: dict[str, LRScheduler] = {}
@@ -151,9 +150,9 @@ class Tracked:
                 raise self._changed(name)
         if self._checks:
             self._checks -= 1
-            for (name, _), now, before in zip(self._parameters(), self._count_changes(), self._versions, strict=False):
+            for before, now in zip(self._versions, self._count_changes(), strict=False):
                 if now != before:
-                    raise self._changed(name)
+                    raise self._changed(now[0])
             for name, digest in self._digests().items():
                 if digest != self._contents.get(name):
                     raise self._changed(name)
@@ -163,11 +162,6 @@ class Tracked:
             f"track: {name} must change inside job.step alone, got a change between two steps, which a copy would "
             "lose. Move the change into the block, or behind the last batch of an epoch into job.change."
         )
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, item in self.items.items():
-            if isinstance(item, nn.Module):
-                yield from ((name, parameter) for parameter in item.parameters())
 
     def _digests(self) -> dict[str, str]:
         others = {name: item for name, item in self.items.items()
@@ -179,8 +173,9 @@ class Tracked:
             digests[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
         return digests
 
-    def _count_changes(self) -> list[int]:
-        return [parameter._version for _, parameter in self._parameters()]
+    def _count_changes(self) -> list[tuple[str, int]]:
+        return [(name, parameter._version) for name, item in self.items.items() if isinstance(item, nn.Module)
+                for parameter in item.parameters()]
 
     def state(self, *, gather: bool = True) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live

@@ -18,7 +18,7 @@ from rankup.state.copies import list_copies
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, save, training_state
 from train.config import Config
-from train.run.run_directory import BEGIN_ANEW, _check_settings, check
+from train.run.run_directory import _check_settings, check
 
 RUN = "0123456789abcdef"
 
@@ -71,7 +71,7 @@ class Node:
         group: Any = self
         return find_origin(
             group, self.run_dir, known, line(0, run="new"), "", found_in(list_copies(self.run_dir / "checkpoints")), {},
-            Options(check=_checked(check, BEGIN_ANEW), fits=fits),
+            Options(check=_checked(check), fits=fits),
         )
 
 
