@@ -242,7 +242,7 @@ class RecordWriter:
         self._cell.signed_s = time.monotonic()
 
     def wait(self, waiting: bool) -> None:
-        """Say whether this rank waits for others."""
+        """Say whether this rank waits for others, which are to blame then."""
         self._cell.waiting = waiting
 
     def read(self) -> Record:

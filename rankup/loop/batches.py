@@ -108,20 +108,21 @@ class Split(Source):
         """The samples' numbers, a global batch at a time."""
         sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
         foreign = not all(type(each).__module__.startswith("torch.utils.data") for each in _samplers(self.loader))
-        _prepare(self.loader, seed, epoch)
-        drawn = drawn_apart(sampler, seed)
-        first = list(islice(drawn, AHEAD))
-        if foreign and not self._checked:
+
+        def begin() -> tuple[list[Any], Iterator[Any]]:
             _prepare(self.loader, seed, epoch)
-            if _digest(first) != _digest([*islice(drawn_apart(sampler, seed), AHEAD)]):
+            drawn = drawn_apart(sampler, seed)
+            return list(islice(drawn, AHEAD)), drawn
+
+        first, drawn = begin()
+        if foreign and not self._checked:
+            again, drawn = begin()
+            if _digest(first) != _digest(again):
                 names = " in ".join(dict.fromkeys(type(each).__name__ for each in reversed(_samplers(self.loader))))
                 raise UserError(
                     f"batches: {names} must draw the same batches again under the same seed, got others. Draw from "
                     f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
                 )
-            _prepare(self.loader, seed, epoch)
-            drawn = drawn_apart(sampler, seed)
-            first = list(islice(drawn, AHEAD))
         self._checked = True
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
         return chain(first, drawn)
