@@ -74,8 +74,7 @@ def init(
     ))
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))
-    job._ends = ends
-    ends.finish = job.finish
+    job._ends, ends.job = ends, job
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job
@@ -154,12 +153,12 @@ def open_checkpoint(
 class Ends:
     """Takes over the end of this process. `stack`: closed with the error that ends it.
 
-    `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
+    Where the loop of the `job` came to its end, the script may leave out `finish`: it is called when Python ends.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.stack, self.over = program, contextlib.ExitStack(), False
-        self.finish: Callable[[], None] = lambda: None
+        self.program, self.stack = program, contextlib.ExitStack()
+        self.job: Job | None = None
         self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
         self.take_errors()
         atexit.register(self._at_exit)
@@ -183,9 +182,9 @@ class Ends:
         if os.getpid() != self._pid or self._ended:
             return
         try:
-            if not self.over:
+            if self.job is None or not self.job.loop_is_over:
                 raise RuntimeError("the script ended without job.finish()")
-            self.finish()
+            self.job.finish()
         except BaseException as error:
             self._leave(error)
 

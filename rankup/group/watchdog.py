@@ -43,7 +43,7 @@ class Watchdog:
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self._line = Line(status.rank, stop)  # it reaches nobody until the ranks have met
         self._met = False
-        self._quiet = False  # all ranks are done
+        self.quiet = False  # all ranks are done: one that goes is no loss
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._keeper: Any = None  # a `Saving`, of `rankup.loop.saving`
         self._keep_timeout_s = 0.0
@@ -115,10 +115,6 @@ class Watchdog:
         if stopping:
             threading.Event().wait()
 
-    def all_done(self) -> None:
-        """All ranks are done: one that goes is no loss from now on."""
-        self._quiet = True
-
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         self._leaving = code
@@ -131,7 +127,7 @@ class Watchdog:
 
     def end(self) -> None:
         """No more deadlines."""
-        self._quiet = True
+        self.quiet = True
         self.stop.watch = None
         clear_hard_deadline()
 
@@ -206,7 +202,7 @@ class Watchdog:
 
     def _patience_s(self, line: Line) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
-        if self._quiet:
+        if self.quiet:
             return math.inf
         now = self.record.read()
         waiting = now.waiting or now.phase == "join"

@@ -53,7 +53,7 @@ class Job:
         self.live = Live(self.position, self.saving.loader_states)
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
-        self._begun = self._inside = self._broken = False
+        self.loop_is_over = self._begun = self._inside = self._broken = False
         self._step_seed = 0
 
     @property
@@ -164,7 +164,7 @@ class Job:
                     self._commit()
             if self.settings.save_every_steps is None:
                 self.save()
-        self._loop_is_over()
+        self.loop_is_over = True
 
     def steps(self, total: int) -> Iterator[int]:
         """The number of finished steps before each step of a run of `total`, from where the run stands: for a loop that
@@ -182,7 +182,7 @@ class Job:
                 yield self.step_number
         finally:
             self.live.active -= 1
-        self._loop_is_over()
+        self.loop_is_over = True
 
     def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
         """The batches of `loader` that this rank trains on, from the next one on after a resume.
@@ -271,10 +271,6 @@ class Job:
 
     def _enter_step(self) -> None:
         self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
-
-    def _loop_is_over(self) -> None:
-        if self._ends is not None:
-            self._ends.over = True
 
     def _seed(self) -> None:
         """A random state of each step's and rank's own: a resumed run needs none of the past."""
