@@ -117,7 +117,6 @@ class Program:
         from rankup.group.stop import open_stacks
 
         guard(*guarded)
-        self.stop.print_through(self.log)
         if not isinstance(self.found, Exception) and self.found.parent_pid:
             die_with_parent(self.found.parent_pid)
         if run_dir is None:
