@@ -228,9 +228,9 @@ class Job:
         self.clock.mark(COMPUTE)
         live.after_step(self.group)
         self._enter_step()
-        self._seed()
         if line is not None:
             self.figures.metrics.training(line)
+        self._seed()
         self.run.saver.look()
         self.saving.keep_part()
         every = self.settings.save_every_steps
