@@ -227,26 +227,12 @@ def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
     assert found["ranks"]["1"]["why"] == "ValueError: boom"
 
 
-def test_rank_that_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
-    """It ends first, with a traceback and the code of a fault."""
-    text = """
-if restart == 0:
-    say('here')
-    if rank == 0:
-        wait_for('killed')
-        raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234')
-    wait_for('never')
-"""
+def test_rank_that_lost_its_peer_has_no_fault(tmp_path: Path) -> None:
+    """It ends with a traceback and the code of a fault. Which end is the cause is in test_ends.py."""
+    text = "if restart == 0: raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1')"
     with ended(launch(tmp_path, text)) as job:
-        lost = pid_of(tmp_path, 1)
-        os.kill(lost, signal.SIGSTOP)  # it ends second
-        (tmp_path / "killed").touch()
-        log = tmp_path / "runs/job/logs/rank-0.log"
-        wait_for("the error", lambda: "Connection closed by peer" in log.read_text())
-        os.kill(lost, signal.SIGKILL)
         assert job.wait() == [0], job.output
-    assert "rank 1 on " in job.output
-    assert "SIGKILL" in job.output
+    assert "restarted (1 of 3" in job.output
 
 
 @pytest.mark.parametrize("code", [139, 171])
@@ -313,12 +299,6 @@ def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with
         wait_for("the end of all", lambda: not any(lives(each.pid) for each in left))
         assert job.wait() == [-signal.SIGKILL]
     assert "the process that forks the ranks was killed" in job.output
-
-
-def test_rank_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, "os._exit(139)", "--max-restarts=1")) as job:
-        assert job.wait() == [139], job.output
-    assert "gave up after 1 restarts without progress (exit code 139)" in job.output
 
 
 def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
@@ -516,26 +496,6 @@ def test_second_job_of_that_name_is_refused(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert sorted([*first.wait(), *second.wait()]) == [0, 2]
     assert "is owned by a live attempt" in first.output + second.output
-
-
-@pytest.mark.parametrize(
-    ("options", "mistake"),
-    [
-        (["nofile.py"], "SCRIPT must be a file, got nofile.py: there is none."),
-        (["--restart-on=2", "nofile.py"], "--restart-on must be exit codes such as 1,75, and neither 0"),
-        (["--restart-args='", "nofile.py"], "--restart-args must be words as a shell splits them"),
-        (["-m"], "SCRIPT"),
-        (["--spares=1", "nofile.py"], "--spares must come with --nnodes"),
-        (["--nnodes=3:2", "nofile.py"], "--nnodes must be a number of nodes"),
-        (["--max-failures-per-node=3", "nofile.py"], "with --nnodes 2:4 or --spares"),
-    ],
-)
-def test_mistake_is_one_line(options: list[str], mistake: str, tmp_path: Path) -> None:
-    with ended(start(sys.executable, "-m", "rankup", "launch", f"--run-dir={tmp_path}", *options)) as job:
-        assert job.wait() == [2], job.output
-    assert mistake in job.output
-    assert "Traceback" not in job.output
-    assert not list(tmp_path.iterdir())
 
 
 def test_launch_whose_fork_server_is_killed_before_it_is_ready_ends_with_137_and_says_so(tmp_path: Path) -> None:
