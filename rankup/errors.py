@@ -63,11 +63,6 @@ class Stopped(Exception):
 
     code = STOPPED
 
-    def __init__(self, text: str = "", *, alone: bool = False) -> None:
-        """`alone`: the ranks did not agree on it, so the others may not know."""
-        super().__init__(text)
-        self.alone = alone
-
 
 def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: bool = False) -> int:
     """The one exit code of several that says why a job ended; 0 where all are 0.

@@ -139,7 +139,7 @@ def open_log(path: Path) -> Output:
         ) from None
 
 
-def setup_logging(*, rank: int | None = 0, world_size: int = 1, host: str = "", file: Output | None = None) -> None:
+def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: Output | None = None) -> None:
     """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
 
     An agent's `rank` is None, and its `world_size` the number of nodes. It may be called again. Where the user has
@@ -150,8 +150,8 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, host: str = "", 
     root, ours = logging.getLogger(), logging.getLogger("rankup")
     for logger in (root, ours):
         logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
-    terminal = _Handler(line_head(rank, world_size, host), prints_info=not rank)
-    files = [_Handler(file_head(rank, host), file)] if file is not None else []
+    terminal = _Handler(line_head(rank, world_size), prints_info=not rank)
+    files = [_Handler(file_head(rank), file)] if file is not None else []
     ours.handlers += [terminal, *files]
     ours.propagate = False
     ours.setLevel(logging.DEBUG)
@@ -162,15 +162,15 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, host: str = "", 
     root.handlers += files
 
 
-def line_head(rank: int | None, world_size: int, host: str = "") -> str:
+def line_head(rank: int | None, world_size: int) -> str:
     """What stands before each line on the terminal: nothing where there is one rank alone."""
     who = "" if rank is None else f" r{rank}/{world_size}"
-    return f"[{host or host_name()}{who}] " if world_size > 1 else ""
+    return f"[{host_name()}{who}] " if world_size > 1 else ""
 
 
-def file_head(rank: int | None, host: str = "") -> str:
+def file_head(rank: int | None) -> str:
     """What stands before each line in a rank's file, with the time as `time.strftime` writes it."""
-    return f"%Y-%m-%dT%H:%M:%S {host or host_name()} r{rank} "
+    return f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} "
 
 
 def headed(head: str, lines: Sequence[str], time_s: float | None = None) -> str:
@@ -258,13 +258,11 @@ class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
     host. A rank that prints faster than these take it waits at its full pipe."""
 
-    def __init__(
-        self, stdout: int, stderr: int, *, rank: int, world_size: int, host: str = "", file: Output | None = None
-    ) -> None:
+    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: Output | None = None) -> None:
         """`stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._alone, self._file = world_size == 1, file
-        self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
+        self._terminal_head, self._file_head = line_head(rank, world_size), file_head(rank)
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 

@@ -427,45 +427,6 @@ def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
 
 
-def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
-    """Nodes are drained one after the other."""
-    with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
-        folders = [tmp_path / f"node{node}" for node in TWO]
-        for rank in TWO:
-            pid_of(folders[rank], rank)
-        job.processes[0].send_signal(signal.SIGTERM)
-        for rank in TWO:
-            pid_of(folders[rank], rank, name="SIGTERM")
-        time.sleep(REPEAT_S + 0.2)
-        job.processes[1].send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            job.processes[1].wait(1)  # it would have ended by then
-        for rank in TWO:
-            (folders[rank] / f"saved-{rank}").touch()
-        assert job.wait() == [143, 143], job.output
-
-
-@pytest.mark.parametrize("lost", TWO)
-def test_lost_agent_is_replaced_and_the_job_goes_on(lost: int, tmp_path: Path) -> None:
-    port, job = free_port(), Job()
-    with ended(job):
-        folders = [tmp_path / f"node{node}" for node in (0, 1, 2)]
-        for node in TWO:
-            add_node(job, folders[node], WAITS, node=node, num_nodes=2, port=port)
-        for node in TWO:
-            pid_of(folders[node], node)
-        job.processes[lost].kill()
-        add_node(job, folders[2], WAITS, node=lost, num_nodes=2, port=port)
-        # Where the leader was lost its successor counts the restarts anew
-        pid_of(folders[2], lost, restart=1 if lost else 0)
-        pid_of(folders[1 - lost], 1 - lost, restart=1 if lost else 0)
-        for folder in folders:
-            (folder / "go").touch()
-        codes = job.wait()
-    assert codes[lost] == -signal.SIGKILL
-    assert {*codes} == {0, -signal.SIGKILL}, job.output
-
-
 def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):

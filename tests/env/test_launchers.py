@@ -1,12 +1,11 @@
 """Every environment that Slurm, Open MPI, horovodrun and Kubeflow give: adopted, or refused with the way out."""
 
 import os
-import socket
 import zlib
 
 import pytest
 
-from rankup.env.launchers import first_host, free_port, port_for
+from rankup.env.launchers import first_host, port_for
 from rankup.env.rank_env import RankEnv, read_rank_env
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
 
@@ -256,11 +255,6 @@ def test_pytorchjob_rank_that_counts_pods_is_refused(env: Env):
     assert (read.rank, read.local_rank, read.launcher) == (1, 1, "environment")
 
 
-def test_torchrun_inside_a_pod_is_torchrun():
-    assert read_rank_env({**pod(1, 4, "mw", "2", "2"), **AGENT}).launcher == "torchrun"
-    assert read_rank_env({**elastic("worker-0:23456", "2", "2:2"), **AGENT}).rank == 3
-
-
 TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
 
 
@@ -298,13 +292,6 @@ def test_port_is_no_known_service_and_differs_between_neighbouring_jobs_restarts
     assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
     assert len({port_for(123456, restart=restart) for restart in range(100)}) == 100
     assert len({port_for(123456, step=step) for step in range(100)}) == 100
-
-
-def test_free_port_is_one_that_can_be_opened():
-    port = free_port()
-    assert 10000 <= port < 30000
-    with socket.socket() as listener:
-        listener.bind(("", port))
 
 
 @pytest.mark.parametrize(
