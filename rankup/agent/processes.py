@@ -81,7 +81,7 @@ def kill_session(pid: int) -> None:
 
 
 def end_of(pid: int) -> int:
-    """The exit code of a child that has ended, as a shell counts it. What is left of its session is killed first, as
+    """The exit code of a child that has ended, as a shell counts it. What its session has left is killed first, as
     the number may be another process's afterwards: DataLoader workers would keep their memory, and their GPU."""
     kill_session(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
