@@ -264,9 +264,10 @@ class RankReports:
         group, count = self.group, len(values)
         places = [[0.0] * WIDTH for _ in range(group.world_size)]
         places[group.rank] = self._clock.take()
-        summed = group.sum(torch.tensor([*values, *chain(*places)], dtype=torch.float64))
-        means = [number / group.world_size for number in summed[:count].tolist()]
-        ranks = summed[count:].view(group.world_size, WIDTH)
+        numbers = torch.tensor([*values, *chain(*places)], dtype=torch.float64)
+        group.sum(numbers)
+        means = [number / group.world_size for number in numbers[:count].tolist()]
+        ranks = numbers[count:].view(group.world_size, WIDTH)
         return means, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
 
     def _looked_at(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
