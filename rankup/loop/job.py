@@ -20,7 +20,6 @@ from rankup.loop.tracked import Tracked, copied, fix_bucket_order
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.reading import check_shared
 from rankup.state.run import Run
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
@@ -391,7 +390,7 @@ class Job:
 
     def check_shared_folder(self) -> None:
         """Raises UserError on all ranks where one does not see what rank 0 writes into the folder of the run."""
-        check_shared(self.run_dir, self.run.token, self.group)
+        self.run.check_shared()
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.

@@ -23,7 +23,7 @@ from rankup.places.lease import Lineage, before
 from rankup.state import rescue
 from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
 from rankup.state.parts import PartsInMemory
-from rankup.state.reading import Check, Copy, read, sees, share
+from rankup.state.reading import Check, Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.stored_run import SecondPlace
 
@@ -103,6 +103,11 @@ def find_origin(
         origin.words = _words(chosen, origin, group)
     _put_aside_others(folder, origin.lineage.run)
     return origin
+
+
+def sees(folder: Path, token: str) -> bool:
+    """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
+    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
 
 
 def in_order(

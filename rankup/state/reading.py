@@ -10,11 +10,8 @@ rank and offset of each of its parts. So a copy loads at any number of ranks, sp
 has to be on storage that all nodes share.
 """
 
-import errno
 import json
 import math
-import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,19 +22,18 @@ import torch
 
 from rankup.errors import UserError, disk_error
 from rankup.group.group import Group
-from rankup.places.files import read_json
+from rankup.places.files import staged
 from rankup.places.lease import RUN_ID
 from rankup.state import tree
 from rankup.state.copies import STATE, Fingerprint, known_damaged, list_copies, passed_over, verify, write_durably
 from rankup.state.tree import DTYPES, TensorFile, decode, encode
-from rankup.timing import VISIBLE_S
 
 INDEX = "shards.json"
+OWN = "rankup_"  # items whose names begin so are no objects of the user
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 # check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
 # where it is of another kind than the caller's, and ValueError where it is damaged
 Check = Callable[..., object]
-
 
 
 def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
@@ -140,27 +136,33 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         return None, f"its files don't fit together ({' '.join(str(error).split())[:200]})"
 
 
+def export(copy: Copy, file: Path, *, item: str = "") -> str:
+    """Write the tracked items of a plain copy to `file`, for `torch.load(file, weights_only=True)`: a dict from the
+    name of each item to its state. With `item`, the state of that item alone. Returns what was written, in words.
+
+    Raises UserError where the copy has no such item, or the file can't be written.
+    """
+    items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
+    if item and item not in items:
+        raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
+    state = items[item] if item else items
+    try:
+        with staged(file) as staging, staging.open("wb") as opened:
+            torch.save(state, opened)
+            opened.flush()
+            size = opened.tell()
+    except OSError as error:
+        raise UserError(f"export: the file must be one that can be written, got {file}: {error.strerror}.") from None
+    what = "the weights" if item == "model" else item or ", ".join(items)
+    count = f"{len(state)} tensors, " if item == "model" else ""
+    return f"{file}: {what} of step {copy.step}, {count}{size / 1e6:.1f} MB"
+
+
 # Sharded: both ways --------------------------------------------------------------------------------------------------
 
 
 def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def check_shared(folder: Path, token: str, group: Group) -> None:
-    """Raises UserError on all ranks where one does not see in `folder` the lease with rank 0's `token`. All ranks call
-    this.
-
-    Before the training: without shared storage the first save would fail, hours later.
-    """
-    seen = _wait_until(lambda: sees(folder, token))
-    if unseen := [rank for rank, each in enumerate(group.gather(seen)) if not each]:
-        raise _not_shared(unseen, folder, group)
-
-
-def sees(folder: Path, token: str) -> bool:
-    """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
-    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
 
 
 # Writing --------------------------------------------------------------------------------------------------------
@@ -169,28 +171,29 @@ Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where i
 
 
 def own_parts(tensors: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
-    """What this rank writes of plain tensors and DTensors, and where each part begins. Raises UserError."""
-    parts = {name: part for name, tensor in tensors.items() if (part := _own_part(name, tensor, rank))}
-    return {name: local for name, (local, _) in parts.items()}, {name: list(at) for name, (_, at) in parts.items()}
+    """What this rank writes of plain tensors and DTensors, and where each part begins: no other rank writes that.
+
+    Raises UserError.
+    """
+    parts, offsets = dict[str, torch.Tensor](), dict[str, list[int]]()
+    for name, tensor in tensors.items():
+        local, offset = local_part(name, tensor)
+        if hasattr(tensor, "to_local"):
+            at = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+            own = local.numel() > 0 and not any(place for place, kind in at if kind.is_replicate())
+        else:
+            own = rank == 0
+        if own:
+            parts[name], offsets[name] = local, offset
+    return parts, offsets
 
 
 def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor]) -> Fingerprint:
     """Write a rank's part into `staging`, which rank 0 has made. Raises UserError."""
     try:
-        if not _wait_until(staging.exists):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return write_durably(staging / file_of(rank), TensorFile(parts))
     except OSError as error:
         raise disk_error("checkpoint", staging.parent, error) from None
-
-
-def check_visible(staging: Path, parts: list[Part], group: Group) -> None:
-    """Raises UserError where rank 0 does not see what another rank wrote, and OSError where `staging` is gone."""
-    staging.stat()
-    for rank, (_, entry) in enumerate(parts):
-        path, size = staging / file_of(rank), entry["bytes"]
-        if not _wait_until(lambda path=path, size=size: path.exists() and path.stat().st_size == size):  # type: ignore[misc]
-            raise _not_shared([rank], staging.parent, group)
 
 
 def index(tree: dict[str, Any], tensors: dict[str, Any], parts: list[Part]) -> dict[str, bytes]:
@@ -307,16 +310,6 @@ class Shards:
             raise ValueError(f"{name} lacks {left} elements")
 
 
-def _own_part(name: str, tensor: Any, rank: int) -> tuple[torch.Tensor, list[int]] | None:
-    """What this rank writes of a tensor, and its offset; None where others write all of it."""
-    if not hasattr(tensor, "to_local"):
-        return (tensor, [0] * tensor.ndim) if rank == 0 else None
-    copies = [place for place, kind in zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-              if kind.is_replicate()]
-    local, offset = local_part(name, tensor)
-    return (local, offset) if local.numel() and not any(copies) else None
-
-
 def local_part(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
     """What this rank holds of a tensor, and its offset. Raises UserError for parts that are no slice."""
     if not hasattr(tensor, "to_local"):
@@ -328,22 +321,3 @@ def local_part(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
         raise UserError(f"state: {name} must be split by Shard and Replicate, got {tensor.placements}.")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), [*offset]
-
-
-def _wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether that comes to be: a network file system may show another machine's files seconds later."""
-    until_s = time.monotonic() + VISIBLE_S
-    while not condition():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def _not_shared(unseen: list[int], directory: Path, group: Group) -> UserError:
-    named = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in unseen[:4])
-    text = (
-        f"checkpoint_format sharded needs a run directory that all nodes share, got {directory}, in which {named} "
-        "can't see what others write. Set --run-dir to shared storage, or --checkpoint-format plain."
-    )
-    return UserError(text, printed_elsewhere=not group.is_rank0)

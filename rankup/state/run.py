@@ -8,6 +8,7 @@ on from it, the caller says.
 import contextlib
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
 from rankup.state import parts, rescue
-from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take
+from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take, sees
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.stored_run import SecondPlace
+from rankup.timing import VISIBLE_S
 
 
 class Run:
@@ -147,6 +149,21 @@ class Run:
         none = "" if self.newest else "; none of them holds one, so the run begins at step 0"
         who = f"rank {rank} on {self.group.hosts[rank]}"
         return f"copies {who} keeps the newest checkpoint too: the nodes share no disk{none}"
+
+    def check_shared(self) -> None:
+        """Raises UserError on all ranks where one does not see the folder of rank 0: else the first save of a sharded
+        copy would fail, hours later. All ranks call this."""
+        until_s = time.monotonic() + VISIBLE_S
+        while not (seen := sees(self.folder, self.token)) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        unseen = [rank for rank, each in enumerate(self.group.gather(seen)) if not each]
+        if unseen:
+            named = ", ".join(f"rank {rank} on {self.group.hosts[rank]}" for rank in unseen[:4])
+            raise UserError(
+                f"checkpoint_format sharded needs a run directory that all nodes share, got {self.folder}, in which "
+                f"{named} can't see what others write. Set --run-dir to shared storage, or --checkpoint-format plain.",
+                printed_elsewhere=not self.group.is_rank0,
+            )
 
     def check_owner(self) -> None:
         """Raises PeerLost where another attempt owns the run by now. Rank 0 only."""

@@ -1,12 +1,9 @@
-"""How a run is kept: saves go on beside the training. A rank copies its state in memory, and a thread writes the copy.
+"""Saves beside the training: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
 
-So the ranks stand still for the copy alone, not for digests and the disk (tests/bench/saves.py measures both). To write
-beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). A thread calls no collective: gloo pairs them
-by their order, and the loop calls its own meanwhile.
-
-Rank 0 writes plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first
-step after all have done so. Where the nodes share no disk, a rank of another node keeps the newest copy a second time:
-nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`.
+A thread calls no collective: gloo pairs them by their order, and the loop calls its own meanwhile. Rank 0 writes plain
+copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first step after all have
+done so. Where the nodes share no disk, a rank of another node keeps the newest copy a second time: nothing is sent,
+because it has the state that rank 0 saves, see `rankup.loop.agreement`.
 """
 
 import shutil
@@ -24,7 +21,7 @@ from rankup.errors import PeerLost, UserError, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Check, Copy, Part, check_visible, file_of, index, no_check, own_parts, write_part
+from rankup.state.reading import Check, Copy, Part, file_of, index, no_check, own_parts, write_part
 from rankup.state.tree import Tensors, encode, files_of, is_dense
 
 T = TypeVar("T")
@@ -73,7 +70,8 @@ class Writing:
         self.failure: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """In a thread. Where one is under way, this follows it, in place of another one that waits for that."""
+        """In a thread. Where one is under way, this follows it within the same time, in place of another one that waits
+        for that."""
         with self._lock:
             self._next = work
             if self._thread is None:
@@ -83,7 +81,11 @@ class Writing:
 
     def run(self, work: Callable[[], T]) -> T | None:
         """At once. Returns None where it fails."""
-        self.began_s, self.failure = time.monotonic(), None
+        self.began_s = time.monotonic()
+        return self._do(work)
+
+    def _do(self, work: Callable[[], T]) -> T | None:
+        self.failure = None
         try:
             return work()
         except BaseException as error:  # a fault too: it is raised where the loop sees it
@@ -97,7 +99,7 @@ class Writing:
                 if work is None:
                     self._thread = None
                     return
-            self.run(work)
+            self._do(work)
 
     def join(self, timeout_s: float | None = None) -> None:
         if (thread := self._thread) is not None:
@@ -122,19 +124,14 @@ class Saver:
         self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
         saved: Callable[[int], None], second: "SecondCopies | None", upload: Callable[..., None] | None,
     ) -> None:
-        """`token`: of this attempt, equal on all ranks. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone
-        calls it. `saved`: called on all ranks with the step of each copy that stands. `second`: of the one rank that
-        keeps second copies. `upload`: rank 0's; it copies a published one to another place, `upload(path,
-        timeout_s=...)`.
-        """
+        """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
+        ranks with the step of each copy that stands. `upload`: rank 0's, `upload(path, timeout_s=...)`."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
         self.saved, self.second, self.upload = saved, second, upload
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
-        self._writing = Writing("save", options.save_timeout_s)
-        self._uploading = Writing("upload", options.save_timeout_s)
-        self._count = 0
+        self._writing, self._count = Writing("save", options.save_timeout_s), 0
         # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
         self._staging: Path | None = None  # rank 0's
         self._part: Part | None = None
@@ -177,8 +174,8 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
-        in_time = any(work.under_way and work.left_s > 0 for work in (self._writing, self._uploading))
-        if wait or self.group.max(2 if self._failure is not None else int(in_time)) != 1:
+        in_time = self.writing and self._writing.left_s > 0
+        if wait or self.group.max(2 if self._writing.failure is not None else int(in_time)) != 1:
             self._conclude()
         if wait and self.step is not None:  # shards are joined, and are uploaded now
             self._conclude()
@@ -186,16 +183,12 @@ class Saver:
     @property
     def writing(self) -> bool:
         """Whether a thread of this process is writing, here or at another place."""
-        return self._writing.under_way or self._uploading.under_way
-
-    @property
-    def _failure(self) -> BaseException | None:
-        return self._writing.failure or self._uploading.failure
+        return self._writing.under_way
 
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
 
-        An upload is not waited for: the next attempt makes it. Neither are shards, which other ranks have to write too.
+        Shards are not waited for, which other ranks have to write too.
         """
         if self._join_parts is None:  # any thread may call this
             self._writing.join(self._writing.left_s)
@@ -216,7 +209,7 @@ class Saver:
         rank 0 alone does it."""
         self.step = step
         if self.group.is_rank0 and (upload := self.upload) is not None:
-            self._uploading.start(lambda: self._write(lambda: upload(path, timeout_s=self._uploading.left_s)))
+            self._writing.start(lambda: self._write(lambda: upload(path, timeout_s=self._writing.left_s)))
 
     # Each rank that writes ------------------------------------------------------------------------------------
 
@@ -244,7 +237,7 @@ class Saver:
                 stands(copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how))
 
         def join_parts(parts: list[Part]) -> None:
-            check_visible(staging, parts, self.group)
+            staging.stat()  # another attempt may have removed it
             entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
             stands(copies.publish(staging, {STATE: record, **index(nodes, tensors, parts)}, entries, **how))
 
@@ -271,12 +264,11 @@ class Saver:
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        for work in (self._writing, self._uploading):
-            if work.under_way and work.failure is None:
-                # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
-                self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=work.began_s)
-                work.join()
-        own = self._failure
+        if self.writing and self._writing.failure is None:
+            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
+            self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
+            self._writing.join()
+        own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
         found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._part])
@@ -290,7 +282,7 @@ class Saver:
         if join_parts is not None:
             def join() -> bool:
                 self._write(lambda: join_parts([part for *_, part in found]))
-                return self._uploading.under_way or self._uploading.failure is not None
+                return self.writing or self._writing.failure is not None
 
             if self.group.on_rank0(join):
                 return  # it is being uploaded
@@ -309,28 +301,24 @@ class SecondCopies:
     ) -> None:
         """`more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, options.save, say=group.log.debug)
+        self._copies = HostCopies(group.device)
         self._writing = Writing("copy", options.save_timeout_s)
         self._kept = False  # one is written here
         self._said = ""
 
     def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Begin to write the state of this step. Where the copy before is not written, this one is left out; with
-        `wait` that one gets done first."""
+        """Begin to write the state of this step, unless the copy before is still written; `wait`: after that one."""
         if wait:
             self.wait()
         if self._writing.under_way:
-            self.group.log.debug(f"no second copy of step {step}: an earlier one is still under way")
             return
         nodes, tensors = encode(tracked)
-        # Without memory for a copy that is kept, one for this save: the tensors change with the next step
-        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device)).take(tensors)
-        files = {STATE: record, **self.more(), **files_of(nodes, held)}
+        files = {STATE: record, **self.more(), **files_of(nodes, self._copies.take(tensors))}
         self._writing.start(lambda: self._write(step, files))
 
     def wait(self, *, first: bool = False) -> None:
-        """Let the copy get done that is under way, within the deadline of a save, because this process ends. `first`:
-        only the first one, which also says of which run this node's rescues are."""
+        """Let the copy get done that is under way, because this process ends. `first`: only the first one, which also
+        says of which run this node's rescues are."""
         if not (first and self._kept):
             self._writing.join(self._writing.left_s)
 

@@ -23,29 +23,31 @@ import math
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError, disk_error
-from rankup.places.lease import (
-    FILE,
-    OF_RUN,
-    RESULT,
-    RUN_ID,
-    Lease,
-    Lineage,
-    StoreLease,
-    folder_of,
-    highest_number,
-    number_of,
-    put_aside,
-)
+from rankup.places import lease as leases
+from rankup.places.files import cache_roots
+from rankup.places.lease import FILE, RESULT, RUN_ID, Lease, Lineage, StoreLease, folder_of, highest_number, number_of
 from rankup.places.place import Place
-from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, list_copies, looks_whole, uploading
+from rankup.state.copies import (
+    MANIFEST,
+    STAGING,
+    STATE,
+    find_problem,
+    list_copies,
+    looks_whole,
+    passed_over,
+    uploading,
+)
+from rankup.state.reading import Check, Copy, load, load_newest, no_check
 from rankup.state.saver import Options, Writing
 from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
+from rankup.urls import is_url
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 INSIDE = re.compile(r"(\w[\w.-]*/)?\.?\w[\w.-]*")  # no name may lead out of the copy's folder
@@ -280,7 +282,7 @@ class SecondPlace(StoredRun):
                 aside = self.folder / SUPERSEDED
                 if any((self.folder / name).exists() for name in ("checkpoints", FILE)):
                     shutil.rmtree(aside, ignore_errors=True)
-                    put_aside(self.folder, OF_RUN, aside)
+                    leases.put_aside(self.folder, leases.OF_RUN, aside)
                     self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             elif not nothing_here or not wanted(there):
                 if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
@@ -433,3 +435,81 @@ def _copies(names: Iterable[str]) -> Iterator[Stored]:
 
 def _digest(manifest: bytes) -> str:
     return hashlib.sha256(manifest).hexdigest()[:12]
+
+
+# For other commands --------------------------------------------------------------------------------------------------
+
+
+def find_copy(
+    place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check = no_check, timeout_s: float = 1800.0
+) -> Copy:
+    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty. The
+    parts of a sharded one are put together.
+
+    Raises UserError, and PeerLost where a store does not answer within `timeout_s`.
+    """
+    if is_url(place):
+        with fetched(place, warn=warn, timeout_s=timeout_s) as path:
+            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+    if place:
+        return load(Path(place), check).as_plain()
+    found = load_newest(run_dir / "checkpoints", warn, check)
+    if found is None:
+        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+    return found.as_plain()
+
+
+@contextlib.contextmanager
+def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
+    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
+
+    The address may be of a run, whose newest checkpoint it is then, of a checkpoint's folder, or of a file. Checkpoints
+    are verified. Raises UserError where there is nothing to read or the store refuses, and PeerLost where it does not
+    answer within `timeout_s`.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+    folder = cache_roots()[0] / "fetched"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
+        raise UserError(text) from None
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        yield _fetch_any(place.rstrip("/"), Path(own), warn, timeout_s)
+
+
+def _fetch_any(url: str, directory: Path, warn: Callable[[str], None], timeout_s: float) -> Path:
+    stored = StoredRun(Place.open(url, warn=warn, timeout_s=timeout_s))
+    above, _, name = url.rpartition("/")
+    beside = StoredRun(replace(stored.place, url=above, root=stored.place.root.rpartition("/")[0]))
+    if MANIFEST in stored.place.names():
+        path, problem = beside.fetch(name, directory)
+        if problem:
+            raise UserError(f"checkpoint: {url} must be a whole checkpoint, got a damaged one: {problem}.")
+        return path
+    if run := stored.lineage():
+        if newest := fetch_newest(stored, directory, run=run.run):
+            return newest
+    elif beside.place.download(name, directory / name):
+        return directory / name
+    raise UserError(f"{url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+
+
+def fetch_newest(stored: StoredRun, directory: Path, *, run: str) -> Path | None:
+    """Copy the newest whole copy of that run into the folder `directory`, verified. Returns its path there.
+
+    None where there is none at all. Warns of those passed over. Raises as `StoredRun.fetch`, and UserError where all
+    are damaged.
+    """
+    damaged: dict[str, str] = {}
+    found = None
+    for one in stored.copies(run):
+        path, problem = stored.fetch(one.folder, directory)
+        if not problem:
+            found = path
+            break
+        damaged[f"checkpoint {one.name}"] = problem
+    passed_over(stored.place.url, damaged, found, stored.place.warn)
+    return found

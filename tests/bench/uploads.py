@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from rankup.places.place import Place
-from rankup.state.export import fetch_newest
-from rankup.state.stored_run import StoredRun
+from rankup.state.stored_run import StoredRun, fetch_newest
 from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
 
