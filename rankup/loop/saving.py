@@ -20,9 +20,10 @@ from rankup.observe.metrics import Metrics
 from rankup.state import parts, tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Copy, Shards
+from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
+from rankup.state.tree import Shards
 from rankup.timing import DECIDE_S
 
 # An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.

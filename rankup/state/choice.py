@@ -21,9 +21,18 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
 from rankup.state import rescue
-from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
+from rankup.state.copies import (
+    STATE,
+    Check,
+    find_problem,
+    known_damaged,
+    list_copies,
+    looks_whole,
+    passed_over,
+    step_of,
+)
 from rankup.state.parts import PartsInMemory
-from rankup.state.reading import Check, Copy, read, share
+from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.stored_run import SecondPlace
 

@@ -1,7 +1,7 @@
 """A copy of the state is a folder of named files, which appears whole or not at all.
 
 `step-00001200/` holds `state.json` (what a person may want to read, `step` among it), `tree.json` and
-`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.reading`), and `manifest.json`:
+`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.tree`), and `manifest.json`:
 the step, and size in bytes and SHA-256 of each other file. The manifest is written last.
 
 A copy is put together in a hidden folder, synced and renamed. The order matters: every file is on the disk, and its
@@ -35,8 +35,16 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 FILE = re.compile(r"\w[\w.-]*")
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 
+# check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
+# where it is of another kind than the caller's, and ValueError where it is damaged
+Check = Callable[..., object]
+
 known_damaged: set[Path] = set()  # what this process has read and found damaged
 _uploading: set[Path] = set()  # what this process copies to another place at this moment
+
+
+def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+    """Any record will do."""
 
 
 class Content(Protocol):

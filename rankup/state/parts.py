@@ -1,6 +1,6 @@
 """Parts in memory: where no rank holds the whole state (FSDP2), each keeps its own part of a recent step on its node.
 
-A part is a sharded copy (see `rankup.state.reading`) with the file of one rank. It lies beside the rescues, in
+A part is a sharded copy (see `rankup.state.tree`) with the file of one rank. It lies beside the rescues, in
 `/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`, and outlives its process. With several nodes a rank of
 the next node holds a second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from
 Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
@@ -34,10 +34,10 @@ from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.state import copies, rescue
-from rankup.state.copies import STATE, Fingerprint, fingerprint, step_of, to_json, verify
-from rankup.state.reading import INDEX, Check, Copy, file_of, index, local_part
+from rankup.state.copies import STATE, Check, Fingerprint, fingerprint, step_of, to_json, verify
+from rankup.state.reading import Copy
 from rankup.state.saver import Writing
-from rankup.state.tree import TensorFile, encode
+from rankup.state.tree import INDEX, TensorFile, encode, file_of, index, local_part
 from rankup.timing import HURRY_S, SHARE
 
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
@@ -115,7 +115,7 @@ class Parts:
         about_ranks = [rank for rank, (_, same, _) in enumerate(known) if same == self._same]
         files = {
             STATE: to_json({**json.loads(record), "ranks": about_ranks}),
-            **index(nodes, tensors, [({}, {})] * group.rank + [(self._offsets, {})]),
+            **index(nodes, tensors, [{}] * group.rank + [self._offsets]),
         }
         self._writing.start(partial(self._write, step, files, mapped))
         self._next, self._taken, self._taken_s = step + max(gaps), step, began_s

@@ -12,19 +12,22 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rankup.agent.limits import memory_available
-from rankup.errors import PeerLost, UserError, reason
+from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.group.group import Group
 from rankup.state import copies
-from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Check, Copy, Part, file_of, index, no_check, own_parts, write_part
-from rankup.state.tree import Tensors, encode, files_of, is_dense
+from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
+from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, is_dense, own_parts
+
+if TYPE_CHECKING:
+    from rankup.state.reading import Copy
 
 T = TypeVar("T")
+Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
 ROOM = 2  # a save needs its copy in memory, and as much again stays free
 
 
@@ -55,7 +58,7 @@ class Options:
     save_timeout_s: float = 600.0
     check: Check = no_check
     fits: Check = no_check
-    finished: Callable[[Copy, dict[str, Any]], bool] = lambda copy, result: False
+    finished: Callable[["Copy", dict[str, Any]], bool] = lambda copy, result: False
 
 
 class Writing:
@@ -232,14 +235,18 @@ class Saver:
         def write() -> None:
             self._copies.wait()
             if self.sharded:
-                self._part = offsets, write_part(staging, self.group.rank, held)
+                try:
+                    entry = copies.write_durably(staging / file_of(self.group.rank), TensorFile(held))
+                except OSError as error:
+                    raise disk_error("checkpoint", self.folder, error) from None
+                self._part = offsets, entry
             else:
                 stands(copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how))
 
         def join_parts(parts: list[Part]) -> None:
-            staging.stat()  # another attempt may have removed it
             entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
-            stands(copies.publish(staging, {STATE: record, **index(nodes, tensors, parts)}, entries, **how))
+            files = {STATE: record, **index(nodes, tensors, [at for at, _ in parts])}
+            stands(copies.publish(staging, files, entries, **how))
 
         def stands(path: Path) -> None:
             # An upload reads files and needs no memory: the training goes on unless each save is to be waited for

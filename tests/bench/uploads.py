@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from rankup.places.place import Place
-from rankup.state.stored_run import StoredRun, fetch_newest
+from rankup.state.reading import fetch_newest
+from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import save_checkpoint, training_state
 from tests.rigs.object_store import BUCKET, S3, Door
 

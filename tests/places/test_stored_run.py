@@ -9,7 +9,8 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
-from rankup.state.stored_run import StoredRun, fetch_newest
+from rankup.state.reading import fetch_newest
+from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import damaged, newest, save, steps
 
 RUN = "0123456789abcdef"

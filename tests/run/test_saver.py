@@ -29,7 +29,7 @@ def held_save() -> None:
     The file `writing` beside that one says that it waits. `fails`: the number of the error that it ends with, or -1 for
     one that nobody expects; the file `failed` says so.
     """
-    from rankup.state import copies, reading
+    from rankup.state import copies
 
     write, order = copies.write_durably, json.loads(os.environ["HOLD"])
     until = Path(order["until"])
@@ -48,7 +48,7 @@ def held_save() -> None:
             raise OSError(number, os.strerror(number)) if number > 0 else LookupError("nobody expected this")
         return done
 
-    copies.write_durably = reading.write_durably = held
+    copies.write_durably = held
 
 
 HELD = "tests.run.test_saver:held_save"

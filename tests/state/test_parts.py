@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from rankup.state import rescue
-from rankup.state.copies import to_json
+from rankup.state.copies import no_check, to_json
 from rankup.state.parts import Parts, PartsInMemory, peer_of
-from rankup.state.reading import Copy, Shards, no_check
+from rankup.state.reading import Copy
+from rankup.state.tree import Shards
 from tests.rigs.checkpoints import damage, training_state
 
 TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
