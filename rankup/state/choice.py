@@ -1,11 +1,8 @@
 """Where an attempt goes on: the newest whole copy on the run's line of attempts, wherever it lies.
 
-A copy lies in one of six places: rank 0's run directory, an object store that the run lives in, its mirror, the disk
-of another node, the memory of any node, or in parts in the memory of all nodes. Every rank lists the copies that it can
-reach, without a look at their bytes; then the newest is fetched and verified, and where it is damaged the next one.
-
-A copy on another node's disk has the lineage of the attempt that wrote it beside it: a node 0 that comes back with an
-empty disk does not know which run it is to go on with.
+Every rank lists the copies that it can reach, without a look at their bytes; then the newest is fetched and verified,
+and where it is damaged the next one. A copy on another node's disk has the lineage of the attempt that wrote it beside
+it: a node 0 that comes back with an empty disk does not know which run it is to go on with.
 """
 
 import contextlib
@@ -77,12 +74,11 @@ def find_origin(
 ) -> Origin:
     """The newest state that any rank can reach. All ranks call this.
 
-    `folder`: the run directory. `known`: the run that rank 0's holds, and `new`: the one that begins where there is
-    none. `token`: of rank 0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from
-    `kind` on; `stores`: those of them that have to be fetched, by kind.
-    Raises UserError on all ranks where nothing whole is left of a run that has copies, where other nodes hold copies of
-    several runs, or where the newest state can't be gone on with, and PeerLost where a place does not answer that may
-    hold the newest.
+    `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
+    0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from `kind` on; `stores`:
+    where to fetch them, by kind. Raises UserError on all ranks where nothing whole is left of a run that has copies,
+    where other nodes hold copies of several runs, or where the newest state can't be gone on with, and PeerLost where a
+    place does not answer that may hold the newest.
     """
     own = [*found, *_peers(folder, group), *_rescues(options, group)]
     # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
@@ -124,7 +120,7 @@ def in_order(
     folder: Path,
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """The copies in the order in which to try them, with the line that each is on: on the line of the run that knows
-    most the newest first, then what else rank 0 has, which nobody knows any better, then lines that know less.
+    most the newest first, then what else rank 0 has, then lines that know less.
 
     `known`: rank 0's line. Raises UserError where rank 0 has nothing, and the others know several runs.
     """
@@ -179,8 +175,7 @@ def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, optio
 
 
 def found_in(paths: Iterable[Path]) -> Iterator[list[Any]]:
-    """The copies in rank 0's folder. What can't be read is one too, to be found damaged: a silent beginning would lose
-    days of work."""
+    """The copies in rank 0's folder. What can't be read is one too, to be found damaged."""
     for path in paths:
         record, step = read_json(path / STATE), step_of(path)
         # A folder that somebody renamed is listed first, and said to be damaged
@@ -247,29 +242,21 @@ def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
 
 
 def _put_aside_others(folder: Path, run: str) -> None:
-    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk.
-
-    Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run. The ranks
-    of a node do this at the same time: one of them moves a folder, the others find it gone.
-    """
+    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk: else
+    a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run."""
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another rank of this node has done it
             other.rename(f"{before(folder)}-{SECOND}-{other.name}")
 
 
 def may_take(options: Options, group: Group) -> Callable[[Lineage], bool]:
-    """Which runs this attempt may go on with: where it begins anew, only if it is a restart that finds what its own
-    launch began anew.
-
-    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
-    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
-    `start` names the start of them all.
-    """
+    """Which runs this attempt may go on with: where it begins anew, only what its own launch began anew before."""
     return lambda other: not options.fresh or of_this_job(other, group)
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
-    """Whether an attempt of this launch began the run `other`."""
+    """Whether an attempt of this launch began the run `other`. `launch` gives all its attempts ids of one job; where
+    containers are started again (compose, pods), `start` names the start of them all."""
     if group.launch.start:
         return other.start == group.launch.start
     if not group.restarted or group.launch.agent is None:

@@ -1,13 +1,13 @@
 """Parts in memory: where no rank holds the whole state (FSDP2), each keeps its own part of a recent step on its node.
 
-A part is a sharded copy (see `rankup.state.tree`) with the file of one rank. It lies beside the rescues, in
-`/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`, and outlives its process. With several nodes a rank of
-the next node holds a second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from
-Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
+A part is a sharded copy with the file of one rank. It lies beside the rescues, in
+`/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`. With several nodes a rank of the next node holds a
+second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from Wang et al., "Gemini:
+Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
 
-All ranks take their parts after the same commit: they copy them into mapped memory, and a thread does the rest while
-the training goes on. Before the next ones all ranks agree that the last ones are whole. So a rank has two, in turn, and
-at any moment the ranks have whole ones of one step.
+All ranks take their parts after the same commit: they copy them into mapped memory, and a thread does the rest. Before
+the next ones all ranks agree that the last ones are whole. So a rank has two, in turn, and at any moment the ranks have
+whole ones of one step.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 """A run: its folder, the attempt that owns it, and its copies, wherever they lie.
 
-`open_run` finds where the run stands. `Run.newest` is the copy to go on from, `save` writes one beside the training,
-`rescue` writes one when the process ends. All of that is plain values: what a copy holds, and whether an attempt may go
-on from it, the caller says.
+`open_run` finds where the run stands. What a copy holds, and whether an attempt may go on from it, the caller says.
 """
 
 import contextlib
@@ -27,7 +25,7 @@ from rankup.timing import VISIBLE_S
 
 
 class Run:
-    """A run for the length of an attempt. All ranks have one; `lease`, `store` and `mirror` are rank 0's.
+    """A run for the length of an attempt. All ranks have one; `lease`, and `places` by kind, are rank 0's.
 
     `token`: of the lease. `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder
     at the beginning, None where there was none. `saved_step`: of the newest copy there now, -1 for none.
@@ -37,8 +35,7 @@ class Run:
         self.folder, self.group, self.options = folder, group, options
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
         self.lease = Lease(folder, group.attempt, agreed=agreed) if group.is_rank0 else None
-        self.store: SecondPlace | None = None
-        self.mirror: SecondPlace | None = None
+        self.places: dict[int, SecondPlace] = {}
         self.second: SecondCopies | None = None
         self._rescued = False  # this node may have rescues of the run
 
@@ -49,8 +46,8 @@ class Run:
         group, options, found = self.group, self.options, list[list[Any]]()
         known, new, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
         self.origin = find_origin(
-            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found,
-            {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
+            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found, self.places,
+            options,
         )
         self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
         newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
@@ -66,14 +63,13 @@ class Run:
                 group, self.folder / SECOND / self.lineage.run, options,
                 more=lambda: {FILE: to_json(self.lineage.values())},
             )
+        for place in self.places.values():
+            place.run = self.lineage.run
+        store, saved = self.store, Path(saved_path)
         self.saver = Saver(
             group, self.folder / "checkpoints", options, token=self.token, check_owner=self.check_owner,
-            second=self.second, upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
+            second=self.second, upload=store.upload if store is not None else None, saved=self._note_saved,
         )
-        for place in (self.store, self.mirror):
-            if place is not None:
-                place.run = self.lineage.run
-        store, saved = self.store, Path(saved_path)
         if options.store and self.saved and group.on_rank0(lambda: store and store.lacks(saved)):
             self.saver.upload_beside(saved, step=self.saved_step)
 
@@ -82,32 +78,32 @@ class Run:
     ) -> tuple[dict[str, Any] | None, dict[str, Any], str, str]:
         """Own the folder and the store, on rank 0, and add to `found` what copies it alone reaches.
 
-        Returns the run there, None where there is none, the one that begins then, the token of the lease, and the mark
-        of this attempt in the lineage. Raises UserError and PeerLost.
+        Returns the run there, the one that begins if there is none, the token of the lease, and the mark of this
+        attempt in the lineage. Raises UserError and PeerLost.
         """
         assert self.lease is not None
         options, copies = self.options, self.folder / "checkpoints"
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             if options.store:
-                self.store = self._second(options.store, required=True)
-                self.store.adopt(stack, nothing_here=False, wanted=lambda other: True)
+                store = self.places[STORE] = self._second(options.store, required=True)
+                store.adopt(stack, nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
             owned(self.store or self.lease)
-            begun = Lineage.read(self.folder)
-            if options.fresh and not (begun and may_take(options, self.group)(begun)):
+            begun, may = Lineage.read(self.folder), may_take(options, self.group)
+            if options.fresh and not (begun and may(begun)):
                 begun = None
                 # To start anew must not lose anything
                 if put_aside(self.folder, (*OF_RUN, SECOND), moved := before(self.folder)):
                     self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                self.mirror, may = self._second(options.mirror, required=False), may_take(options, self.group)
-                self.mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
+                mirror = self.places[MIRROR] = self._second(options.mirror, required=False)
+                mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
                 begun = Lineage.read(self.folder)
             found += found_in(list_copies(copies))
-            for kind, place in (STORE, self.store), (MIRROR, self.mirror):
-                found += [[kind, *one] for one in place.found()] if place else []
+            for kind, place in self.places.items():
+                found += [[kind, *one] for one in place.found()]
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
         new = Lineage.new(self.group.attempt, self.group.launch.start)
@@ -118,6 +114,10 @@ class Run:
     def _second(self, url: str, *, required: bool) -> SecondPlace:
         assert self.lease is not None
         return SecondPlace(url, self.folder, self.lease, self.group.log, self.options, required=required)
+
+    @property
+    def store(self) -> SecondPlace | None:
+        return self.places.get(STORE)
 
     @property
     def lineage(self) -> Lineage:
@@ -188,8 +188,8 @@ class Run:
             open_files()
             if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
                 self.store.upload(None, timeout_s=self.options.save_timeout_s)
-            if self.mirror is not None:
-                self.mirror.copy(next(reversed(list_copies(self.saver.folder)), None))
+            if MIRROR in self.places:
+                self.places[MIRROR].copy(next(reversed(list_copies(self.saver.folder)), None))
 
         self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
@@ -212,8 +212,8 @@ class Run:
         if self._rescued:  # what an earlier attempt left: while this one trains none is written
             rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
             self._rescued = False
-        if self.mirror is not None:
-            self.mirror.copy(self.saver.folder / f"step-{step:08d}")
+        if MIRROR in self.places:
+            self.places[MIRROR].copy(self.saver.folder / f"step-{step:08d}")
         if self.group.is_rank0:
             self.group.log.debug(f"saved step {step}")
 
@@ -264,9 +264,9 @@ def open_run(
             elif run.saver.writing:
                 group.watch.enter("save", options.save_timeout_s)
                 run.saver.wait()
-            if run.mirror is not None and isinstance(error, Stopped):
-                run.mirror.finish(stopped=True)
+            if MIRROR in run.places and isinstance(error, Stopped):
+                run.places[MIRROR].finish(stopped=True)
             raise
-        for place in (run.store, run.mirror):
-            if place is not None and (place.required or not run.finished):
+        for place in run.places.values():
+            if place.required or not run.finished:
                 place.finish(stopped=False)
