@@ -85,12 +85,12 @@ def find_origin(
     answers = group.gather([sees(folder, token), own])
     candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
-    candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
+    candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in memory.found()] if memory else []
     unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
     origin, chosen, damaged = Origin(known or new, min(unseen, default=None)), None, dict[str, str]()
     for line, one in in_order(candidates, known, may_take(options, group), group, folder):
         if memory is not None and one.kind == PARTS:
-            origin.copy, problem = memory.load(one.where)
+            origin.copy, problem = memory.load(one.step, one.attempt, one.run)
         else:
             origin.copy, problem = _load(group, stores, one, options)
         if origin.copy is None:

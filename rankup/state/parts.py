@@ -20,8 +20,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from rankup.timing import HURRY_S, SHARE
 
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
 ROOM = 1.25  # times what all parts of a node need
+Of = tuple[int, str, str]  # step, attempt and run of a copy
 
 
 # Keeping --------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Parts:
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
         """`every`: steps from one to the next; 0 for none at all, None for as many as make them cost `SHARE` of the
-        time: what the training stands still for, and on CPUs also what the thread computes."""
+        time."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps
@@ -74,11 +74,8 @@ class Parts:
         return self.wanted and self.every != 0 and (step % self.every == 0 if self.every else step >= self._next)
 
     def take(self, step: int, make: Callable[[], tuple[bytes, dict[str, Any]]]) -> None:
-        """Copy this rank's part of the state of this step. All ranks call this, before that state changes.
-
-        `make` returns the contents of `state.json`, and the tracked items with split tensors. What fails is one line,
-        and the training goes on without.
-        """
+        """Copy this rank's part of the state of this step. All ranks call this, before that state changes. What fails
+        is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
         group, began_s = self.group, time.perf_counter()
         group.collective(self._writing.join)
         record, state = make()
@@ -261,15 +258,6 @@ def _new(folder: str, name: str, size: int) -> _Mapped | None:
 # Going on -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part in the memory of `node`, which is that of these ranks."""
-
-    node: str
-    path: str
-    ranks: tuple[int, ...]
-
-
 class PartsInMemory:
     """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
 
@@ -284,34 +272,31 @@ class PartsInMemory:
                 ranks = [int(rank) for rank in record["ranks"]]
                 if record["world_size"] == group.world_size:
                     own.append([str(path), ranks, step_of(path), str(record["attempt"]), str(record["run"])])
-        self._parts: dict[str, set[_Part]] = defaultdict(set)
-        self._of: dict[str, tuple[int, str, str]] = {}
+        # By step, attempt and run: the node of each part, its path there, and the ranks of which it is
+        self._parts: dict[Of, set[tuple[str, str, tuple[int, ...]]]] = defaultdict(set)
         answers = group.gather([node_id(), own])
         self._nodes = [node for node, _ in answers]
         for node, found in answers:
-            for path, ranks, *of in found:
-                where = "memory of {2}, {1}, step {0}".format(*of)
-                self._parts[where].add(_Part(node, path, tuple(ranks)))
-                self._of[where] = tuple(of)
+            for path, ranks, step, attempt, run in found:
+                self._parts[step, attempt, run].add((node, path, tuple(ranks)))
 
-    def found(self) -> Iterator[tuple[str, int, str, str]]:
-        """Name, step, attempt and run of what all ranks have a part of."""
-        for where, parts in self._parts.items():
-            if {rank for part in parts for rank in part.ranks} >= {*range(self.group.world_size)}:
-                yield where, *self._of[where]
+    def found(self) -> list[Of]:
+        """Step, attempt and run of what all ranks have a part of."""
+        every = {*range(self.group.world_size)}
+        return [of for of, parts in self._parts.items() if {rank for *_, ranks in parts for rank in ranks} >= every]
 
-    def load(self, where: str) -> tuple[Copy | None, str]:
+    def load(self, *of: Any) -> tuple[Copy | None, str]:
         """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed."""
         group, path, files, problem = self.group, Path(), dict[str, bytes](), ""
         for rank in range(group.world_size):
-            able = [part for part in self._parts[where] if rank in part.ranks]
-            part = min(able, key=lambda part: (part.node != self._nodes[rank], part.path))
-            moved, source = part.node != self._nodes[rank], self._nodes.index(part.node)
+            able = [(node != self._nodes[rank], at, node) for node, at, ranks in self._parts[of] if rank in ranks]
+            moved, at, node = min(able)
+            source = self._nodes.index(node)
             if moved and group.rank == source:
-                for work, _ in _send(*_read(Path(part.path)), rank):
+                for work, _ in _send(*_read(Path(at)), rank):
                     group.collective(work.wait)
             if group.rank == rank:
-                path = Path(part.path)
+                path = Path(at)
                 if moved:
                     found = _receive(source, partial(_new, path.parent.name))
                     path, problem = found or path, "" if found else "it can't be read, or there is no room here"

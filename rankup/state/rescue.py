@@ -1,9 +1,7 @@
 """The rescue: a copy that a rank writes to its node's memory when it loses a peer, right before it ends.
 
-Where every rank holds the whole state, the survivors have that of the last finished step: the next attempt goes on
-from there, and no step is done twice. The idea is from Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.
-
-A rescue lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same
+Where every rank holds the whole state, no step is then done twice (Gupta et al., "Just-In-Time Checkpointing", EuroSys
+2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same
 folders of the temporary directory. It is lost with its node, so it never replaces a checkpoint.
 """
 

@@ -137,10 +137,7 @@ class Run:
         return self.store.address if self.store is not None else str(self.folder)
 
     def second_copies(self, *, replicated: bool) -> str:
-        """For the user: who keeps the newest copy a second time, "" where all nodes share rank 0's disk.
-
-        `replicated`: every rank holds the whole state.
-        """
+        """For the user: who keeps the newest copy a second time. `replicated`: every rank holds the whole state."""
         rank = self.origin.second
         if rank is None:
             return ""
@@ -174,8 +171,7 @@ class Run:
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
 
-        `open_files`: rank 0's, of the caller. Raises, on all ranks, UserError where rank 0 can't write, and PeerLost
-        where another attempt owns the folder by now.
+        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost.
         """
         self.lineage.go_on(self.mark, step=step, writer=self.origin.writer)
 
@@ -218,11 +214,8 @@ class Run:
             self.group.log.debug(f"saved step {step}")
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
-        """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done.
-
-        Any thread calls this, as the process ends. `make_files`: called if they are needed. Raises nothing: the reason
-        of the end is what is to be reported.
-        """
+        """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done. Any thread
+        calls this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
         if step <= max(0, self.saved_step):
             return False
         try:
@@ -244,11 +237,10 @@ class Run:
 def open_run(
     folder: Path, group: Group, options: Options, *, owned: Callable[[Any], None] = lambda owner: None
 ) -> Iterator[Run]:
-    """Own the run in `folder` for the length of the block, and find what is there: a copy, a finished run, or nothing.
+    """Own the run in `folder` for the length of the block, and find what is there. All ranks call this.
 
-    All ranks call this. `owned`: called on rank 0 with the owner, whose `is_ours` says whether the
-    folder still belongs to this attempt. Raises UserError on all ranks where another attempt is alive, or where the
-    newest copy can't be gone on with.
+    `owned`: called on rank 0 with the owner, whose `is_ours` says whether the folder still belongs to this attempt.
+    Raises UserError on all ranks where another attempt is alive, or where the newest copy can't be gone on with.
     """
     run = Run(folder, group, options)
     group.watch.enter("setup", options.setup_timeout_s)  # a copy may have to be fetched

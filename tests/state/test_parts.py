@@ -85,8 +85,8 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
 
     def work(group: Any) -> Copy | None:
         memory = PartsInMemory(group, no_check, no_check)
-        for where, *_ in sorted(memory.found(), key=lambda found: -found[1]):
-            copy, _ = memory.load(where)
+        for of in sorted(memory.found(), reverse=True):
+            copy, _ = memory.load(*of)
             if copy is not None:
                 return copy
         return None
