@@ -73,8 +73,7 @@ class Writing:
         self.failure: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """In a thread. Where one is under way, this follows it within the same time, in place of another one that waits
-        for that."""
+        """In a thread. Where one is under way, this follows it, in place of another one that waits for that."""
         with self._lock:
             self._next = work
             if self._thread is None:
@@ -84,11 +83,7 @@ class Writing:
 
     def run(self, work: Callable[[], T]) -> T | None:
         """At once. Returns None where it fails."""
-        self.began_s = time.monotonic()
-        return self._do(work)
-
-    def _do(self, work: Callable[[], T]) -> T | None:
-        self.failure = None
+        self.began_s, self.failure = time.monotonic(), None
         try:
             return work()
         except BaseException as error:  # a fault too: it is raised where the loop sees it
@@ -102,7 +97,7 @@ class Writing:
                 if work is None:
                     self._thread = None
                     return
-            self._do(work)
+            self.run(work)
 
     def join(self, timeout_s: float | None = None) -> None:
         if (thread := self._thread) is not None:
@@ -271,10 +266,11 @@ class Saver:
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        if self.writing and self._writing.failure is None:
-            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
+        while self.writing and self._writing.failure is None:
+            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process.
+            # An upload that follows has its own
             self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
-            self._writing.join()
+            self._writing.join(1.0)
         own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
