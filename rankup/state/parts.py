@@ -149,9 +149,7 @@ class Parts:
         needed, problems = ROOM * here * 2 * sum(sizes.values()), []
         for place in rescue.places():
             try:
-                if (left := min(shutil.disk_usage(place).free, memory_available())) < needed:
-                    problems.append(f"{place} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
-                    continue
+                rescue.check_room(place, needed, free=memory_available())
                 rescue.remove_old(place)
                 for rank, size in sizes.items():
                     folder = rescue.make_folder(place, f"{self.run}.rank-{rank:05d}")
