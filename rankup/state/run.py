@@ -210,8 +210,6 @@ class Run:
             self._rescued = False
         if MIRROR in self.places:
             self.places[MIRROR].copy(self.saver.folder / f"step-{step:08d}")
-        if self.group.is_rank0:
-            self.group.log.debug(f"saved step {step}")
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
         """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done. Any thread

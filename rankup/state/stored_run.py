@@ -324,7 +324,6 @@ class SecondPlace(StoredRun):
             self.upload_files(self.folder)
             if path is not None and not self.holds(path, run=self.run):
                 self.upload_copy(path, run=self.run, keep=self.keep, check=lease.check)
-                self.log.debug(f"{self.called} has {path.name}")
 
     def _claim(self) -> StoreLease:
         """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and

@@ -1,23 +1,15 @@
 """--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
 
-import contextlib
 import json
-import logging
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from rankup.errors import UserError
-from rankup.places.lease import Lease, Lineage
 from rankup.state import stored_run
-from rankup.state.saver import Options
-from rankup.state.stored_run import SecondPlace
-from tests.rigs.checkpoints import SETTINGS, flip, save
+from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3
@@ -172,32 +164,3 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Dis
         assert [request.name for request in door.seen if of_8(request)][-1].endswith("/manifest.json")
         disks.lose()
         assert "is finished: 32 steps" in disks.run(mirror=url)
-
-
-def test_what_a_machine_had_of_a_run_stays_though_the_run_is_fetched_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def adopt(run: str, then: Callable[[SecondPlace], None] = lambda place: None) -> None:
-        with contextlib.ExitStack() as stack:
-            folder, log = tmp_path / run / "run", logging.getLogger("test")
-            lease = stack.enter_context(Lease(folder, "attempt"))
-            place = SecondPlace(str(tmp_path / "there"), folder, lease, log, Options(keep=2), required=True)
-            place.adopt(stack, nothing_here=False, wanted=lambda found: True)
-            then(place)
-
-    def upload(place: SecondPlace) -> None:
-        place.run = "ahead"
-        place.upload(save(place.folder / "checkpoints", 8), timeout_s=60.0)
-
-    behind = tmp_path / "behind" / "run"
-    for run in ("ahead", "behind"):
-        (tmp_path / run / "run").mkdir(parents=True)
-        Lineage(run, "", "", []).write(tmp_path / run / "run")
-    adopt("ahead", upload)
-    with monkeypatch.context() as patch:
-        patch.setattr(SecondPlace, "fetch_files", Mock(side_effect=UserError("no room")))
-        with pytest.raises(UserError, match="no room"):
-            adopt("behind")
-    adopt("behind")
-    found = [Lineage.read(folder) for folder in (behind, behind / "superseded")]
-    assert [lineage and lineage.run for lineage in found] == ["ahead", "behind"]
