@@ -177,19 +177,22 @@ def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, optio
 def found_in(paths: Iterable[Path]) -> Iterator[list[Any]]:
     """The copies in rank 0's folder. What can't be read is one too, to be found damaged."""
     for path in paths:
-        record, step = read_json(path / STATE), step_of(path)
-        # A folder that somebody renamed is listed first, and said to be damaged
-        good = isinstance(record, dict) and {"run", "attempt"} <= record.keys() and record.get("step") == step
-        attempt, run = (str(record["attempt"]), str(record["run"])) if good else ("", "")
-        yield [CHECKPOINT, str(path), step, attempt, run]
+        yield [CHECKPOINT, str(path), *_about(path)]
+
+
+def _about(path: Path) -> tuple[int, str, str]:
+    """Step, attempt and run of a copy, "" where that can't be read, or where somebody renamed the folder."""
+    record, step = read_json(path / STATE), step_of(path)
+    good = isinstance(record, dict) and {"run", "attempt"} <= record.keys() and record.get("step") == step
+    return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
 
 
 def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     """Second copies on this rank's disk."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
-        record, line = read_json(path / STATE), Lineage.read(path)
-        if isinstance(record, dict) and line is not None and line.run == record.get("run") and "attempt" in record:
-            yield [PEER, str(path), step_of(path), str(record["attempt"]), line.run, line.values()]
+        about, line = _about(path), Lineage.read(path)
+        if line is not None and line.run == about[2]:
+            yield [PEER, str(path), *about, line.values()]
         else:
             group.log.warning(f"the copy {path} was passed over: its state.json or run.json is missing or damaged")
 
