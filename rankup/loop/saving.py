@@ -134,8 +134,7 @@ class Saving:
         if run.newest is not None:
             items = run.newest.tracked
             if run.newest.sharded:
-                with Shards(self._folder(run.newest), run.newest.index) as shards:
-                    items = shards.read_all(LOADERS)
+                items = Shards(self._folder(run.newest), run.newest.index).read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
     @property
@@ -189,8 +188,7 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            with Shards(self._folder(newest), newest.index) as shards:
-                state = shards.read_into(self.tracked.state(gather=False))
+            state = Shards(self._folder(newest), newest.index).read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):

@@ -54,8 +54,7 @@ class Copy:
         """The same with all shards read into this process, as if it had been saved plain."""
         if not self.sharded:
             return self
-        with Shards(self.path, self.index) as shards:
-            return replace(self, tracked=shards.read_all(), index=b"")
+        return replace(self, tracked=Shards(self.path, self.index).read_all(), index=b"")
 
 
 def load(path: Path, check: Check = no_check) -> Copy:
@@ -113,8 +112,7 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
         if INDEX in files:
-            with Shards(path, files[INDEX]) as shards:
-                shards.check()
+            Shards(path, files[INDEX]).check()
             return Copy(path, record, {}, files[INDEX]), ""
         tracked = tree.from_files(files)
         check(path, record, tracked)

@@ -18,7 +18,6 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,7 @@ def index(tree: dict[str, Any], tensors: Tensors, offsets: list[dict[str, list[i
 
 
 class Shards:
-    """The tensors of a sharded copy in the folder `path`, whose index is `content`. `with` closes its files.
+    """The tensors of a sharded copy in the folder `path`, whose index is `content`.
 
     Every method raises ValueError, KeyError or another error where the files are not what a rank wrote.
     """
@@ -289,14 +288,7 @@ class Shards:
     def __init__(self, path: Path, content: bytes) -> None:
         values = json.loads(content)
         self.path, self.tree, self.table = path, values["tree"], values["shards"]
-        self._open = ExitStack()
-        self._files: dict[int, Any] = {}
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
+        self._files: dict[int, Any] = {}  # they are closed with this object
 
     def check(self) -> None:
         """Whether the parts are in the files and make up all tensors. Reads nothing but the heads of the files."""
@@ -353,8 +345,7 @@ class Shards:
         parts = []
         for rank, offset in self.table[name]["parts"]:
             if rank not in self._files:
-                file = safe_open(self.path / file_of(rank), framework="pt")
-                self._files[rank] = self._open.enter_context(file)
+                self._files[rank] = safe_open(self.path / file_of(rank), framework="pt")
             parts.append((self._files[rank], offset, self._files[rank].get_slice(name).get_shape()))
         return parts
 

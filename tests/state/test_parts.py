@@ -97,8 +97,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
         return None
     weights, steps = [], set()
     for copy in copies:
-        with Shards(copy.path, copy.index) as shards:
-            tracked = shards.read_all()
+        tracked = Shards(copy.path, copy.index).read_all()
         weights.append(tracked["model"]["weight"])
         steps |= {copy.step, tracked["step"]["n"]}
     (step,) = steps
