@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,9 +22,6 @@ from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
 from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, is_dense, own_parts
-
-if TYPE_CHECKING:
-    from rankup.state.reading import Copy
 
 T = TypeVar("T")
 Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
@@ -58,7 +55,7 @@ class Options:
     save_timeout_s: float = 600.0
     check: Check = no_check
     fits: Check = no_check
-    finished: Callable[["Copy", dict[str, Any]], bool] = lambda copy, result: False
+    finished: Callable[[Any, dict[str, Any]], bool] = lambda copy, result: False
 
 
 class Writing:
