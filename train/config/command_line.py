@@ -1,19 +1,18 @@
 """The command line, `COMMAND --SETTING VALUE ...`: python-fire takes it apart, and every mistake in it is collected.
 
-Values stay texts here: `load_config` reads them by the types of their settings. No torch here.
+Values stay texts here: pydantic reads them by the types of their settings. No torch here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import cast
+from difflib import get_close_matches
 
+from .load import fields_of, flag, is_switch, unknown, validate
 from .options import OPTIONS, Options
-from .schema import fields_of, flag, from_text, kind, nearest, unknown, validate
-from .settings import TOPICS, Settings
+from .settings import Config
 from .yaml_text import describe
 
 # Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
@@ -32,7 +31,6 @@ class Request:
     config_file: str | None = None
     options: Options = field(default_factory=Options)
     help: bool = False
-    topic: str = ""  # of the help: a data set, workload or method that has settings of its own
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -42,93 +40,47 @@ def parse_args(argv: Sequence[str]) -> Request:
     The command is the first word, `train` where a line begins with a setting. --local-rank, which
     torch.distributed.launch puts in front, is passed over: LOCAL_RANK says the same.
     """
-    words = list(argv)
+    words = [word for word in argv if word != "--"]  # behind it Fire would obey flags of its own
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
     if {"-h", "--help"} & set(words):
-        topic = next((word for word in words if word in TOPICS), "")
-        return Request(next((word for word in words if word in OPTIONS), None), help=True, topic=topic)
-    name = "train" if words and _is_flag(words[0]) else words.pop(0) if words else None
-    if name is None:
+        return Request(next((word for word in words if word in OPTIONS), None), help=True)
+    if not words:
         return Request()
-    if name not in OPTIONS:
-        near = nearest(name, OPTIONS)
-        return Request(name, mistakes=[
-            f"unknown command {describe(name)}{f'; did you mean {describe(near)}?' if near else _as_flag(name)}"
-        ])
-    if "--" in words:  # behind it Fire would obey flags of its own
-        return Request(name, mistakes=[unknown("", (), lambda _: '"--"')])
+    command = "train" if re.match(r"--|-[a-zA-Z]", words[0]) else words.pop(0)
+    if command not in OPTIONS:
+        near = get_close_matches(command, OPTIONS, n=1)
+        hint = f"; did you mean {describe(near[0])}?" if near else "."
+        return Request(command, mistakes=[f"unknown command {describe(command)}{hint}"])
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
     from fire.decorators import SetParseFn
 
-    def command(name: str) -> Callable[..., Request]:
-        def understand(*more: str, **flags: str) -> Request:
-            return _understand(name, more, flags, list(_without_value(words)))
+    def understand(*more: str, **flags: str) -> Request:
+        return _understand(command, more, flags)
 
-        return cast(Callable[..., Request], SetParseFn(str)(understand))
-
-    table = {each: command(each) for each in OPTIONS}
-    request: Request = fire.Fire(table, command=[name, *words, *NOT_FIRES], serialize=lambda _: None)
+    table = {command: SetParseFn(str)(understand)}
+    request: Request = fire.Fire(table, command=[command, *words, *NOT_FIRES], serialize=lambda _: None)
     return request
 
 
-def _understand(command: str, more: Sequence[str], flags: Mapping[str, str], empty: Sequence[str]) -> Request:
-    """`more`: words that are neither flags nor values. `empty`: names of flags that must have a value and have none."""
+def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Request:
+    """`more`: words that are neither flags nor values."""
     own = fields_of(OPTIONS[command])
-    owners = {name: [title for title in OPTIONS if name in fields_of(OPTIONS[title])]
-              for model in OPTIONS.values() for name in fields_of(model)}
+    fields = {**Config.model_fields, **own}
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
-    mistakes = [f"unexpected argument {describe(word)}{_as_flag(word)}" for word in more]
-    mistakes += [f"{flag(name)} must be followed by a value. (One that begins with a dash: {flag(name)}=-x)"
-                 for name in empty]
+    mistakes = [f"unexpected argument {describe(word)}." for word in more]
+    file = flags.pop("config", None)
     for name, text in flags.items():
-        if name.startswith("_") and text == "False" and _is_switch(name[1:]):
+        if name.startswith("_") and text == "False":
             name = name[1:]  # --no-NAME, of which Fire has taken "no" away
-        if name in empty:
-            continue
-        if name == "options":
-            mistakes.append("--options must be --options.NAME VALUE, such as --options.width 64.")
-        elif name == "config" and not text:
-            mistakes.append("--config must be a file's name, got nothing.")
-        elif name in Settings.model_fields or name.startswith("options."):
-            settings[name] = text
-        elif name in own or name == "config":
+        if name in fields and text == "True" and not is_switch(fields[name]):  # Fire's value of a flag that has none
+            mistakes.append(f"{flag(name)} must be followed by a value.")
+        elif name in own:
             given[name] = text
-        elif name in owners:
-            mistakes.append(f"{flag(name)} must be used with {' or '.join(owners[name])}, not with {command}.")
+        elif name in fields or name.startswith("options."):
+            settings[name] = text
         else:
-            shown = f"no{name}" if name.startswith("_") else name
-            known = [*Settings.model_fields, *owners, "config", "help"]
-            mistakes.append(unknown(shown, known, lambda n: describe(flag(n))))
-    file = given.pop("config", None)
-    values = {name: from_text(own[name], text) for name, text in given.items()}
-    options, wrong = validate(OPTIONS[command], values, label=flag, shown=given)
+            mistakes.append(unknown(name, [*fields, "config", "help"], lambda name: describe(flag(name))))
+    options, wrong = validate(OPTIONS[command], given, flag)
     return Request(command, settings, file, options, mistakes=[*mistakes, *wrong.values()])
-
-
-def _without_value(words: Sequence[str]) -> Iterator[str]:
-    """The names of flags that are followed by another flag, or by nothing, and are no switches. Fire reads True."""
-    for word, following in pairwise([*words, "--"]):
-        name = word.removeprefix("--").replace("-", "_")
-        known = name in Settings.model_fields or any(name in fields_of(model) for model in OPTIONS.values())
-        needs_one = (known or name == "config" or name.startswith("options.")) and not _is_switch(name)
-        if needs_one and _is_flag(word) and "=" not in word and _is_flag(following):
-            yield name
-
-
-def _is_flag(word: str) -> bool:
-    """By Fire's rule: -0.1 and a lone - are values."""
-    return re.match(r"--|-[a-zA-Z]", word) is not None
-
-
-def _is_switch(name: str) -> bool:
-    found = Settings.model_fields.get(name)
-    fields = [found] if found else [of[name] for model in OPTIONS.values() if name in (of := fields_of(model))]
-    return bool(fields) and kind(fields[0])[0] is bool
-
-
-def _as_flag(word: str) -> str:
-    # Other programs take name=value; say how it is written here.
-    name, equals, _ = word.partition("=")
-    return f"; did you mean --{word}?" if equals and name.replace("-", "_") in Settings.model_fields else "."

@@ -63,6 +63,9 @@ def build(config: Config) -> Workload:
 
 
 def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
+    """Raises UserError for random crops of images that memory holds, whose edges are gone."""
+    if isinstance(augment, str) and (isinstance(found, TensorSamples) or config.in_memory == "always"):
+        raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
     if isinstance(found, TensorSamples):
         return replace(found, augment=augment is True, seed=config.seed, in_memory=config.in_memory != "never")
     files = replace(found, augment=augment, seed=config.seed)

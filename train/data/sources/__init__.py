@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rankup import UserError
 
 from ...config import Config
-from ...config.schema import is_choice
+from ...config.load import is_choice
 from .fetch import NotFetched, Say, print_to_stderr
 
 if TYPE_CHECKING:

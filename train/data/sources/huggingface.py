@@ -21,7 +21,7 @@ from rankup import UserError
 from rankup.urls import is_url
 
 from ...config import Config
-from ...config.schema import flag
+from ...config.load import flag
 from ..file_samples import FileSamples
 from .fetch import NotFetched, Say, print_to_stderr
 from .imagefolder import MEAN, STD
