@@ -51,8 +51,6 @@ def load(
     try:
         train, test = source.load(config, say)
     except NotFetched as error:
-        if config.dataset.startswith("hf:"):
-            raise
         raise NotFetched(
             f"{error} Bring the files from a machine that can, and set data_dir to their folder; "
             "dataset digits needs no download."
