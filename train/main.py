@@ -26,8 +26,7 @@ if __name__ == "__main__":
 from .commands import Context
 from .commands.table import COMMANDS
 from .config import load_config
-from .config.command_line import parse_args
-from .config.options import DoctorOptions, RankOptions, help_text
+from .config.options import DoctorOptions, RankOptions, help_text, parse_args
 from .run import CHOICES
 
 # Imported once, by the process that forks the ranks of a node

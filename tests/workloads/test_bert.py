@@ -199,6 +199,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
                                    r"must hold weights that load, got: "),
     "lost layer": (drop("layer.1.output.dense.weight"),
                    r"got no encoder.layer.1.output.dense.weight\."),
+    "fewer positions": (lambda f: change_json(f / "config.json", max_position_embeddings=40),
+                        r"max_seq_len must be <= 40, as .*config.json says .*, got 48"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 2000),
                         r"must hold weights that load, got: .*header too large\. A BERT"),
 }
@@ -214,13 +216,6 @@ def test_folder_that_is_no_bert_is_one_line(folder: Path, mistake: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_length_beyond_the_positions_is_refused(made: Path) -> None:
-    build(made, max_seq_len=64)
-    too_long = r"max_seq_len must be <= 64, as .*config.json says .*, got 65"
-    with pytest.raises(UserError, match=too_long):
-        build(made, max_seq_len=65)
-
-
 @pytest.mark.parametrize("name", ["hfl/chinese-bert-wwm-ext", "/no/such/folder/at/all", __file__])
 def test_folder_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(UserError, match=f"got {name}, which is not one here. .*set --bert-download") as caught:
@@ -234,8 +229,3 @@ def test_missing_package_is_one_line_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"null without the package transformers, .*pip install -e '.\[text\]'"):
         build(made)
-
-
-def test_bert_for_images_is_refused(made: Path) -> None:
-    with pytest.raises(UserError, match=r"bert_dir must be null with workload images, got .*Set --workload text"):
-        load(Config(dataset="digits", bert_dir=str(made)))

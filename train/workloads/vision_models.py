@@ -48,8 +48,7 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
     if name not in known:
         close = get_close_matches(name, ["cnn", "mlp", *known], n=1)
         raise UserError(
-            f'model must be cnn, mlp or a torchvision classifier, got "{name}"'
-            + (", torchvision's for another purpose." if name in models.list_models() else ".")
+            f'model must be cnn, mlp or a torchvision classifier, got "{name}".'
             + (f' Did you mean "{close[0]}"?' if close else "")
         )
     options: dict[str, object] = {"num_classes": num_classes}
