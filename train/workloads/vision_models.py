@@ -92,14 +92,8 @@ def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
 
 
 def _first_convolution_for(model: nn.Module, channels: int) -> None:
-    """Make the first convolution one of `channels` input channels, with torch's own initial weights.
-
-    Raises UserError if there is none.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.in_channels = channels
-            module.weight = nn.Parameter(torch.empty(module.out_channels, channels, *module.kernel_size))
-            module.reset_parameters()
-            return
-    raise UserError(f"the model must begin with a convolution to take {channels} channels. Use RGB images.")
+    """Make the first convolution one of `channels` input channels, with torch's own initial weights."""
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    first.in_channels = channels
+    first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
+    first.reset_parameters()

@@ -110,7 +110,10 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
             else:
                 (folder / remote.folder).rename(target)  # atomic: a reader sees the whole folder or nothing
                 return
-    raise NotFetched(f"{remote.title} cannot be downloaded ({'; '.join(reasons)}).")
+    raise NotFetched(
+        f"{remote.title} cannot be downloaded ({'; '.join(reasons)}). Bring the files from a machine that can, and set "
+        "data_dir to their folder; dataset digits needs no download."
+    )
 
 
 def _from_web(remote: Remote, folder: Path, until_s: float) -> None:

@@ -84,7 +84,7 @@ def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     except NotFetched as error:
         if config.dataset != "fashion-mnist" or config.data_dir is not None:
             raise
-        say(f"{error} Using the small dataset digits instead; to use your own copy, set data_dir.")
+        say(f"{error} Using digits instead.")
         return load(config.model_copy(update={"dataset": "digits"}), say)
     return read_halves(folder, family)
 
