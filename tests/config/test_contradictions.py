@@ -82,10 +82,3 @@ def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world
     with pytest.raises(UserError) as caught:
         check_world_size(Config(**settings), world_size)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value
-
-
-def test_any_world_size_that_leaves_each_micro_batch_a_sample_is_taken():
-    for world_size in range(1, 48):
-        check_world_size(Config(batch_size=95, accumulate=2), world_size)
-    with pytest.raises(UserError, match=r"Start at most 47, or set --batch-size 96\."):
-        check_world_size(Config(batch_size=95, accumulate=2), 48)

@@ -69,10 +69,10 @@ def read_yaml(file: str) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(str(error.problem or error.context or "syntax").split())[:200]
         raise UserError(f"{file}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}.") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}.") from error
+    except Exception as error:  # many types: bytes that are no UTF-8, or a tag such as !!bool at another value
+        raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}.") from error
     if found is not None and not isinstance(found, dict):
         raise UserError(f"{file}: settings must be lines of `name: value`, got a {type(found).__name__}.")
     return found or {}
