@@ -43,7 +43,7 @@ def _predict(context: Context, given: options.PredictOptions) -> None:
 
 
 def _start(context: Context, *, stacks: bool = False) -> None:
-    context.program.start(context.run_dir, stacks=stacks, simulated_nodes=context.config.simulated_nodes)
+    context.program.start(context.run_dir, stacks=stacks)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def _doctor(context: Context, given: options.DoctorOptions) -> int:
         program.found, run_dir = error, Path()
     program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
     return program.doctor(
-        run_dir, as_json=given.as_json, simulated_nodes=config.simulated_nodes, settings=same_settings(config),
+        run_dir, as_json=given.as_json, settings=same_settings(config),
         num_threads=config.num_threads, num_workers=config.num_workers, join_timeout_s=config.join_timeout_s,
         stage_timeout_s=config.step_timeout_s, **join_options(config),
     )

@@ -171,7 +171,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
-    simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
 
 # The first setting of each group -> the group's title
