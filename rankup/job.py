@@ -26,8 +26,8 @@ from rankup.loop.record import Settings, check_record
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.export import find_copy
-from rankup.state.reading import Check, Copy, no_check, share
+from rankup.state.copies import Check, no_check
+from rankup.state.reading import Copy, find_copy, share
 from rankup.state.run import open_run
 
 log = logging.getLogger("rankup")
@@ -175,8 +175,13 @@ class Ends:
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or self._ended:
             self._usual(kind, error, trace)
-        else:
-            self._leave(error)
+            return
+        if isinstance(error, NameError) and self.job is not None and self.job.live.behind:
+            log.warning(
+                f"The run had stopped behind the last batch of an epoch, so no batch has set {error.name} in this "
+                "process. Set it before the loop over batches."
+            )
+        self._leave(error)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ended:

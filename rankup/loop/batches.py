@@ -13,6 +13,7 @@ takes its part. What splits already (DistributedSampler) is left as it is.
 
 import hashlib
 import json
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -25,10 +26,16 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.record import Position
 from rankup.loop.workers import Workers
-from rankup.seeds import AHEAD, derive_seed, drawn_apart, host_state, seed_host, set_host_state
+from rankup.seeds import derive_seed, drawn_apart, host_state, seed_host, set_host_state
 
 NO_ORDER = "Set any_order=True where the order of its batches does not matter."
 EVALUATION = -1  # in place of the epoch
+ALIKE = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+    "multiprocessing_context", "persistent_workers",
+)
+# For evaluations, by the user's loader: the workers may outlive one
+_evaluating: "weakref.WeakKeyDictionary[Any, DataLoader[Any]]" = weakref.WeakKeyDictionary()
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
@@ -90,7 +97,7 @@ class Split(Source):
         self._tells = False  # its order is drawn again
         self._parts = _Parts()
         self._share = (0, 1) if splits(loader) else (rank, world_size)
-        self._own = _like(loader, self._parts, persistent=loader.persistent_workers)
+        self._own = _like(loader, self._parts)
         self._checked = False
         if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
             raise UserError(
@@ -108,16 +115,13 @@ class Split(Source):
         """The samples' numbers, a global batch at a time."""
         sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
         foreign = not all(type(each).__module__.startswith("torch.utils.data") for each in _samplers(self.loader))
-
-        def begin() -> tuple[list[Any], Iterator[Any]]:
+        _prepare(self.loader, seed, epoch)
+        drawn = drawn_apart(sampler, seed)
+        first = next(drawn)
+        if foreign and not self._checked:
             _prepare(self.loader, seed, epoch)
             drawn = drawn_apart(sampler, seed)
-            return list(islice(drawn, AHEAD)), drawn
-
-        first, drawn = begin()
-        if foreign and not self._checked:
-            again, drawn = begin()
-            if _digest(first) != _digest(again):
+            if _digest(first) != _digest(next(drawn)):
                 names = " in ".join(dict.fromkeys(type(each).__name__ for each in reversed(_samplers(self.loader))))
                 raise UserError(
                     f"batches: {names} must draw the same batches again under the same seed, got others. Draw from "
@@ -125,7 +129,7 @@ class Split(Source):
                 )
         self._checked = True
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
-        return chain(first, drawn)
+        return chain(first, chain.from_iterable(drawn))
 
     def _split(self, drawn: Iterable[Any], seed: int, weights: deque[float]) -> Iterator[Any]:
         """This rank's part of each batch, for the DataLoader; their weights, in the same order, go to `weights`."""
@@ -208,9 +212,12 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     every = list(sampler)
     own = every[rank::world_size]
     padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
-    parts = _Parts()
+    like = _evaluating.get(loader)
+    if like is None or any(getattr(like, name) != getattr(loader, name) for name in ALIKE):
+        like = _evaluating[loader] = _like(loader, _Parts())
+    parts: Any = like.batch_sampler or like.sampler
     parts.source = iter([_for_workers(part, seed, loader) for part in (*own, *padding)])
-    for number, batch in enumerate(Workers(_like(loader, parts, persistent=False))):
+    for number, batch in enumerate(Workers(like)):
         yield batch, 1.0 if number < len(own) else 0.0
 
 
@@ -258,20 +265,13 @@ def _for_workers(part: Any, seed: int, loader: Any) -> Any:
     return (seed, part) if loader.batch_sampler is None else [(seed, index) for index in part]
 
 
-def _like(loader: Any, parts: _Parts, *, persistent: bool) -> DataLoader[Any]:
+def _like(loader: Any, parts: _Parts) -> DataLoader[Any]:
     """A DataLoader as `loader`, of what `parts` yields."""
     dataset: Any = _Seeded(loader.dataset) if loader.num_workers else loader.dataset
-    given: dict[str, Any] = {
-        "num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout, "worker_init_fn": loader.worker_init_fn, "prefetch_factor": loader.prefetch_factor,
-        "multiprocessing_context": loader.multiprocessing_context, "persistent_workers": persistent,
-        "generator": torch.Generator(),  # the default one would be drawn from, for the workers' seeds
-    }
-    if loader.batch_sampler is None:
-        given |= {"batch_size": None, "sampler": parts}
-    else:
-        given |= {"batch_sampler": parts}
-    return DataLoader(dataset, **given)
+    given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
+    given |= {"batch_size": None, "sampler": parts} if loader.batch_sampler is None else {"batch_sampler": parts}
+    # The default generator would be drawn from, for the workers' seeds
+    return DataLoader(dataset, generator=torch.Generator(), **given)
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -314,6 +314,7 @@ class Live:
         self.changes_to_repeat = position.changes
         self.line: dict[str, Any] | None = position.line
         self.has_epochs = False
+        self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
         self.running: list[Batches] = []
         self._sources: list[Source] = []
         self._skip, self._states = [*position.streams], states
@@ -329,7 +330,7 @@ class Live:
         return self.weight
 
     def after_step(self, group: Group) -> None:
-        self.fetched = 0
+        self.fetched, self.behind = 0, False
         if self.weight != 1.0 and not self.weight_asked and not self.weight_said:
             self.weight_said = True
             group.log.info(
@@ -399,8 +400,7 @@ class Batches:
                     phases.enter("step")
                 clock.has_batch()
                 if found is None:
-                    if skip and streams[number] == skip:
-                        group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
+                    live.behind |= 0 < skip == streams[number]
                     return
                 job.tracked.check_unchanged()
                 batch, self.weight = found

@@ -124,10 +124,10 @@ def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: P
     assert "Traceback" not in output
 
 
-def test_run_that_stopped_behind_an_epoch_says_so(forks: Forks, tmp_path: Path) -> None:
+def test_loop_without_a_batch_behind_an_epoch_is_explained(forks: Forks, tmp_path: Path) -> None:
     by_hand(forks, tmp_path, code=143, ranks=1, die=f"0:8:{int(signal.SIGTERM)}")
     output = by_hand(forks, tmp_path, code=1, ranks=1, MISTAKE="unset")
-    assert "resumed behind the last batch: the code after the loop over batches runs again" in output
+    assert "so no batch has set infinite in this process. Set it before the loop over batches" in output
     run = tmp_path / "run"
     assert f"`rankup explain {run}` says why, `rankup logs {run}` has all lines" in output
 
