@@ -19,8 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,16 +106,6 @@ class PhaseClock:
         with self._lock:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now_s - self._since_s
             self._phase, self._since_s = phase, now_s
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """For the length of the block, another phase inside the present one."""
-        outer = self._phase
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(outer)
 
     def present(self) -> tuple[str, float]:
         """The present phase, and how many seconds ago it was entered."""
