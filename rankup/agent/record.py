@@ -100,12 +100,14 @@ class PhaseClock:
         # A reader between two of the assignments below would count the time of one phase twice
         self._lock = threading.Lock()
 
-    def enter(self, phase: str) -> None:
-        """End the present phase and begin another one, or the same one anew. Takes a microsecond."""
+    def enter(self, phase: str) -> str:
+        """End the present phase, which is returned, and begin another one, or the same one anew. Takes a microsecond."""
         now_s = time.monotonic()
         with self._lock:
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now_s - self._since_s
+            ended = self._phase
+            self._seconds[ended] = self._seconds.get(ended, 0.0) + now_s - self._since_s
             self._phase, self._since_s = phase, now_s
+        return ended
 
     def present(self) -> tuple[str, float]:
         """The present phase, and how many seconds ago it was entered."""

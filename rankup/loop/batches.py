@@ -393,11 +393,11 @@ class Batches:
             while True:
                 job.stop_here()
                 clock.start()
-                phases.enter("data")  # for the status
+                outer = phases.enter("data")  # for the status
                 try:
                     found = next(pairs, None)
                 finally:
-                    phases.enter("step")
+                    phases.enter(outer)
                 clock.has_batch()
                 if found is None:
                     live.behind |= 0 < skip == streams[number]
