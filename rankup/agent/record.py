@@ -101,7 +101,7 @@ class PhaseClock:
         self._lock = threading.Lock()
 
     def enter(self, phase: str) -> str:
-        """End the present phase, which is returned, and begin another one, or the same one anew. Takes a microsecond."""
+        """End the present phase, which is returned, and begin another one, or the same one anew. Takes a µs."""
         now_s = time.monotonic()
         with self._lock:
             ended = self._phase
