@@ -199,11 +199,14 @@ class Job:
         """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
 
         A rank may get one batch less than another. `pad`: it gets one all the same, with `job.weight` 0.0; for models
-        whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was.
+        whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was. Raises Stopped where the job
+        was asked to stop, with several ranks only if `pad`.
         """
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
                 self.stop_here()
+            elif pad and self.group.max(int(self.group.stop.requested)):
+                raise self.stopped()
             self.live.weight, self.live.unequal = weight, False
             yield batch
 

@@ -120,7 +120,7 @@ class Saving:
         self.changing = Changing(position, group.device)
         self.metrics = Metrics(None, position, saved=position, tensorboard=False)
         self.about: dict[str, Any] = {}
-        self.can_rescue = True
+        self.can_rescue, self._wrong = True, False
         self.total: int | None = None
         self.loader_states: list[Any] = []
         # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
@@ -275,7 +275,7 @@ class Saving:
 
     def distrust(self) -> None:
         """What this rank holds may be wrong: it rescues nothing, and its parts in memory go."""
-        self.can_rescue = False
+        self.can_rescue, self._wrong = False, True
         self.run.parts.wait()
         parts.remove(self.run.lineage.run)
 
@@ -299,8 +299,10 @@ class Saving:
 
     def keep_for_stop(self) -> str:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines."""
-        if not self.can_rescue:
+        if self.tracked.split:
             return ""
+        if self._wrong:
+            return f"{self.group.stop.signal_name}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
             self.keep()
             return self.stopped()
