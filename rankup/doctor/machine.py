@@ -17,8 +17,7 @@ from typing import Any
 from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
-from rankup.doctor.report import CODES, OK, VERDICTS, WARNING, Finding, Report, problem
-from rankup.env.rank_env import ranges
+from rankup.doctor import CODES, OK, VERDICTS, WARNING, Finding, Report, problem
 from rankup.errors import FINISHED
 
 MIB = 2**20
@@ -132,43 +131,31 @@ def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvm
         if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
             yield problem("driver", error=error)
         return
-    found: dict[tuple[str, str], list[int]] = {}  # GPUs by the name of their problem, and more on it
-    names = []
-    try:
-        for number, place in enumerate(_places(nvml, local_rank, environ)):
-            index = int(place) if place.isdigit() else number
-            try:
-                index, name, problems = _look(nvml, place)
-                names.append(name)
-            except nvml.NVMLError as error:
-                if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
-                    break  # no such GPU: CUDA too takes those before it alone
-                problems = [("lost", str(error))]
-            for each in problems:
-                found.setdefault(each, []).append(index)
-        # One finding for all GPUs that have it: eight of them get hot together
-        for (problem_name, more), indexes in found.items():
-            yield problem(problem_name, gpu=ranges(indexes), more=more)
-        if names and not found:
-            kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
-            yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _places(nvml: Any, local_rank: int | None, environ: Mapping[str, str]) -> list[str]:
-    """The numbers or UUIDs of the GPUs to look at."""
     # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
-    every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    places = every if named is None else [place.strip() for place in named.split(",")]
-    return [places[local_rank]] if local_rank is not None and local_rank < len(places) else places
+    every = ",".join(str(index) for index in range(nvml.nvmlDeviceGetCount()))
+    places = [place.strip() for place in environ.get("CUDA_VISIBLE_DEVICES", every).split(",")]  # numbers or UUIDs
+    if local_rank is not None and local_rank < len(places):
+        places = [places[local_rank]]
+    names, found = [], []
+    for place in places:
+        try:
+            by = nvml.nvmlDeviceGetHandleByIndex if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+            handle = by(int(place) if place.isdigit() else place)
+            names.append(str(nvml.nvmlDeviceGetName(handle)))
+            found += _problems(nvml, handle)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
+                break  # no such GPU: CUDA too takes those before it alone
+            found.append(problem("lost", gpu=place, more=error))
+    yield from found
+    if names and not found:
+        kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
+        yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
+    nvml.nvmlShutdown()
 
 
-def _look(nvml: Any, place: str) -> tuple[int, str, list[tuple[str, str]]]:
-    """nvidia-smi's number of a GPU, its name, and what is wrong with it. Raises NVMLError where it does not answer."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
-
+def _problems(nvml: Any, handle: Any) -> list[Finding]:
+    """What is wrong with a GPU. Raises NVMLError where it does not answer."""
     def ask(name: str, *more: Any) -> Any:
         """NVML's answer, None where this GPU or driver does not know it."""
         try:
@@ -178,24 +165,21 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[tuple[str, str]]]:
                 raise
             return None
 
-    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask))
-
-
-def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Names in findings.toml, and more on each."""
+    gpu, found = nvml.nvmlDeviceGetIndex(handle), []  # nvidia-smi's number
     *_, pending, failed = ask("RemappedRows") or (0, 0)
     if pending or failed:
-        yield ("row-failed" if failed else "row-pending"), ""
+        found.append(problem("row-failed" if failed else "row-pending", gpu=gpu))
     if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
-        yield "ecc", str(errors)
+        found.append(problem("ecc", gpu=gpu, more=errors))
     reasons = ask("CurrentClocksEventReasons") or 0
     if reasons & (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown):
-        yield "hot", ""
+        found.append(problem("hot", gpu=gpu))
     elif reasons & (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown):
-        yield "power", ""
+        found.append(problem("power", gpu=gpu))
     # A container may not see the programs of others
     if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
-        yield "in-use", ", ".join(others)
+        found.append(problem("in-use", gpu=gpu, more=", ".join(others)))
+    return found
 
 
 # Before a training -------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def slow_link(case: Case) -> None:
     ("name", "what"),
     [
         ("full_shm", r"WARNING memory rank 1 on node1: /dev/shm: "),
-        ("slow_link", r"WARNING links 1 between nodes: slowest \d MB/s, ranks 0 on node0 and 2 on node1;"),
+        ("slow_link", r"WARNING links 1 between nodes: slowest \d MB/s, ranks 1 on node0 and 2 on node1;"),
     ],
 )
 def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], name: str, what: str) -> None:

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankup.doctor import machine, stages
-from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code
+from rankup.doctor import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, machine, stages
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 
@@ -127,13 +126,13 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
 # Links ----------------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_measures_a_ring_of_nodes_and_one_in_each_node() -> None:
-    plan = stages.rounds(["a", "a", "b", "b", "c", "d", "e"])
-    ring = [(0, 2), (0, 6), (2, 4), (4, 5), (5, 6)]
-    assert sorted(pair for pairs, between in plan if between for pair in pairs) == ring
-    assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3)]
-    for pairs, _ in plan:  # nobody is in two measurements at a time
-        members = [member for pair in pairs for member in pair]
+def test_doctor_measures_each_rank_with_the_next_and_no_node_twice_at_a_time() -> None:
+    hosts = ["a", "a", "b", "b", "b", "c", "d"]
+    plan = list(stages.rounds(hosts))
+    assert sorted(pair for pairs, between in plan if between for pair in pairs) == [(1, 2), (4, 5), (5, 6)]
+    assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3), (3, 4)]
+    for pairs, between in plan:
+        members = [hosts[rank] if between else rank for pair in pairs for rank in pair]
         assert len(members) == len(set(members))
 
 

@@ -36,8 +36,7 @@ def few_files() -> None:
 
 def broken_gpu() -> None:
     """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup.doctor import machine
-    from rankup.doctor.report import UNFIT, Finding
+    from rankup.doctor import UNFIT, Finding, machine
 
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")

@@ -98,9 +98,7 @@ def read_lines(path: str) -> tuple[str, ...]:
     text = _bytes(Path(path)).decode("utf-8-sig", errors="replace")
     lines = tuple(line.strip() for line in text.split("\n"))
     if not any(lines):
-        raise UserError(
-            f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
-        )
+        raise UserError(f"--input must be a file with one text a line, got {path}, which is empty.")
     return tuple(line for line in lines if line)
 
 
