@@ -115,16 +115,12 @@ class Report:
                 write_json(path, self._as_json(everything))
         return exit_code(everything)
 
-    def end_alone(self, *, printed_elsewhere: bool = False) -> int:
-        """The ranks did not join, or lost each other: each rank reports its own findings. Returns the exit code.
-
-        `printed_elsewhere`: another rank prints the same failure.
-        """
-        if self._rank == 0 or not printed_elsewhere:
-            if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
-                for finding in (each for each in self.findings if each.is_problem):
-                    self._log.warning(_text(finding))
-            self._end(self.findings)
+    def end_alone(self) -> int:
+        """The ranks did not join, or lost each other: each rank reports its own findings. Returns the exit code."""
+        if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
+            for finding in (each for each in self.findings if each.is_problem):
+                self._log.warning(_text(finding))
+        self._end(self.findings)
         return exit_code(self.findings)
 
     def _end(self, findings: list[Finding]) -> None:

@@ -124,7 +124,7 @@ class _Doctor:
             raise
         except Exception as error:
             self.report.add(self._explain(error))
-            return self.report.end_alone(printed_elsewhere=getattr(error, "printed_elsewhere", False))
+            return self.report.end_alone()
 
     # All ranks together ----------------------------------------------------------------------------------------
 

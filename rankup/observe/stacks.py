@@ -88,8 +88,8 @@ def report(run_dir: Path, *, full: bool = False) -> str:
     size = answers[0].writer.world_size
     if missing := set(range(size)) - {answer.writer.rank for answer in answers}:
         lines.append(
-            f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} of {size}: no file here. It has not started, or its "
-            "machine shares no disk with this one: ask there."
+            f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} of {size}: no file here. It has not started, or "
+            "its machine shares no disk with this one: ask there."
         )
     with_stacks = [answer for answer in answers if answer.text]
     if full:

@@ -114,20 +114,6 @@ def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]
 
 
 @case
-def missing(case: Case) -> None:
-    # Rank 1 lets rank 0 speak, which is on its machine, and has a warning of its own. It joins before rank 0's
-    # deadline, and its own deadline is later
-    case.rank(0, 0, "--batch-size", "66", world_size=3, join_s="20")
-    case.rank(1, 0, "--batch-size", "66", world_size=3, sick="tests.rigs.injected_faults:few_files", LOCAL_RANK="1")
-
-
-def test_doctor_of_a_rank_that_lets_another_speak_is_no_pass(cases: dict[str, Case]) -> None:
-    first, second = cases["missing"].said(20, 20)
-    assert "NOT FIT joined rank 2 of 3" in first
-    assert "NOT FIT" not in second
-
-
-@case
 def hangs(case: Case) -> None:
     case.both("--step-timeout-s", "12", sick="tests.rigs.injected_faults:hangs_in_the_collective")
 
