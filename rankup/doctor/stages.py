@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, UNFIT, WARNING, Finding, Report, problem
+from rankup.doctor import NOTE, OK, WARNING, Finding, Report, problem
 from rankup.doctor.machine import check_machine
 from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
@@ -208,24 +208,22 @@ def work(device: torch.device) -> int:
 
 
 def versions(group: Group) -> Iterator[Finding]:
-    """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
+    """What joining does not compare. nccl and CUDA come with torch, which it does compare."""
     on_gpu = group.device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
-    compared = {
-        "nccl": (".".join(map(str, nccl)), UNFIT), "CUDA": (torch.version.cuda or "", UNFIT),
-        "Python": (platform.python_version(), WARNING), "GPU driver": (driver_version(), WARNING),
-        "CPU": (cpu_model(), NOTE), "GPU": (torch.cuda.get_device_name(group.device) if on_gpu else "", NOTE),
-    }
-    gathered = group.gather({name: own for name, (own, _) in compared.items()})
-    for name, (_, level) in compared.items() if group.rank == 0 else ():
+    gathered = group.gather({
+        "Python": platform.python_version(), "GPU driver": driver_version(), "CPU": cpu_model(),
+        "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
+    })
+    for name in gathered[0] if group.rank == 0 else ():
         holders: dict[str, list[int]] = {}
         for rank, versions_there in enumerate(gathered):
             holders.setdefault(versions_there[name], []).append(rank)
-        if len(holders) > 1:
-            seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
-            weights = f"; weights are the same to the bit on one kind of {name} only" if level == NOTE else ""
+        seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
+        if len(holders) > 1 and name in ("CPU", "GPU"):
+            yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
+        elif len(holders) > 1:
             why = "what works on one node may fail or hang on another."
-            yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, "Install the same on all nodes.")
+            yield Finding("versions", WARNING, seen, why, "Install the same on all nodes.")
 
 
 def driver_version(root: Path = Path("/")) -> str:
@@ -242,34 +240,22 @@ def cpu_model() -> str:
 
 
 def collective(group: Group) -> Iterator[Finding]:
-    """Whether each collective that training uses gives the right numbers."""
-    if wrong := wrong_collectives(group):
+    """Whether all_reduce, which adds up the gradients, gives the right numbers."""
+    if wrong := wrong_sums(group):
         yield problem("wrong-sum", wrong=", ".join(wrong), host=host_name())
     elif group.rank == 0:
-        yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
+        yield Finding("collective", OK, "all_reduce gives the right numbers")
 
 
-def wrong_collectives(group: Group) -> list[str]:
-    """Each collective that gave a wrong result on this rank; empty if all are right.
-
-    The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
-    """
-    rank, size, device, wrong = group.rank, group.world_size, group.device, []
-    last = size - 1
-
-    def check(name: str, call: Callable[[torch.Tensor], Any], own: torch.Tensor, expected: torch.Tensor) -> None:
-        group.collective(lambda: call(own))
-        if not torch.equal(own, expected):
-            wrong.append(name)
-
+def wrong_sums(group: Group) -> list[str]:
+    """Each all_reduce whose result is wrong on this rank. Integers are exact in float32: the bits must be equal."""
+    size, wrong = group.world_size, []
     for length in (1, 1000, 2**18 + 1):
-        base = torch.arange(length, device=device, dtype=torch.float32) % 997
-        total = base * size + size * (size - 1) / 2
-        check(f"all_reduce of {length} numbers", lambda numbers: dist.all_reduce(numbers), base + rank, total)
-        check(f"broadcast of {length} numbers", lambda numbers: dist.broadcast(numbers, last), base + rank, base + last)
-    own = torch.full((3,), float(rank), device=device)
-    expected = torch.arange(size, device=device, dtype=torch.float32)[:, None].expand(size, 3)
-    check("all_gather", lambda into: dist.all_gather(list(into), own), torch.zeros(size, 3, device=device), expected)
+        base = torch.arange(length, device=group.device, dtype=torch.float32) % 997
+        numbers = base + group.rank
+        group.collective(lambda numbers=numbers: dist.all_reduce(numbers))  # type: ignore[misc]
+        if not torch.equal(numbers, base * size + size * (size - 1) / 2):
+            wrong.append(f"all_reduce of {length} numbers")
     return wrong
 
 

@@ -47,14 +47,14 @@ def hangs_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    stages.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    stages.wrong_sums = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
 
 
 def dies_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    stages.wrong_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    stages.wrong_sums = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def adds_wrongly() -> None:
