@@ -31,8 +31,7 @@ class Figures:
         self._reporter: Reporter | None = None
         if group.is_rank0:
             facts = Facts(
-                tracker=settings.tracker, run=run.lineage.run, name=group.run_dir.name, run_dir=str(group.run_dir),
-                settings=settings.shown,
+                settings.tracker, run=run.lineage.run, run_dir=str(group.run_dir), settings=settings.shown,
             )
             tracker = facts if settings.tracker != "none" else None
             self._reporter = Reporter(group, run.lineage.run, self.course, tracker)
