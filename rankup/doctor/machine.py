@@ -71,10 +71,11 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
 
     `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
     """
-    cpus = cpu_quota(root)
-    crowded = crowded_cpus(ranks, threads, cpus)
-    seen = f"{cpus:g} CPUs for {ranks} x {threads} threads"
-    yield problem("cpus", words=crowded) if crowded else Finding("limits", OK, seen)
+    cpus, wanted = cpu_quota(root), ranks * threads
+    if wanted > math.ceil(cpus) or wanted * LEAST_CPU > cpus:
+        yield problem("cpus", ranks=ranks, threads=threads, cpus=f"{cpus:g}")
+    else:
+        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
     memory = memory_limit(root)
     if memory is not None and memory < LEAST_MEMORY * ranks:
         yield problem("memory", mib=memory / MIB, ranks=ranks)
@@ -185,38 +186,13 @@ def _problems(nvml: Any, handle: Any) -> list[Finding]:
 # Before a training -------------------------------------------------------------------------------------------------
 
 
-def before_training(*, ranks: int, threads: int) -> list[str]:
-    """A line for each limit that will be in the way of a training with `ranks` on this node, `threads` in each."""
-    found = [finding for finding in limits(ranks=ranks, threads=threads) if finding.level == WARNING]
-    return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
+def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:
+    """A line for each limit that will be in the way of a training with `threads` in each rank, and for accelerators
+    that none will use: so it looks when somebody gave the number of nodes for that of ranks.
 
-
-def crowded_cpus(ranks: int, threads: int, cpus: float) -> str:
-    """What to say if this node's ranks have more threads than `cpus`, which this process may use; "" if they do not."""
-    wanted = ranks * threads
-    if wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus:
-        return ""
-    share = max(1, math.floor(cpus) // ranks)
-    way_out = f"Set --num-threads {share}" if share < threads else "Start fewer processes here"
-    return (
-        f"{_processes(ranks)} x {threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
-        f"the container's limit): threads will often stand still. {way_out}, or allow more CPUs."
-    )
-
-
-def idle_devices(ranks: int | None, num_devices: int) -> list[str]:
-    """Accelerators that no rank will use: so it looks when somebody gave the number of nodes for that of ranks.
-
-    `ranks`: on this node, None where that is not known.
+    `ranks`, `devices`: on this node, None where that is not known.
     """
-    if ranks is None or num_devices <= ranks:
-        return []
-    return [
-        f"{num_devices} devices on this node, but only {_processes(ranks)}: {num_devices - ranks} will stay idle. "
-        f"Start {num_devices} (launch --nproc {num_devices}, torchrun --nproc-per-node {num_devices}), or show fewer "
-        "in CUDA_VISIBLE_DEVICES."
-    ]
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    found = [each for each in limits(ranks=ranks or 1, threads=threads) if each.level == WARNING]
+    if ranks is not None and devices > ranks:
+        found.append(problem("idle", devices=devices, ranks=ranks, idle=devices - ranks))
+    return [f"{each.seen}: {each.why} {each.remedy}" for each in found]
