@@ -8,15 +8,13 @@ leader's first, then those of the last membership in its order, then newcomers; 
 newcomer that is needed has all ranks stop before one step, and save. How they stop is in `stop`, which part of a job
 that was cut goes on is in `votes`.
 
-Nodes whose scripts or settings differ are all refused as long as there was no membership. Later such a newcomer is
-turned away alone, also where it is the one that is to lead.
+A newcomer that differs from the job is turned away alone, also where it is the one that is to lead, see `sameness`.
 """
 
 import asyncio
 import itertools
 import math
 import re
-import shlex
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -31,15 +29,13 @@ from rankup.agent.protocol import (
     SIGNALS,
     VERSION,
     Member,
-    describe_arguments,
     describe_change,
     describe_claims,
-    describe_differences,
     describe_late,
     describe_missing,
-    describe_unlike,
 )
 from rankup.agent.record import StopAgreement
+from rankup.agent.sameness import Sameness
 from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import is_loopback, ranges
@@ -108,10 +104,7 @@ class Leader:
         self._over = ""  # why there will be no membership any more
         self._seats: dict[Link, _Seat] = {}
         self._seat_of: dict[int, _Seat] = {}  # by rank
-        self._settings: dict[str, Mapping[str, str]] = {}  # by digest
-        self._digest, self._like = "", me.who  # of the last membership, and who was in it; "" where there was none
-        self._arguments = ""  # the script's, as a digest, where all nodes have the same
-        self._words = dict[str, list[str]]()  # the arguments, by digest
+        self._same = Sameness(me.who)
         self._turned_away = set[str]()  # what was said of those
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
 
@@ -196,7 +189,7 @@ class Leader:
         if hello["version"] != VERSION:
             who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
             text = f"{who} has another version of rankup than {self.me.who}. Install the same on all nodes."
-            if int(hello["n"]) and not self._digest:  # the job is the other one's
+            if int(hello["n"]) and not self._same.known:  # the job is the other one's
                 self._give_way(text)
                 raise ValueError(text)
             self._turn_away(link, who, text, code=USER_MISTAKE)
@@ -210,12 +203,10 @@ class Leader:
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
         if not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
             self.basis = dict(hello["basis"])
-            self._arguments = str(self.basis.get("arguments") or "")
-        settings = {str(name): str(text) for name, text in dict(hello["settings"]).items()}
-        self._words.setdefault(member.arguments, shlex.split(settings.pop("arguments", "")))
-        self._settings.setdefault(member.digest, settings)
-        if int(hello["n"]) and not self._digest:
-            self._digest, self._like = member.digest, member.who
+            self._same.arguments = str(self.basis.get("arguments") or "")
+        self._same.learn(member, dict(hello["settings"]))
+        if int(hello["n"]) and not self._same.known:
+            self._same.adopt(member)
         return member
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
@@ -226,7 +217,7 @@ class Leader:
     def _turn_away(self, link: Link, who: str, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
         link.send("refused", code=code, text=text)
-        if not self._digest:
+        if not self._same.known:
             self.refuse(text, code=code)
             return
         what = "turned away, and the job goes on" if self.running else "turned away"
@@ -246,20 +237,10 @@ class Leader:
         if own:
             self.dismiss()
 
-    def _unlike(self, member: Member) -> str:
-        """How a member differs from the job; "" where it may belong to it."""
-        if not self._digest or (member.digest == self._digest and self._arguments in ("", member.arguments)):
-            return ""
-        arguments = ""
-        if self._arguments not in ("", member.arguments):
-            arguments = describe_arguments(self._words[member.arguments], self._words.get(self._arguments, []))
-        theirs, ours = self._settings[member.digest], self._settings[self._digest]
-        return describe_unlike(f"{member.who} differs from the running job, with {self._like}", theirs, ours, arguments)
-
     def _sort_out(self) -> None:
         """Turn away who came before it was known that this is not their job."""
         for seat in list(self._seats.values()):
-            if not self._over and (text := self._unlike(seat.member)):
+            if not self._over and (text := self._same.unlike(seat.member)):
                 self._send_back(seat, text)
 
     def _send_back(self, seat: _Seat, text: str) -> None:
@@ -288,7 +269,7 @@ class Leader:
                 elif rival.num_heard > answer[0]:
                     self._turn_away(link, member.name, describe_claims(rival.member, member, late=self._formed > 0))
                     return
-                elif answer[1] < 0 and (text := self._unlike(member)):
+                elif answer[1] < 0 and (text := self._same.unlike(member)):
                     self._turn_away(link, member.name, text, code=USER_MISTAKE)
                     return
                 elif answer[1] < 0:
@@ -297,7 +278,7 @@ class Leader:
             await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
-        if (text := self._unlike(member)) and member.token != self.me.token:
+        if (text := self._same.unlike(member)) and member.token != self.me.token:
             self._turn_away(link, member.name, text, code=USER_MISTAKE)
             return
         now_s = self._clock()
@@ -320,7 +301,7 @@ class Leader:
                 seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
                 self._late.remove(seat)
                 if mistake := str(message.get("mistake", "")):
-                    if self._digest and not (seat.member.token == self.me.token and self._formed):
+                    if self._same.known and not (seat.member.token == self.me.token and self._formed):
                         self._void()
                         self._send_back(seat, mistake)
                     else:
@@ -419,8 +400,8 @@ class Leader:
             self._sort_out()
             if self._over or not (seats := self._choose()):
                 return
-            if len({seat.member.digest for seat in self._seats.values()}) > 1:
-                self.refuse(describe_differences(self.members, self._settings), code=USER_MISTAKE)
+            if differences := self._same.differences(self.members):
+                self.refuse(differences, code=USER_MISTAKE)
             else:
                 self._propose(seats)
         elif not self._late and self._preparing is None:
@@ -510,8 +491,7 @@ class Leader:
             if is_loopback(seat.member.ip):
                 seat.member = replace(seat.member, ip=ours, interface=interface_of(ours))
         if not self.basis["n"]:
-            arguments = {seat.member.arguments for seat in self._seats.values()}
-            self._arguments = arguments.pop() if len(arguments) == 1 else ""
+            self._same.of_all(self.members)
         more: dict[str, Any] = {}
         if self._limits is not None:
             for place, seat in enumerate(seats):
@@ -524,7 +504,7 @@ class Leader:
                 "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known,
                 "ran": self.basis.get("ran", self.basis["used"]),
                 "used": [token for token, *_ in known[:len(seats)]], "voters": [token for token, *_ in known],
-                "before": electorates(self.basis), "arguments": self._arguments,
+                "before": electorates(self.basis), "arguments": self._same.arguments,
             }
             self._next["tie"] = self._tie(self._next["voters"])
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
@@ -570,7 +550,7 @@ class Leader:
         self._preparing = None
         self._void()
         self.running, self._formed, self.changing = True, n, False
-        self._digest = self._chosen[0].member.digest
+        self._same.adopt(self._chosen[0].member)
         self._sort_out()  # who came after the proposal
         for seat in self._seats.values():
             seat.finished.clear()

@@ -34,11 +34,9 @@ Nothing that arrives is unpickled or executed. Whoever sends something else is d
 """
 
 import asyncio
-import itertools
 import os
 import re
 import secrets
-import shlex
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -58,7 +56,6 @@ VERSION = 6  # of the messages; hello and refused stay as they are
 
 INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
-SECRET = re.compile(r"(?i)([^\s=]*(?:key|token|secret|password)[^\s=]*[ =])('[^']*'|\S+)")  # and its value
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
@@ -199,54 +196,6 @@ def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:
     return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."
 
 
-def describe_differences(members: list[Member], settings: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs between members, one line each. `settings`: what must be the same, by the digest of it.
-
-    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
-    rank without a word.
-    """
-    found = []
-    for name in sorted({name for known in settings.values() for name in known}):
-        holders: dict[str, list[Member]] = {}
-        for member in members:
-            holders.setdefault(settings[member.digest].get(name, "nothing"), []).append(member)
-        if len(holders) > 1:
-            got = " and ".join(f"{value} on {_who(who)}" for value, who in list(holders.items())[:4])
-            found.append(f"{name} must be the same on all ranks, got {got}.")
-    return "\n".join([*found[:8], "Start all ranks with the same program and settings."])
-
-
-def describe_unlike(who: str, theirs: Mapping[str, str], ours: Mapping[str, str], arguments: str) -> str:
-    """How a newcomer differs from the job that runs, in one line. `theirs`, `ours`: what must be the same, by name.
-    `arguments`: what `describe_arguments` says, "" where they are the same."""
-    names = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
-    found = [arguments] if arguments else []
-    rows = [(name, ours.get(name, "absent"), theirs.get(name, "nothing")) for name in names[:4]]
-    found += ["{} must be {}, got {}".format(*(_printable(text) for text in row)) for row in rows]
-    return (
-        f"{who}: {'; '.join(found)}. Start it with the same program, arguments and settings, or another job at "
-        "another port."
-    )
-
-
-def describe_arguments(theirs: list[str], ours: list[str]) -> str:
-    """What differs between two command lines: all between the words that they begin and end with."""
-    one, other = [*theirs], [*ours]
-    while one and other and one[-1] == other[-1]:
-        del one[-1], other[-1]
-    while one and other and one[0] == other[0] and not (one[0][:1] == "-" and one[1:2] != other[1:2]):
-        del one[0], other[0]  # the name of a value stays
-    texts = [SECRET.sub(r"\1***", shlex.join(words)) for words in (one, other)]
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
-    got, must = (_printable(text[max(0, alike - 100):]) or "nothing" for text in texts)
-    return f"arguments must be {must}, got {got}"
-
-
-def _printable(text: str) -> str:
-    """Of what another node has sent: it may hold anything, and as much as it likes."""
-    return text[:200].encode("unicode_escape").decode()
-
-
 def describe_change(
     before: Mapping[str, Any], now: Mapping[str, Any], *, names: Mapping[str, str], why: Mapping[str, str], spares: int
 ) -> str:
@@ -264,12 +213,6 @@ def describe_change(
     parts += [f"{spares} spare"] if spares else []
     what = f"membership {now['n']}: {len(new)} node{'s' * (len(new) > 1)}"
     return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"
-
-
-def _who(members: list[Member]) -> str:
-    ranks = [rank for member in members for rank in member.ranks]
-    hosts = ", ".join(sorted({member.host for member in members})[:4])
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} ({hosts})"
 
 
 def _by_host(members: Iterable[Member]) -> str:

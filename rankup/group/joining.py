@@ -17,8 +17,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
-from rankup.agent.protocol import HINT, Member, describe_differences
+from rankup.agent.protocol import HINT, Member
 from rankup.agent.record import RecordWriter
+from rankup.agent.sameness import describe_differences
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group, connect_store, digest

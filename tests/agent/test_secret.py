@@ -18,10 +18,11 @@ from rankup.agent import network
 from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
 from rankup.agent.protocol import VERSION, Member
 from rankup.errors import LaunchError
+from tests.agent.test_attendance import fake_leader
 from tests.agent.test_launch import WAITS, add_node
-from tests.agent.test_meeting import BOUND_S, asynchronous, fake_leader
 from tests.agent.test_membership import Nodes
 from tests.rigs.jobs import Job, ended, free_port, wait_for
+from tests.rigs.meeting_room import BOUND_S, asynchronous
 
 SECRET = b"0123456789abcdef"
 

@@ -1,0 +1,228 @@
+"""A member's side of the meeting, with a leader that the test plays or leads."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from rankup import timing
+from rankup.agent.attendance import Attendance
+from rankup.agent.network import Link
+from rankup.agent.protocol import VERSION, Member
+from rankup.errors import JoinError
+from tests.rigs.meeting_room import Puppet, asynchronous, member
+
+
+class Listening:
+    """A member that runs: its attendance, the events that it has heard, and the lines that it has printed."""
+
+    def __init__(self, me: Member, port: Callable[[], int], **more: Any) -> None:
+        self.port, self.said = port, list[str]()
+        self.attendance = Attendance(me, {"name": me.host}, self.find, notice=self.said.append, **more)
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.running = asyncio.create_task(self.run())
+
+    async def find(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port()
+
+    async def run(self) -> None:
+        async for event in self.attendance.events():
+            self.events.put_nowait(event)
+            if event["is"] == "propose":
+                self.attendance.ready(event["n"])
+
+    async def hears(self, kind: str) -> dict[str, Any]:
+        event = await self.events.get()
+        assert event["is"] == kind, event
+        return event
+
+    async def leave(self) -> None:
+        self.running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.running
+
+
+@contextlib.asynccontextmanager
+async def attending(*members: Member, port: Callable[[], int], **more: Any) -> AsyncIterator[list[Listening]]:
+    made = [Listening(each, port, **more) for each in members]
+    try:
+        yield made
+    finally:
+        for each in made:
+            await each.leave()
+
+
+@contextlib.asynccontextmanager
+async def fake_leader() -> AsyncIterator[tuple[Callable[[], int], "asyncio.Queue[Link]"]]:
+    """A leader that the test plays: its port, and the connections to it."""
+    links: asyncio.Queue[Link] = asyncio.Queue()
+    writers = []
+
+    async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        links.put_nowait(Link(reader, writer))
+
+    server = await asyncio.start_server(attend, "127.0.0.1", 0)
+    try:
+        yield (lambda: server.sockets[0].getsockname()[1]), links
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
+    """The next one that comes, with its hello."""
+    link = await links.get()
+    link.send("leader", version=VERSION, over="")
+    return link, await link.receive()
+
+
+@asynchronous
+async def test_member_that_leaves_before_it_is_greeted_closes_its_connection():
+    async with fake_leader() as (port, links):
+        async with attending(member(1), port=port):
+            link = await links.get()
+        with pytest.raises(ConnectionError):
+            await link.receive()
+
+
+@pytest.mark.parametrize("loss", ["lost", "gone"])
+@asynchronous
+async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_when_a_membership_is_lost(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links):
+        one = Attendance(member(1), {}, lambda: find(port), notice=print, clock=clock)
+        events = one.events()
+        waiting = asyncio.ensure_future(anext(events))
+        link, _ = await greeted(links)
+        link.send("commit", n=1, ip="", hosts=[])
+        assert (await waiting)["is"] == "commit"
+        clock.now_s += 1000.0
+        if loss == "lost":
+            link.send("lost", n=1, ranks=[2], host="node2", why="exit code 137")
+        else:
+            link.close()
+        said = await anext(events)
+        assert said["is"] == loss
+        if loss == "gone":
+            assert said == {"is": "gone", "why": "its process has ended", "code": 137}
+            link, _ = await greeted(links)
+        ended = asyncio.ensure_future(anext(events))
+        for _ in range(200):
+            link.send("alive")
+            clock.now_s += 1.0
+            await link.receive()
+            await asyncio.sleep(0)
+        assert not ended.done()
+        with contextlib.suppress(ConnectionError):
+            while True:
+                clock.now_s += 1.0
+                await link.receive()
+                await asyncio.sleep(0)
+        with pytest.raises(JoinError, match=r"has said nothing for \d s: its process is stopped, or the network"):
+            await ended
+
+
+@asynchronous
+async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_again(monkeypatch: pytest.MonkeyPatch):
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
+        link, _ = await greeted(links)
+        link.send("propose", n=5, ip="", next=None)
+        link.send("commit", n=5, ip="", hosts=[])
+        await one.hears("propose"), await one.hears("commit")
+        while one.events.empty():
+            clock.now_s += 1.0
+            with contextlib.suppress(ConnectionError):
+                await link.receive()
+            await asyncio.sleep(0)
+        assert (await one.hears("gone"))["why"].startswith("gave no sign of life for ")
+        link, hello = await greeted(links)
+        assert (hello["n"], hello["first_rank"], hello["token"]) == (5, 1, "token1")
+        link.send("propose", n=6, ip="", next=None)
+        assert (await one.hears("propose"))["n"] == 6
+
+
+@asynchronous
+async def test_signs_of_life_are_given_while_nobody_takes_events(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "ALIVE_S", 0.01)
+    async with fake_leader() as (port, links):
+        one = Attendance(member(1), {}, lambda: find(port), notice=print)
+        events = one.events()
+        waiting = asyncio.ensure_future(anext(events))
+        link, _ = await greeted(links)
+        link.send("propose", n=1, ip="", next=None)
+        assert (await waiting)["n"] == 1
+        link.send("commit", n=1, ip="", hosts=[])
+        for _ in range(5):
+            assert (await link.receive())["is"] == "alive"
+        await events.aclose()
+
+
+async def find(port: Callable[[], int]) -> tuple[str, int]:
+    return "127.0.0.1", port()
+
+
+class Steps:
+    """A clock that goes by so much at each sign of life of a member: in steps, or in a leap."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(timing, "ALIVE_S", 0.0)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynchronous
+async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_silent(monkeypatch: pytest.MonkeyPatch):
+    clock = Steps(monkeypatch)
+    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
+        link, _ = await greeted(links)
+        link.send("commit", n=1, ip="", hosts=[])
+        await one.hears("commit")
+        for _ in range(5):
+            clock.now_s += 10 * timing.SILENT_S
+            for _ in range(100):
+                assert (await link.receive())["is"] == "alive"
+        assert one.events.empty()
+
+
+@asynchronous
+async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "ROUTE_S", 2.0)
+    async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
+        link, hello = await greeted(links)
+        strangers = [socket.create_connection(("127.0.0.1", hello["port"])) for _ in range(100)]
+        for n in range(1, 150):
+            link.send("propose", n=n, ip="", next=["127.0.0.1", hello["port"], "rank 1 on node1", ""])
+            said = await Puppet(link, member(1)).hears("ready")
+            assert (said["n"], said["problem"]) == (n, "")
+            await one.hears("propose")
+        for stranger in strangers:
+            stranger.close()
+
+
+@asynchronous
+async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "NOTICE_S", 0.05)
+    said: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        at = taken.getsockname()[1]
+        one = Attendance(member(1, left_s=1.0), {}, lambda: find(lambda: at), notice=said.append)
+        with pytest.raises(JoinError) as caught:
+            await anext(one.events())
+    (told,) = {*said}
+    problem = told.removeprefix("still waiting: ")
+    assert problem.startswith(f"127.0.0.1:{at} refuses the connection: the machine answers, but nothing listens on ")
+    assert problem.endswith("A loopback address is each machine itself")
+    assert str(caught.value).startswith(f"rank 1 of 3 on node1 could not join within 1 s: {problem}. MASTER_ADDR and ")
