@@ -25,7 +25,7 @@ from .parallel.warm_up import warm_up
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate
-from .run.result import ProgressBar, Training, describe, write_result
+from .run.result import ProgressBar, Training, describe, progress_line, write_result
 from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
 from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
@@ -63,7 +63,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
                 if not step(t):
                     continue  # to stop
                 evaluate_and_save(t)
-                bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
+                bar.show(job.step_number, lambda: progress_line(t))
         finally:
             t.loader.close()
             bar.close()

@@ -2,6 +2,7 @@
 `result.json`, and the table."""
 
 import logging
+import math
 import resource
 import sys
 import time
@@ -86,6 +87,15 @@ def write_result(t: Training, *, seconds: float) -> None:
     )
     goodput = job.figures.goodput_line(result)
     group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
+
+
+def progress_line(t: Training) -> str:
+    """Where the run stands, for the terminal."""
+    step, line, unit = f"step {t.job.step_number}/{t.total_steps}", t.job.position.line, t.workload.unit
+    if line is None:
+        return step
+    loss = math.nan if line["train/loss"] is None else line["train/loss"]
+    return f"{step}  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
 
 
 def _peak_memory_mb(device: torch.device) -> float:
