@@ -54,7 +54,8 @@ FOR_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What rank 0 tells the sender. `run`: the id of the run, which all attempts and checkpoints share."""
+    """What rank 0 tells the sender. `tracker`: "none" where there is none. `run`: the id of the run, which all attempts
+    and checkpoints share."""
 
     tracker: str
     run: str
@@ -93,6 +94,8 @@ class Tracker:
 
     def start(self) -> None:
         """To be called once `metrics.jsonl` is as this attempt goes on with it."""
+        if self.facts.tracker == "none":
+            return
         paths = [str(Path(rankup.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         try:
