@@ -1,13 +1,13 @@
 """What can end a run, the exit code of each end, and which code of several is the cause.
 
 Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Shell files ask
-`python -m rankup.errors CODE...`. Only the standard library is imported here.
+`python -m rankup.errors [--stopped] [--rest-stopped] CODE...`. Only the standard library is imported here.
 """
 
-import argparse
 import contextlib
 import errno
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class LaunchError(UserError):
 
 
 class JoinError(RuntimeError):
-    """The group did not come together within its deadline, exit code 170."""
+    """The group did not come together within its deadline, exit code 170. `printed_elsewhere`: as in UserError."""
 
     code = JOIN_FAILED
 
@@ -62,11 +62,6 @@ class Stopped(Exception):
     """Stopped on request with a checkpoint; the same command goes on from it, exit code 143."""
 
     code = STOPPED
-
-    def __init__(self, text: str = "", *, alone: bool = False) -> None:
-        """`alone`: the ranks did not agree on it, so the others may not know."""
-        super().__init__(text)
-        self.alone = alone
 
 
 def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: bool = False) -> int:
@@ -130,15 +125,6 @@ def disk_error(what: str, directory: Path, error: OSError) -> UserError:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print which of several exit codes is the cause."""
-    parser = argparse.ArgumentParser(prog="python -m rankup.errors", description=main.__doc__)
-    parser.add_argument("codes", nargs="*", type=int, metavar="CODE", help="in the order of the ends, if known")
-    parser.add_argument("--stopped", action="store_true", help="somebody asked the job to stop")
-    parser.add_argument("--rest-stopped", action="store_true", help="the others were stopped because one had failed")
-    asked = parser.parse_args(arguments)
-    print(root_cause(asked.codes, stopped=asked.stopped, rest_stopped=asked.rest_stopped))
-
-
 if __name__ == "__main__":
-    main()
+    flags, codes = sys.argv[1:], [int(word) for word in sys.argv[1:] if not word.startswith("-")]
+    print(root_cause(codes, stopped="--stopped" in flags, rest_stopped="--rest-stopped" in flags))

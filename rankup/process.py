@@ -1,21 +1,6 @@
 """A process of a program that has a command line of its own: its signals, its place among the ranks, its log, its end.
 
-`rankup.init` is for a script, and does all of this at once. A program reads its settings in between:
-
-    program = rankup.Program().begin()                       # before anything slow is imported
-    program.read_rank()
-    try:
-        config, run_dir = ...                                # its own settings
-        program.start(run_dir)
-        with (
-            program.join(run_dir, settings={"lr": "0.1"}) as group,
-            rankup.open_job(group, rankup.Settings(seed=0)) as job,
-        ):
-            ...                                              # as after `rankup.init`
-    except BaseException as error:
-        program.exit(program.end(error))
-    program.exit(0)
-
+`rankup.init` is for a script, and does all of this at once; a program reads its settings in between, see `program.md`.
 No torch here: `join` imports it.
 """
 
@@ -24,6 +9,7 @@ import logging
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -70,11 +56,8 @@ class Program:
     def read_rank(
         self, *, init_method: str = "", rank: int | None = None, world_size: int | None = None, alone: bool = False
     ) -> None:
-        """Find out which rank this is. Raises nothing: a mistake in the environment is raised by `rank_env`.
-
-        `init_method`, `rank`, `world_size`: given in place of MASTER_ADDR and MASTER_PORT, RANK, and WORLD_SIZE in the
-        environment. `alone`: it shall be no rank, whoever has started it.
-        """
+        """Find out which rank this is: `rank_env` raises a mistake in the environment. The first three options are in
+        place of MASTER_ADDR and MASTER_PORT, RANK, and WORLD_SIZE. `alone`: it is no rank, whoever has started it."""
         from rankup.agent.logs import setup_logging
         from rankup.env.rank_env import read_rank_env, with_options
         from rankup.errors import UserError
@@ -102,18 +85,16 @@ class Program:
         return runs_folder(run_dir)
 
     def start(
-        self, run_dir: Path | None = None, *, guarded: Iterable[str] = ("stdout", "stderr"), stacks: bool = False,
-        simulated_nodes: bool = False,
+        self, run_dir: Path | None = None, *, guarded: Iterable[str] = ("stdout", "stderr"), stacks: bool = False
     ) -> None:
         """Be a rank from now on: end with the launcher, and write all lines to `logs/` in the folder of the run too.
 
         `run_dir`: None for a process without a folder. `guarded`: streams whose reader may go, or stop reading, without
         an effect on this process. `stacks`: the run is this process's, so that `rankup stacks` asks it.
-        `simulated_nodes`: several nodes may be this machine. Raises LaunchError for nodes that would never meet, and
-        UserError where nothing can be written.
+        Raises UserError where nothing can be written.
         """
         from rankup.agent.logs import guard, open_log, setup_logging
-        from rankup.env.rank_env import check_loopback, describe
+        from rankup.env.rank_env import describe
         from rankup.group.stop import open_stacks
 
         guard(*guarded)
@@ -123,7 +104,6 @@ class Program:
         if run_dir is None:
             return
         launch, self._run_dir = self.rank_env, run_dir
-        check_loopback(launch, simulated_nodes)
         file = open_log(run_dir / "logs" / f"rank-{launch.rank}.log")
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
         for warning in launch.warnings:
@@ -150,31 +130,34 @@ class Program:
             log=self.log, needs_process_group=needs_process_group,
         )
 
-    def doctor(self, run_dir: Path, *, as_json: bool = False, simulated_nodes: bool = False, **plan: Any) -> int:
+    def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
         """Check whether the machines are fit for a training, in place of one. Returns the exit code: 0, 10 with
         warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.Plan`. Raises Stopped."""
         from rankup.doctor.stages import Plan, doctor
-        from rankup.env.rank_env import check_loopback
-        from rankup.errors import UserError
 
-        try:
-            check_loopback(self.rank_env, simulated_nodes)
-        except UserError as error:
-            self.found = error
         return doctor(self.found, run_dir, Plan(**plan), stop=self.stop, log=self.log, as_json=as_json)
 
     def end(self, error: BaseException) -> int:
-        """Print an end that is no success, as its kind deserves, tell it to the launcher, and return the exit code."""
-        from rankup.agent.ends import tell_end
+        """Print an end that is no success, as its kind deserves, tell it to torchrun, and return the exit code."""
+        from rankup.agent.ends import tell_torchrun, what_next
+        from rankup.errors import OURS, USER_MISTAKE, Stopped, exit_code
 
-        return tell_end(error, log=self.log, advice=self._advice)
+        tell_torchrun(error)
+        code = exit_code(error)
+        if isinstance(error, Stopped):
+            self.log.info(str(error))
+        elif getattr(error, "printed_elsewhere", False):
+            self.log.debug(str(error))
+        elif isinstance(error, OURS):
+            self.log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
+        else:
+            from rankup.explain import advice  # only here: its patterns take a twentieth of a second to compile
 
-    def _advice(self, text: str) -> str:
-        from rankup.agent.ends import what_next
-        from rankup.explain import advice  # it compiles the patterns of all known faults, a twentieth of a second
-
-        more = what_next(self._run_dir) if self._run_dir != Path() else ""
-        return "\n".join(filter(None, [advice(text), more]))
+            self.log.warning(text := "".join(traceback.format_exception(error)).rstrip())
+            for more in (advice(text), what_next(self._run_dir) if self._run_dir != Path() else ""):
+                if more:
+                    self.log.warning(more)
+        return code
 
     def exit(self, code: int) -> NoReturn:
         """End this process. Python's own end may wait for threads in torch, and these for a rank that is dead."""

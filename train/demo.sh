@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
-job=(train --config train/configs/fashion.yaml --epochs 2 --name demo --simulated-nodes "$@")
+job=(train --config train/configs/fashion.yaml --epochs 2 --name demo "$@")
 port=$(python3 -c 'from rankup.env.launchers import free_port; print(free_port())')
 
 # Interrupted, the demo goes on where it stopped, as every run does; finished, it trains anew.
@@ -15,7 +15,7 @@ fi
 
 agents=()
 node() { # NODE_RANK
-  # On two machines --master-addr is node 0's name and --simulated-nodes is left out; nothing else differs.
+  # On two machines --master-addr is node 0's name; nothing else differs.
   # Job control gives the agent a process group of its own: Ctrl-C would reach it beside the trap below, and a second
   # signal ends torchrun while its rank saves.
   set -m

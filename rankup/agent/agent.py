@@ -218,7 +218,10 @@ class Agent:
 
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits, self.alone = options, options.node, options.node.limits, options.alone
-        self.ranks = Ranks(options, say=self._say, hear_stop=self._hear_stop, begin=self.begin, finish=self.finish)
+        self.ranks = Ranks(
+            options, say=lambda kind, **values: self.attendance.say(kind, **values), hear_stop=self._hear_stop,
+            begin=self.begin, finish=self.finish,
+        )
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
         self._given = dict(os.environ)
@@ -366,9 +369,6 @@ class Agent:
             elif event["is"] in ("over", "refused"):
                 self.finish(Verdict(event["code"], event["text"]))
 
-    def _say(self, kind: str, **values: Any) -> bool:
-        return self.attendance.say(kind, **values)
-
     def finish(self, verdict: Verdict) -> None:
         """The job is over for this agent."""
         if not self._over.done():
@@ -378,7 +378,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
+        if self.limits is None or self.attendance.me.token in self.attendance.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)

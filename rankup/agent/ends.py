@@ -8,20 +8,18 @@ says how each of them ended. Only then is it known why: a rank that lost its pee
 | status/<attempt>/progress-*.json    | how the attempt goes                                                     |
 | the file in TORCHELASTIC_ERROR_FILE | what torchrun's summary shows                                            |
 
-`status.json` has the attempt's id in it. A reader that finds no file, or another attempt's id, takes the run for
-failed: yesterday's success must never be read as today's.
+A reader that finds no `status.json`, or another attempt's id in it, takes the run for failed: yesterday's success must
+never be read as today's.
 """
 
 import contextlib
 import json
-import logging
 import os
 import re
 import secrets
-import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,14 +29,11 @@ from rankup.agent.record import PhaseClock
 from rankup.env.rank_env import RankEnv
 from rankup.errors import (
     FINISHED,
-    OURS,
     PEER_LOST,
     STOPPED,
     USER_MISTAKE,
     JoinError,
     PeerLost,
-    Stopped,
-    exit_code,
     root_cause,
     worth_restarting,
 )
@@ -217,11 +212,9 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
 
 
 class StatusFile:
-    """`status.json` of a run directory that other attempts may use too. Rank 0 writes it; other ranks only their ends.
-
-    `attempt`: its id; the ranks take over rank 0's when they meet. `begun`: until that is set a mistake of the user is
-    that of a command, and no end of the run.
-    """
+    """`status.json` of a run directory that other attempts may use too. Rank 0 writes it. `attempt`: its id; the ranks
+    take over rank 0's when they meet. `begun`: before, a mistake of the user is that of a command, and no end of the
+    run."""
 
     def __init__(self, run_dir: Path, launch: RankEnv, *, shared: bool = True) -> None:
         """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
@@ -238,10 +231,8 @@ class StatusFile:
         self.write_summary([])
 
     def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
-        """Write `status.json`, on rank 0 and where it may: without ends while the run goes on, then with all.
-
-        `code`, `why`: of the run. By default those of the rank that ended it, not of the ranks that lost that rank.
-        """
+        """Write it, on rank 0 and where it may: without ends while the run goes on, then with all. `code`, `why`: of
+        the run. By default those of the rank that ended it, not of the ranks that lost that rank."""
         earlier = self._earlier() if self.rank == 0 else {}
         if self.rank != 0 or not self._may_write(earlier):
             return
@@ -276,43 +267,16 @@ class StatusFile:
 
 def tell_torchrun(error: BaseException) -> None:
     """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
-    if "RANKUP_AGENT" in os.environ:  # nobody reads it there, and torch's handler takes 50 ms to import
-        return
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     # Only the first error: a failing rank waits for the others, and a later error is a consequence
-    if path and not Path(path).exists() and "torch" in sys.modules and isinstance(error, Exception):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-            get_error_handler().record_exception(error)
-            victim = isinstance(error, JoinError | PeerLost)
-            if victim or error.__traceback__ is None:
-                # The summary shall show our text in place of where in this program the loss was noticed
-                record = json.loads(Path(path).read_text(encoding="utf-8"))
-                more = record["message"]["extraInfo"]
-                more["py_callstack"] = record["message"]["message"]
-                more["timestamp"] = str(int(more["timestamp"]) + (VICTIM_LATER_S if victim else 0))
-                write_json(Path(path), record)
-
-
-def tell_end(error: BaseException, *, log: logging.Logger, advice: Callable[[str], str]) -> int:
-    """Print an end of this process that is no success, as its kind deserves, tell it to torchrun, and return its exit
-    code. `advice`: what a text of a fault has to do with known ones."""
-    tell_torchrun(error)
-    code = exit_code(error)
-    if isinstance(error, Stopped):
-        log.info(str(error))
-    elif getattr(error, "printed_elsewhere", False):
-        log.debug(str(error))
-    elif isinstance(error, OURS):
-        log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
-    else:
-        # The rank and host stand before each line: in a heap of logs this is the one to find
-        text = "".join(traceback.format_exception(error)).rstrip()
-        log.warning(text)
-        if known := advice(text):
-            log.warning(known)
-    return code
+    if path == Path() or path.exists() or not isinstance(error, Exception):
+        return
+    victim, text = isinstance(error, JoinError | PeerLost), f"{type(error).__name__}: {error}"
+    # Of a victim our text says more than where in this program the loss was noticed
+    stack = text if victim or error.__traceback__ is None else "".join(traceback.format_exception(error))
+    more = {"py_callstack": stack, "timestamp": str(int(time.time()) + (VICTIM_LATER_S if victim else 0))}
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+        write_json(path, {"message": {"message": text, "extraInfo": more}})
 
 
 def what_next(run_dir: Path) -> str:
@@ -335,11 +299,7 @@ class ScriptStatus(StatusFile):
 
     def take(self, restarts: int, *, agreed: bool) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
-        `agreed`: see `Lease`.
-
-        Returns whether an earlier job of this run ended so that the same command goes on: killed, or with a code from
-        128 on.
-        """
+        `agreed`: see `Lease`. Returns whether an earlier job of it was killed, or ended with a code from 128 on."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.owner = self._stack.enter_context(Lease(self.run_dir, attempt_of(self.job, restarts), agreed=agreed))
         code = self._earlier().get("code", FINISHED)

@@ -38,7 +38,6 @@ import sys
 import threading
 import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,18 +60,15 @@ MORE_LIKELY = 100
 
 
 class ForkServer:
-    """The agent's side. All methods belong to the event loop's thread, as do the callbacks.
-
-    `pids`: the processes of the running ranks by local rank; 0 for one that is being started. `ready`: the server has
-    imported what it shall, and obeys.
-    """
+    """The agent's side, in the event loop's thread. `pids`: of the running ranks' processes by local rank; 0 for one
+    that is being started. `ready`: the server has imported what it shall, and reads requests."""
 
     def __init__(
         self, *, on_end: Callable[[int, int], None], on_warning: Callable[[str], None], on_gone: Callable[[], None],
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
     ) -> None:
-        """`on_start` gets local rank and process, `on_end` local rank and exit code. `on_gone`: the server was killed.
-        All its ranks are dead then, and `on_end` was called for each; start another server."""
+        """`on_start` gets local rank and process, `on_end` local rank and exit code. `on_gone`: the server was killed,
+        and `on_end` was called for each of its ranks, which are dead; start another server."""
         self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
         self.ready = asyncio.Event()
@@ -81,14 +77,11 @@ class ForkServer:
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
         fork: bool = True,
     ) -> None:
-        """Start the server. It takes requests at once, and obeys once it is ready.
-
-        `modules`: to import, beside torch. What fails is left to the rank, which says it in its own words. `preload`:
-        modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and Python's own
-        variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
+        """`modules`: to import, beside torch. What fails is left to the rank, which says it in its own words.
+        `preload`: modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and
+        Python's own variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
         self._env, self._received = dict(env), b""
-        self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self.ready.clear()
         self._channel, theirs = socket.socketpair()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
@@ -96,8 +89,8 @@ class ForkServer:
         with theirs:
             # A session of its own: a Ctrl-C at the terminal goes to the agent alone, which passes it on once
             self._process = subprocess.Popen(
-                _command(order), env=self._env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                [sys.executable, __file__, json.dumps(order)], env=self._env, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, start_new_session=True,
             )
         self.pid = self._process.pid
         self._loop = asyncio.get_running_loop()
@@ -107,21 +100,19 @@ class ForkServer:
         self, local_rank: int, argv: Sequence[str], *, env: Mapping[str, str], name: str, cwd: str = "",
         outputs: Sequence[int] = (),
     ) -> None:
-        """Start `python ARGV`. `env`: the whole environment. `name`: for `ps`. `outputs`: descriptors in the place of
-        standard output and error, which the caller may close afterwards."""
+        """Start `python ARGV`. `env`: the whole environment. `name`: for `ps`. `outputs`: in place of standard output
+        and error; the caller closes its own."""
         self.pids[local_rank] = 0
         removed = dict.fromkeys(self._env.keys() - env.keys())
         changed = {name: value for name, value in env.items() if self._env.get(name) != value}
         self._ask(outputs, start=local_rank, name=name, argv=[*argv], env=removed | changed, cwd=cwd or os.getcwd())
 
     def start_store(self, listener: socket.socket) -> None:
-        """Have a child of the server serve a torch.distributed.TCPStore there, in place of the last one. `listener`:
-        the caller may close its own afterwards."""
+        """Have a child of the server serve a TCPStore there, in place of the last one. The caller closes its own."""
         self._ask([listener.fileno()], start=STORE, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
-        """Send a signal to the rank's process alone, SIGTERM in place of a SIGUSR1 that it has no handler for. SIGKILL
-        goes to all that the rank has started too."""
+        """See `send_signal`. SIGKILL goes to all that the rank has started too."""
         self._ask(signal=number, rank=local_rank)
 
     async def close(self) -> None:
@@ -135,18 +126,8 @@ class ForkServer:
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
         data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
-        self._unsent.append((data, [os.dup(each) for each in descriptors]))
-        # Requests of a large job name all its nodes, and a server that imports torch reads none of them
-        if self.ready.is_set():
-            self._send()
-
-    def _send(self) -> None:
-        while self._unsent:
-            data, descriptors = self._unsent.popleft()
-            with contextlib.suppress(OSError):  # it is gone, which the event loop will see
-                self._channel.sendall(data[socket.send_fds(self._channel, [data], descriptors) :])
-            for descriptor in descriptors:
-                os.close(descriptor)
+        with contextlib.suppress(OSError):  # it is gone, which the event loop will see
+            self._channel.sendall(data[socket.send_fds(self._channel, [data], descriptors) :])
 
     def _hear(self) -> None:
         data = b""
@@ -161,7 +142,6 @@ class ForkServer:
             news = json.loads(line)
             if "ready" in news:
                 self.ready.set()
-                self._send()
             elif "warning" in news:
                 self._on_warning(news["warning"])
             elif "started" in news:
@@ -194,33 +174,15 @@ async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
 # The server ---------------------------------------------------------------------------------------------------------
 
 
-def _command(order: Mapping[str, Any]) -> list[str]:
-    """What runs a server. `order`: see `ForkServer.start`; `channel`: the socket's number; `parent`: the agent."""
-    return [sys.executable, str(Path(__file__).resolve()), json.dumps(order)]
-
-
 def obstacle() -> str:
     """Why this process must not be forked; empty if it may be."""
-    if len(threads := _threads()) > 1:
-        return f"it has {len(threads)} threads ({', '.join(threads)})"
-    if devices := sorted({path for path in _open_files() if path.startswith(("/dev/nvidia", "/dev/kfd"))}):
-        return f"it has opened {', '.join(devices)}"
-    return ""
-
-
-def _threads() -> list[str]:
-    """Their names."""
-    found = []
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
-            found.append((thread / "comm").read_text(errors="replace").strip())
-    return found
-
-
-def _open_files() -> Iterator[str]:
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"it has {threads} threads"
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            yield os.readlink(f"/proc/self/fd/{number}")
+        with contextlib.suppress(OSError):  # the folder's own
+            if (path := os.readlink(f"/proc/self/fd/{number}")).startswith(("/dev/nvidia", "/dev/kfd")):
+                return f"it has opened {path}"
+    return ""
 
 
 class Server:
@@ -418,7 +380,7 @@ def main() -> list[str]:
             text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
             server.tell(warning=text)
             channel.set_inheritable(True)
-            os.execv(sys.executable, _command({**order, "fork": False}))
+            os.execv(sys.executable, [sys.executable, __file__, json.dumps({**order, "fork": False})])
     server.tell(ready=True)
     argv = server.serve()
     if argv is None:
@@ -471,11 +433,8 @@ def _show(error: BaseException) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as Python ends, but without taking everything apart.
-
-    To free each object of torch would write to, and so copy, the memory that is shared: 20 times as long as all the
-    rest.
-    """
+    """End as Python ends, but free no objects: to write to, and so copy, the memory that is shared takes 20 times as
+    long as all the rest."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
     atexit._run_exitfuncs()
     # What the script left open would be closed with its variables. Those of the server are frozen, so not among these

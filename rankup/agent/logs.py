@@ -23,7 +23,6 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,23 +51,13 @@ def host_name() -> str:
 
 
 class Output(io.RawIOBase):
-    """A file, pipe or terminal that this process prints to: printing raises nothing, and waits PRINT_S at most.
-
-    Any thread and any fork of this process may print. On a disk that hangs one thread hangs with it; the others lose
-    their lines.
-    """
+    """A file, pipe or terminal that this process prints to, by its number: printing raises nothing, and waits PRINT_S
+    at most. Any thread and any fork may print. On a disk that hangs one thread hangs; the others lose their lines."""
 
     def __init__(self, number: int) -> None:
-        """`number`: of the open file."""
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
-        self._lock = threading.Lock()
-        OUTPUTS.add(self)
-
-    @staticmethod
-    def begin_fork() -> None:
-        for each in OUTPUTS:
-            each._lock = threading.Lock()  # the one who held it may not be here
+        self._pid, self._lock = os.getpid(), threading.Lock()
 
     def fileno(self) -> int:
         return self._number
@@ -80,6 +69,8 @@ class Output(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
+        if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
+            self._pid, self._lock = os.getpid(), threading.Lock()
         if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
                 with contextlib.suppress(OSError):
@@ -121,15 +112,9 @@ class Output(io.RawIOBase):
             return os.dup(self._number), select.PIPE_BUF
 
 
-OUTPUTS = weakref.WeakSet[Output]()  # of this process
-os.register_at_fork(after_in_child=Output.begin_fork)
-
-
 def guard(*names: str) -> None:
     """From now on nothing that is printed to these of "stdout" and "stderr" ends or stops this process, see `Output`.
-
-    Whoever prints: logs, bars, warnings, tracebacks, the user's code. Not for a command whose output is its result.
-    """
+    Not for a command whose output is its result."""
     for name in names:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # else somebody else has it already, or this has been called before
@@ -154,20 +139,19 @@ def open_log(path: Path) -> Output:
         ) from None
 
 
-def setup_logging(*, rank: int | None = 0, world_size: int = 1, host: str = "", file: Output | None = None) -> None:
+def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: Output | None = None) -> None:
     """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
 
-    An agent's `rank` is None, and its `world_size` the number of nodes.
-    Call it again after a fork, or where the world size has changed. Where the user has configured logging before, only
-    our own records are printed here.
+    An agent's `rank` is None, and its `world_size` the number of nodes. It may be called again. Where the user has
+    configured logging before, only our own records are printed here.
     """
     logging.raiseExceptions = False
     logging.captureWarnings(True)
     root, ours = logging.getLogger(), logging.getLogger("rankup")
     for logger in (root, ours):
         logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
-    terminal = _Handler(line_head(rank, world_size, host), prints_info=not rank)
-    files = [_Handler(file_head(rank, host), file)] if file is not None else []
+    terminal = _Handler(line_head(rank, world_size), prints_info=not rank)
+    files = [_Handler(file_head(rank), file)] if file is not None else []
     ours.handlers += [terminal, *files]
     ours.propagate = False
     ours.setLevel(logging.DEBUG)
@@ -178,15 +162,15 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, host: str = "", 
     root.handlers += files
 
 
-def line_head(rank: int | None, world_size: int, host: str = "") -> str:
+def line_head(rank: int | None, world_size: int) -> str:
     """What stands before each line on the terminal: nothing where there is one rank alone."""
     who = "" if rank is None else f" r{rank}/{world_size}"
-    return f"[{host or host_name()}{who}] " if world_size > 1 else ""
+    return f"[{host_name()}{who}] " if world_size > 1 else ""
 
 
-def file_head(rank: int | None, host: str = "") -> str:
+def file_head(rank: int | None) -> str:
     """What stands before each line in a rank's file, with the time as `time.strftime` writes it."""
-    return f"%Y-%m-%dT%H:%M:%S {host or host_name()} r{rank} "
+    return f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} "
 
 
 def headed(head: str, lines: Sequence[str], time_s: float | None = None) -> str:
@@ -196,10 +180,8 @@ def headed(head: str, lines: Sequence[str], time_s: float | None = None) -> str:
 
 
 class _Handler(logging.Handler):
-    """Prints records to the terminal or to a file. It raises nothing.
-
-    It has none of logging's locks, which a thread would hold for ever while a disk hangs: `Output` has its own.
-    """
+    """Prints records to the terminal or to a file. It raises nothing, and has none of logging's locks, which a thread
+    would hold for ever while a disk hangs: `Output` has its own."""
 
     def __init__(self, head: str, file: Output | None = None, *, prints_info: bool = False) -> None:
         super().__init__()
@@ -238,10 +220,8 @@ def show(text: str, stream: TextIO) -> None:
 
 
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What has a script write its stacks where it gets SIGRTMAX, whatever it does at that moment.
-
-    Python imports `sitecustomize` from the first folder of PYTHONPATH before the script, and ours puts all back.
-    """
+    """What has a script write its stacks where it gets SIGRTMAX: Python imports `sitecustomize` from the first folder
+    of PYTHONPATH before the script, and ours puts all back."""
     path = run_dir / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,18 +256,13 @@ def announce_stacks(
 
 class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
-    host.
+    host. A rank that prints faster than these take it waits at its full pipe."""
 
-    A rank that prints faster than the terminal and the disk take it waits at its full pipe.
-    """
-
-    def __init__(
-        self, stdout: int, stderr: int, *, rank: int, world_size: int, host: str = "", file: Output | None = None
-    ) -> None:
-        """Begin to read. `stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
+    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: Output | None = None) -> None:
+        """`stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._alone, self._file = world_size == 1, file
-        self._terminal_head, self._file_head = line_head(rank, world_size, host), file_head(rank, host)
+        self._terminal_head, self._file_head = line_head(rank, world_size), file_head(rank)
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 
@@ -327,29 +302,13 @@ class Pump:
         if lines and self._file is not None:
             self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
         if self._alone:
-            _pass_on(data, getattr(sys, name))  # as it is: a bar stays a bar
+            with contextlib.suppress(OSError, ValueError):
+                getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
         elif lines:
             show(headed(self._terminal_head, lines), getattr(sys, name))
 
 
-def _pass_on(data: bytes, stream: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        stream.flush()
-        stream.buffer.write(data)
-        stream.buffer.flush()
-
-
-def last_exception(tail: str, error_file: Path | None = None) -> str:
-    """The line that says how a rank failed: of what it printed last, or of the file that torch's @record writes.
-
-    "" where neither says it.
-    """
+def last_exception(tail: str) -> str:
+    """The line of a rank's last lines that says how it failed, or ""."""
     tail = re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE)  # torch's own, before each line
-    if found := [line for line in tail.splitlines() if EXCEPTION.match(line)]:
-        return found[-1][:500]
-    content: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(error_file.read_text()) if error_file is not None else None
-    message = content.get("message") if isinstance(content, dict) else None
-    text = message.get("message") if isinstance(message, dict) else message
-    return str(text or "").partition("\n")[0][:500]
+    return next((line[:500] for line in reversed(tail.splitlines()) if EXCEPTION.match(line)), "")

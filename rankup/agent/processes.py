@@ -4,19 +4,9 @@ A process of ours ends by `os._exit`, never by returning from its main module: a
 for threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a rank
 that is dead.
 
-| who ends it                                      | through             | exit code                              |
-|--------------------------------------------------|---------------------|----------------------------------------|
-| `main`, when its command is over                 | `finish`            | the command's, see `rankup.errors`     |
-| `stop`: a signal before a group exists           | `leave`             | 143                                    |
-| `watchdog`: a signal that cannot wait for a step | `leave`             | 143                                    |
-| `watchdog`: a deadline is over, a peer is lost   | `leave`             | 170, 171, or the code of the lost rank |
-| `watchdog`: leaving itself takes too long        | `leave`             | the one it was leaving with            |
-| `doctor`: a deadline of its checks is over       | `leave`             | 30                                     |
-| a tracker's sender: all is sent, or can't be     | `os._exit`          | 0, which nobody reads                  |
-| `die_with_parent`: the parent is gone already    | `os._exit`          | 137, as if the kernel had done it      |
-| the kernel, where no thread of Python can run    | `set_hard_deadline` | 142; 1 where SIGALRM is taken          |
-
-Beside these only the kernel ends a process of ours: SIGKILL, or SIGKILL when its parent ends (`die_with_parent`).
+`main` ends by `finish` when its command is over; whatever cannot wait (a signal before there are steps, a deadline, a
+lost peer) ends by `leave`. Where no thread of Python can run, the kernel ends the process (`set_hard_deadline`: 142,
+or 1 where SIGALRM is taken), and it kills a process whose parent has ended (`die_with_parent`: 137).
 """
 
 import contextlib
@@ -44,9 +34,7 @@ def state_of(pid: int) -> str:
 
 
 def start_of(pid: int) -> str:
-    """When it was started, in the kernel's ticks: tells it from a later process with the same number.
-
-    "" for a process that has ended.
+    """When it was started, in the kernel's ticks: tells it from a later process with that number. "" once it has ended.
     """
     fields = _stat_of(pid)
     return "" if not fields or fields[0] in "ZX" else fields[19]
@@ -77,10 +65,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to the process alone, SIGTERM in place of a SIGUSR1 that it has no handler for.
-
-    `pid`: of a process that is not reaped yet. It may have changed its user; then the signal is lost.
-    """
+    """Send a signal to the process alone, which is not reaped yet, SIGTERM in place of a SIGUSR1 that it has no handler
+    for. Where it has changed its user the signal is lost."""
     if number == signal.SIGUSR1 and has_handler(pid, number) is False:
         number = signal.SIGTERM
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,11 +81,8 @@ def kill_session(pid: int) -> None:
 
 
 def end_of(pid: int) -> int:
-    """The exit code of a child that has ended, as a shell counts it: 128 and the signal's number after a signal.
-
-    What is left of its session is killed first, since the number may be another process's afterwards: DataLoader
-    workers would keep their memory, and their GPU.
-    """
+    """The exit code of a child that has ended, as a shell counts it. What its session has left is killed first, as
+    the number may be another process's afterwards: DataLoader workers would keep their memory, and their GPU."""
     kill_session(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
@@ -121,18 +104,14 @@ def _stat_of(pid: int) -> list[str]:
 
 
 def finish(code: int) -> NoReturn:
-    """End this process with `code` once all that it printed is written."""
-    # Without a bound of its own: what a command prints as its result must reach a slow reader (`less`) as a whole
+    """End this process with `code` once all that it printed is written, however slow its reader is (`less`)."""
     _flush()
     os._exit(code)
 
 
 def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
-    """End this process with `code` after `last_word`, which gets `timeout_s` seconds at most; callable from any thread.
-
-    `last_word` may return another code to end with. What is printed is flushed within that time too: a full pipe, a
-    stuck disk or a store that does not answer must not keep a process that has to go.
-    """
+    """End this process, from any thread, with `code` or the one that `last_word` returns. That and the flushing of what
+    was printed get `timeout_s` seconds: a full pipe, a stuck disk or a store must not keep a process that has to go."""
 
     def speak() -> int:
         changed = last_word()
@@ -155,10 +134,8 @@ def _flush() -> None:
 
 
 def within(timeout_s: float, work: Callable[[], T]) -> T | None:
-    """What `work` returns, or None if it takes longer than `timeout_s` or raises: its thread is left behind then.
-
-    For calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped.
-    """
+    """What `work` returns, or None if it takes longer than `timeout_s` or raises: its thread is left behind then. For
+    calls that nothing can interrupt: a resolver, a disk, or a store whose process is stopped."""
     found: list[T] = []
 
     def run() -> None:
@@ -172,12 +149,9 @@ def within(timeout_s: float, work: Callable[[], T]) -> T | None:
 
 
 def set_hard_deadline(timeout_s: float) -> None:
-    """Have the kernel end this process (code 142) in `timeout_s` seconds, unless this is called again before.
-
-    The stacks of all threads are dumped first.
-    The last resort for a hang that holds the interpreter's lock, when no thread of ours runs. Where the user's code has
-    taken SIGALRM, faulthandler's own thread ends the process; it knows no code but 1.
-    """
+    """Have the kernel end this process in `timeout_s` seconds, unless this is called again before; the stacks of all
+    threads are dumped first. The last resort for a hang that holds the interpreter's lock. Where the user's code has
+    taken SIGALRM, faulthandler's own thread ends the process; it knows no code but 1."""
     if _alarm_is_free():
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
     faulthandler.dump_traceback_later(max(0.1, timeout_s - DUMP_S), exit=not _alarm_is_free())

@@ -100,7 +100,7 @@ class Ranks:
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
         self.server = ForkServer(
-            on_start=self._announce, on_end=self._read_rest, on_gone=self._forget_server,
+            on_start=self._announce, on_end=self._hear_end, on_gone=self._forget_server,
             on_warning=functools.partial(log.warning, "%s"),
         )
         self.all_ended = asyncio.Event()
@@ -196,14 +196,9 @@ class Ranks:
         """The id of this membership's attempt."""
         return attempt_of(self._commit["job"], self._commit["restarts"])
 
-    def _error_file(self, rank: Rank) -> Path:
-        return self.run_dir / "status" / self.attempt / f"error-rank-{rank.number}.json"
-
     def _environment(self, rank: Rank) -> dict[str, str]:
-        """What a rank finds: every variable that torchrun sets, with torchrun's meaning, and one of ours. Everything
-        else is kept, Slurm's variables too.
+        """What a rank finds: all that torchrun sets, with torchrun's meaning, and one variable of ours. All else stays.
 
-        `env://` reads five of them. Lightning, Accelerate and Transformers look for more to find out who started them:
         TORCHELASTIC_RUN_ID makes Lightning and torch take the process for one of torchrun's, also where Slurm's
         variables are there too, and LOCAL_RANK keeps Accelerate and Transformers from starting processes of their own.
         """
@@ -227,7 +222,6 @@ class Ranks:
             "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
             "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
-            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
         }
         ours = {}
         if self.knows_us:
@@ -241,7 +235,6 @@ class Ranks:
     def _open_outputs(self, rank: Rank) -> list[int]:
         """Where a script that does not import rankup prints to."""
         log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-        self._error_file(rank).parent.mkdir(parents=True, exist_ok=True)  # for torch's @record
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
         rank.pump = Pump(
             stdout, stderr, rank=rank.number, world_size=self.node.world_size,
@@ -254,18 +247,16 @@ class Ranks:
             with contextlib.suppress(OSError):  # it costs only that nobody can ask
                 announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
 
-    def _read_rest(self, local_rank: int, code: int) -> None:
-        """Its process has ended; its last words may not be read yet."""
-
-        async def read(pump: Pump) -> None:
-            # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
-            await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
-            self._ended(local_rank, code)
-
+    def _hear_end(self, local_rank: int, code: int) -> None:
         if (pump := self.ranks[local_rank].pump) is None:
             self._ended(local_rank, code)
         else:
-            self._begin(read(pump))
+            self._begin(self._read_rest(pump, local_rank, code))
+
+    async def _read_rest(self, pump: Pump, local_rank: int, code: int) -> None:
+        # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
+        await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
+        self._ended(local_rank, code)
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
@@ -297,14 +288,14 @@ class Ranks:
         if code == KILLED:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
-            cause = last_exception(rank.pump.tail, self._error_file(rank))
+            cause = last_exception(rank.pump.tail)
         end = End(rank.number, host_name(), code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
             within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, self.attempt, end))
             if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
                 log.warning("%s", advice)
         self._say("end", n=self._commit["n"], **end.message())
-        if not any(each.running for each in self.ranks):
+        if not self.running:
             self.all_ended.set()
 
     # Leaving --------------------------------------------------------------------------------------------------------
@@ -357,10 +348,9 @@ class Ranks:
         if self._passed_on in (name, "SIGTERM", "SIGINT"):
             return
         self._passed_on = name
-        running = sum(rank.running for rank in self.ranks)
-        why = "nodes change: " if change else ""
-        if running or not change:  # a spare has none
-            log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
+        if self.running or not change:  # a spare has none
+            why = "nodes change: " if change else ""
+            log.info("%s%s: passed on to %d rank%s", why, name, self.running, "" if self.running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self._begin(self._oversee_stop(name))

@@ -50,10 +50,8 @@ class Script:
         return self.words[1] if self.words[0] == "-m" else Path(self.words[0]).stem
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
-        """Raises UserError for a script that no node has, and for one whose ranks would not find each other.
-
-        Horovod without HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing.
-        """
+        """Raises UserError where there is none, and where its ranks would not find each other: Horovod without
+        HOROVOD_SIZE, which horovodrun sets, is a world of one in each process, and says nothing."""
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises where it may not look
             raise UserError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
@@ -101,11 +99,9 @@ class Script:
         return [*script, *arguments]
 
     def safe_imports(self) -> list[str]:
-        """What the server may import in its place: of its first imports, up to another statement, those of SAFE.
-
-        Nothing is imported here. A name may also be a class of a module. A package is left out where the script would
-        find one of the user's: in the script's folder, or in the current one.
-        """
+        """What the server may import in its place: of its first imports, up to another statement, those of SAFE, also a
+        class of a module. A package is left out where the script would find one of the user's: in its folder, or in
+        the current one."""
         names: list[str] = []
         for statement in _body(self.file):
             if isinstance(statement, ast.Import):
@@ -123,11 +119,8 @@ class Script:
         return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
 
     def own_imports(self) -> tuple[list[str], str]:
-        """What it lets the server import itself, by a line `__preload__ = ["package.module"]`; and their folder.
-
-        Such a module must neither start threads nor read who the rank is. ".module" is one beside the script, in a
-        package. The folder is that of the script, or of the package that the script is part of.
-        """
+        """What it lets the server import itself, by a line `__preload__ = ["package.module"]`, ".module" for one beside
+        it in a package; and the folder of the script, or of the package that it is part of."""
         names: list[str] = []
         for statement in _body(self.file):
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":

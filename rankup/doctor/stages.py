@@ -24,10 +24,9 @@ import torch.distributed as dist
 from rankup.agent.ends import StatusFile
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
-from rankup.agent.protocol import HINT
 from rankup.doctor import NOTE, OK, WARNING, Finding, Report, problem
 from rankup.doctor.machine import check_machine
-from rankup.env.rank_env import RankEnv, describe, how_to_start, ranges
+from rankup.env.rank_env import RankEnv, describe, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
@@ -165,9 +164,7 @@ class _Doctor:
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
             return problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
         if isinstance(error, UserError | JoinError):
-            # Most say themselves what to do. Who looks for a missing rank asks the launcher
-            remedy = how_to_start(self.launch) if isinstance(error, JoinError) and HINT not in str(error) else ""
-            return problem("refused", of=self.stage, why=error, remedy=remedy)
+            return problem("refused", of=self.stage, why=error)
         return problem("check-failed", of=self.stage, why=reason(error))
 
 

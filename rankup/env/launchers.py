@@ -45,10 +45,8 @@ class Variables:
             self.values.setdefault(name, str(value))
 
     def adopt(self, environ: Mapping[str, str], names: Mapping[str, str]) -> None:
-        """Take each variable (key) from the launcher's own one (value).
-
-        Raises LaunchError where an explicit value contradicts it: two launchers are mixed.
-        """
+        """Take each variable (key) from the launcher's own one (value). Raises LaunchError where an explicit value
+        contradicts it."""
         for name, theirs in names.items():
             if theirs in environ and self.values.get(name, environ[theirs]) != environ[theirs]:
                 raise LaunchError(
@@ -86,10 +84,8 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int | None, int | None, int | No
 
 
 def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
-    """RANK is not set: the rank that this task of a step is, or None where Slurm did not start several tasks.
-
-    Raises LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0.
-    """
+    """RANK is not set: the rank that this task of a step is, or None where Slurm did not start several tasks. Raises
+    LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
     step, tasks, nodes = _slurm(environ)
     if tasks is None:
         return None
@@ -166,10 +162,7 @@ def first_host(nodelist: str) -> str:
 
 
 def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
-    """The rank that horovodrun or mpirun gives.
-
-    Raises LaunchError on several nodes without MASTER_ADDR: neither says where rank 0 is.
-    """
+    """The rank that horovodrun or mpirun gives. Raises LaunchError on several nodes without MASTER_ADDR."""
     for launcher, prefix, jobs, way_out in BY_PREFIX:
         size = count(environ, f"{prefix}SIZE")
         if size is None or size == 1:
@@ -202,10 +195,8 @@ def refuse_foreign(environ: Mapping[str, str]) -> None:
 
 
 def refuse_pod(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError in one pod of several: RANK is not set, so that each would train alone.
-
-    Trainer v2, elastic jobs and Workers without a Master set PET_* and no RANK: only torchrun can read those.
-    """
+    """Raise LaunchError in one pod of several without RANK. Trainer v2, elastic jobs and Workers without a Master set
+    PET_* alone, which only torchrun can read."""
     shown = {name: environ[name] for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if environ.get(name)}
     if not {*shown.values()} <= {"1", "1:1", "auto", "gpu", "cpu"}:
         raise LaunchError(
@@ -233,11 +224,9 @@ def complete_pod(environ: Mapping[str, str], found: Variables) -> None:
 
 
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
-    """For an agent in a pod: `environ` where RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
-
-    Outside of Kubeflow's pods `environ` itself. `num_nodes`: what an option says. Raises LaunchError where pods come
-    and go and no option says how many, and where nobody says which pod this is.
-    """
+    """For an agent: `environ`, in which RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
+    `num_nodes`: what an option says. Raises LaunchError where pods come and go and no option says how many, and where
+    nobody says which pod this is."""
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
     if nodes is None or "LOCAL_RANK" in environ:
         return environ, None
@@ -270,11 +259,8 @@ _PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
 
 
 def port_for(job_id: int, *, restart: int = 0, step: int = 0) -> int:
-    """A port for rank 0, the same on every node of a job, away from well-known services.
-
-    Jobs whose ids are less than 19000 apart get different ports, and so do a job's restarts, as the earlier attempt may
-    still hold its port.
-    """
+    """A port for rank 0, the same on every node of a job. Jobs whose ids are less than 19000 apart get different ports,
+    and so do a job's restarts, as the earlier attempt may still hold its port."""
     # Primes, so that neighbouring jobs, restarts and steps differ
     return _PORTS[(job_id + 7919 * restart + 3571 * step) % len(_PORTS)]
 

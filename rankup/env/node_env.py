@@ -53,12 +53,9 @@ def read_node_env(
     environ: Mapping[str, str], *, nnodes: int | None = None, nproc: int | None = None, node_rank: int | None = None,
     master_addr: str | None = None, master_port: int | None = None, limits: Limits | None = None,
 ) -> NodeEnv:
-    """Which agent is this? `environ` is os.environ or a test's mapping; the others are options of `launch`.
-
-    An option beats the environment's address and port, but the counts of both have to agree. With `limits` the
-    environment's count of nodes may be any, and `nnodes` is of all that may be there. Raises LaunchError where they do
-    not, where half a set is there, and below a launcher that starts the ranks itself.
-    """
+    """Which agent is this? The others are options of `launch`: they beat the environment's address and port, but the
+    counts of both have to agree. With `limits` the environment's count of nodes may be any, and `nnodes` is of all that
+    may be there. Raises LaunchError where they differ, for half a set, and below a launcher that starts the ranks."""
     for flag, number, least, most in (
         ("--nproc", nproc, 1, 65535), ("--nnodes", nnodes, 1, 65535), ("--master-port", master_port, 0, 65535),
         ("--node-rank", node_rank, 0, max(1, nnodes or 65535) - 1),

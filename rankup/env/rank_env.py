@@ -23,13 +23,6 @@ WHO_SETS_THEM = (
     "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 )
 MANY = 10**18
-_ON_EACH = "Start {} on every node with the same --nnodes, --master-addr and --master-port, and --node-rank 0, 1, ..."
-HINTS = {  # by launcher: where to look for ranks that are missing
-    "torchrun": _ON_EACH.format("torchrun"), "launch": _ON_EACH.format("`launch`"),
-    "slurm": "squeue -s and scontrol show job say which tasks of the step run; srun has to start all of them at once.",
-    "open mpi": "mpirun has to start all ranks at once; its -x passes MASTER_ADDR and MASTER_PORT on.",
-    "kubeflow": "kubectl get pods shows which pod is Pending or waits for its image; kubectl describe pod says why.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +56,12 @@ class RankEnv:
         """Was a rank given? A complete set with WORLD_SIZE=1 is a group of one, and True."""
         return self.launcher != "python"
 
-    @property
-    def has_horovod_rendezvous(self) -> bool:
-        """Whether the launcher already serves what Horovod's ranks meet by."""
-        return self.launcher == "horovodrun"
-
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
-    """Who is this process? `environ` is os.environ or a test's mapping.
-
-    Beside it only the parent's process id is read. Raises LaunchError with every mistake, one
-    on a line.
-    """
+    """Who is this process? Raises LaunchError with every mistake, one on a line."""
     agent, file = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_FILE", "")
     commit = agent["commit"] if agent else {}
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
@@ -102,8 +86,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
 
 def who_set_rank(environ: Mapping[str, str]) -> str:
     """RANK is set: by launch or torchrun, which start a process for each rank, or by somebody else (environment)."""
-    # `launch` goes first: its ranks inherit what is left of an earlier torchrun in the shell, whose number of nodes is
-    # gone where only TORCHELASTIC_RUN_ID is left
+    # Its ranks inherit what is left of an earlier torchrun in the shell
     if "RANKUP_AGENT" in environ:
         return "launch"
     return "torchrun" if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys() else "environment"
@@ -173,30 +156,20 @@ def _checked(found: Variables) -> dict[str, Any]:
             mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.launcher}). {WHO_SETS_THEM}")
     if mistakes:
         raise LaunchError("\n".join(mistakes))
-    world_size, local_world_size = numbers["WORLD_SIZE"], numbers.get("LOCAL_WORLD_SIZE")
-    num_nodes = numbers.get("GROUP_WORLD_SIZE")
-    if num_nodes is None and local_world_size is not None:
-        num_nodes = -(-world_size // local_world_size)  # exact where all nodes run as many processes as this one
-    elif num_nodes is None and world_size == 1:
-        num_nodes = 1
     return {
-        "rank": numbers["RANK"], "local_rank": numbers["LOCAL_RANK"], "world_size": world_size,
-        "local_world_size": world_size if num_nodes == 1 and local_world_size is None else local_world_size,
-        "num_nodes": num_nodes, "node_rank": 0 if num_nodes == 1 else numbers.get("GROUP_RANK"),
-        "master_port": numbers["MASTER_PORT"],
+        "rank": numbers["RANK"], "local_rank": numbers["LOCAL_RANK"], "world_size": numbers["WORLD_SIZE"],
+        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "num_nodes": numbers.get("GROUP_WORLD_SIZE"),
+        "node_rank": numbers.get("GROUP_RANK"), "master_port": numbers["MASTER_PORT"],
     }
 
 
 def is_loopback(host: str) -> bool:
     """Whether this name or address means "this machine" on every machine."""
-    if host.lower().rstrip(".") in {"localhost", "localhost.localdomain", "ip6-localhost"}:
-        return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback or address.is_unspecified
+        return host.lower() in ("localhost", "ip6-localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def is_host(text: str) -> bool:
@@ -209,13 +182,9 @@ def is_host(text: str) -> bool:
 
 
 def parse_url(url: str) -> dict[str, str]:
-    """The variables that --init-method stands for.
-
-    `tcp://host:port` is two of them in another form. With `file:///path` rank 0 opens a free port and writes its
-    address into that file, which all ranks can read; it is removed once they have met. torch's own file store keeps
-    everything in the file, and waits without end where an earlier run left one. Raises LaunchError for a URL of another
-    kind and for a file in no folder.
-    """
+    """The variables that --init-method stands for. With `file:///path` rank 0 opens a free port and writes its address
+    into that file, which is removed once all have met: torch's own file store waits without end where an earlier run
+    left a file. Raises LaunchError for a URL of another kind and for a file in no folder."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
         path = Path(urllib.parse.unquote(parts.path))
@@ -229,25 +198,11 @@ def parse_url(url: str) -> dict[str, str]:
     raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")
 
 
-def check_loopback(env: RankEnv, simulated_nodes: bool) -> None:
-    """Raise LaunchError if the nodes are known to be several, yet each would look for rank 0 on itself."""
-    if not env.file and is_loopback(env.master_addr) and (env.num_nodes or 1) > 1 and not simulated_nodes:
-        raise LaunchError(
-            f"MASTER_ADDR={env.master_addr} on {env.num_nodes} nodes: each node would wait for itself. "
-            "Set it to the address of rank 0's machine, or give --simulated-nodes if all nodes are this machine."
-        )
-
-
-# Preparing the environment -------------------------------------------------------------------------------------------
-
-
 def with_options(
     environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
 ) -> Mapping[str, str]:
-    """`environ` and the variables that --init-method, --rank and --world-size stand for.
-
-    Raises LaunchError for a URL of another kind, and where an option repeats a variable that is set.
-    """
+    """`environ` and the variables that these options stand for. Raises LaunchError for a URL of another kind, and where
+    an option repeats a variable that is set."""
     given_by_url = parse_url(init_method) if init_method else {}
     for flag, name, value in (
         ("--rank", "RANK", rank), ("--world-size", "WORLD_SIZE", world_size),
@@ -267,14 +222,6 @@ def cache_folder() -> str:
 
 
 # In words ------------------------------------------------------------------------------------------------------------
-
-
-def how_to_start(env: RankEnv) -> str:
-    """Where to look for the missing ranks: the launcher's own hint, or how to start them by hand."""
-    return HINTS.get(env.launcher) or (
-        f"Start one process with each RANK from 0 to {env.world_size - 1}, all with "
-        f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}; docker compose ps -a shows nodes that ended."
-    )
 
 
 def describe(env: RankEnv) -> str:

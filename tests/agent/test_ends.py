@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.ends import End, Ends, ScriptStatus, StatusFile, attempt_of, job_of, new_job, write_end
+from rankup.agent.ends import End, Ends, ScriptStatus, StatusFile, write_end
 from rankup.env.rank_env import RankEnv, read_rank_env
 from rankup.errors import FAULT, FINISHED, PEER_LOST, STOPPED
 from rankup.places.files import read_json
@@ -92,13 +92,6 @@ def test_job_that_was_asked_to_stop_is_not_started_again(codes: list[int], code:
 
 
 # What the files say --------------------------------------------------------------------------------------------------
-
-
-def test_attempts_of_one_job_share_its_part_of_the_id() -> None:
-    job, other = new_job(), new_job()
-    assert job != other
-    assert {job_of(attempt_of(job, restart)) for restart in range(3)} == {job_of(job)} == {job}
-    assert attempt_of(job, 0) != attempt_of(job, 1)
 
 
 def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:

@@ -114,20 +114,6 @@ def test_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
     assert len(nodes.jobs()) == 1
 
 
-def test_spare_that_came_later_goes_on_after_node_0_with_the_other(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "2", "--spares=1", "--wait-for-node=100")
-    with ended(nodes.job) as job:
-        first = nodes.begin(2)
-        nodes.add(2)
-        wait_for("a status", lambda: (tmp_path / "runs0/job/status").exists())
-        wait_for("a spare", lambda: nodes.shown(0).count("spare"))
-        time.sleep(1)
-        nodes.kill(0)
-        nodes.attempt(2, after=first)
-        nodes.go()
-        assert job.wait() == [-9, 0, 0], job.output
-
-
 def test_job_goes_on_with_fewer_nodes_and_takes_one_that_comes(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=2")
     with ended(nodes.job) as job:

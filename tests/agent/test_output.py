@@ -59,31 +59,6 @@ def test_output_that_nobody_reads_drops_lines_and_says_how_many(
     assert os.read(reader, 2**20) == b"\n[3 lines were not printed: nobody read them]\nfour\nfive\n"
 
 
-def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "PRINT_S", 600.0)
-    reader, writer = pipe
-    out, found = Output(writer), bytearray()
-
-    def read() -> None:
-        while not found.endswith(b"end\n"):
-            found.extend(os.read(reader, 512))
-
-    def say(name: str) -> None:
-        for number in range(500):
-            out.write(f"{name} {number}\n".encode() * 10)
-
-    threads = [threading.Thread(target=say, args=[name]) for name in "ab"]
-    reading = threading.Thread(target=read, daemon=True)
-    for thread in (reading, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    out.write(b"end\n")
-    reading.join()
-    wanted = [f"{name} {number}" for name in "ab" for number in range(500) for _ in range(10)]
-    assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
-
-
 def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -145,12 +120,14 @@ def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
 LOGS = """
 import logging, sys, warnings
 from pathlib import Path
+from rankup.agent import logs
 from rankup.agent.logs import guard, open_log, setup_logging
+logs.host_name = lambda: "vm"
 guard("stdout", "stderr")
 folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 before = sys.argv[4:]
 if before: logging.basicConfig(level=logging.INFO, format="THEIRS %(message)s")
-for _ in range(2): setup_logging(rank=rank, world_size=world_size, host="vm", file=open_log(folder / "rank.log"))
+for _ in range(2): setup_logging(rank=rank, world_size=world_size, file=open_log(folder / "rank.log"))
 sys.path.insert(0, str(folder / "lib/python3.11/site-packages"))
 import library
 library.log()
@@ -215,7 +192,7 @@ def test_bar_makes_room_for_a_line() -> None:
 import logging
 from rankup.agent.logs import guard, setup_logging
 guard("stdout", "stderr")
-setup_logging(host="vm", world_size=2)
+setup_logging(world_size=2)
 from tqdm import tqdm
 bar = tqdm(total=10, mininterval=0)
 bar.update(3)
@@ -224,7 +201,7 @@ logging.getLogger("rankup").info("hello")
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT)
     printed = done.stdout.decode()  # as bytes: text would lose the carriage returns
-    assert re.search(r"3/10[^\n]*\r +\r\[vm r0/2\] hello\n\r[^\n]*3/10", printed), printed
+    assert re.search(r"3/10[^\n]*\r +\r\[\S+ r0/2\] hello\n\r[^\n]*3/10", printed), printed
 
 
 HANGS = """
@@ -255,52 +232,23 @@ def test_thread_that_hangs_in_the_log_does_not_hold_the_others() -> None:
     assert (done.returncode, done.stderr) == (7, "one\ntwo\n")
 
 
-def test_rank_whose_disk_hangs_waits_at_its_pipe(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = pipe
-    fill(writer)
-    monkeypatch.setattr(logs.stat, "S_ISREG", lambda mode: True)
-    (out, printed), (error, failed) = os.pipe(), os.pipe()
-    pump = Pump(out, error, rank=1, world_size=2, host="vm", file=Output(os.dup(writer)))
-    os.set_blocking(printed, False)
-    taken = 0
-    for _ in range(2000):
-        with contextlib.suppress(BlockingIOError):
-            taken += os.write(printed, b"x" * 1023 + b"\n")
-    assert 2**16 <= taken < 2**18  # a pipe, and what was read before the disk hung
-    os.close(printed)
-    os.close(failed)
-    assert not pump.drained(0.1)
-    found = b""
-    while not pump.drained(0.0) or select.select([reader], [], [], 0)[0]:
-        if select.select([reader], [], [], 0.01)[0]:
-            found += os.read(reader, 2**20)
-    assert found.count(b"x\n") == taken // 1024
-
-
 # How a rank failed ---------------------------------------------------------------------------------------------------
 
 TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: connection closed by peer\n"
 
 
 @pytest.mark.parametrize(
-    ("tail", "recorded", "said"),
+    ("tail", "said"),
     [
-        (f"{TRACEBACK}bye", None, "RuntimeError: connection closed by peer"),
-        ("ValueError: first\ntorch.OutOfMemoryError: too much\nthe rest", None, "torch.OutOfMemoryError: too much"),
-        ("usage: job.py [-h]\njob.py: error: no such argument: -x", None, "job.py: error: no such argument: -x"),
-        ("a line", '{"message": {"message": "KeyError: 1\\nmore"}}', "KeyError: 1"),
-        ("a line", '{"message": "KeyError: 2"}', "KeyError: 2"),
-        ("a line", "{", ""),
-        ("  RuntimeError: inside a line", None, ""),
-        ("RuntimeError: " + "x" * 1000, None, "RuntimeError: " + "x" * 486),
+        (f"{TRACEBACK}bye", "RuntimeError: connection closed by peer"),
+        ("ValueError: first\ntorch.OutOfMemoryError: too much\nthe rest", "torch.OutOfMemoryError: too much"),
+        ("usage: job.py [-h]\njob.py: error: no such argument: -x", "job.py: error: no such argument: -x"),
+        ("  RuntimeError: inside a line", ""),
+        ("RuntimeError: " + "x" * 1000, "RuntimeError: " + "x" * 486),
     ],
 )
-def test_reason_of_a_failure_is_its_last_exception(
-    tail: str, recorded: str | None, said: str, tmp_path: Path
-) -> None:
-    if recorded is not None:
-        (tmp_path / "error.json").write_text(recorded)
-    assert last_exception(tail, tmp_path / "error.json") == said
+def test_reason_of_a_failure_is_its_last_exception(tail: str, said: str) -> None:
+    assert last_exception(tail) == said
 
 
 def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:

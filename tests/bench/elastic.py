@@ -41,7 +41,7 @@ from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
 NODES = 3
 recovery.PATIENCE_S = 150  # a node that comes imports torch first; torchrun does not always go on
-TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", "--simulated-nodes", *SETTINGS]
+TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", *SETTINGS]
 SILENT_S, WAIT_S = 3, 1
 LAUNCH = ["-m", "rankup", "launch", "--master-addr=127.0.0.1", "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
 TORCHRUN = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.cli import COMMANDS, OF_PROGRAM, completion, main, parser
+from rankup.cli import COMMANDS, OF_PROGRAM, main, parser
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -83,6 +83,12 @@ MISTAKES = {
     "launch --nproc two x.py": "--nproc must be an integer, got two.",
     "launch --nproc 0 x.py": "--nproc must be a whole number from 1 to 65535, got 0.",
     "launch --start slow x.py": "--start must be one of 'fork', 'fresh', got slow.",
+    "launch nofile.py": "SCRIPT must be a file, got nofile.py: there is none.",
+    "launch -m": "SCRIPT must be given.",
+    "launch --restart-args ' x.py": "--restart-args must be words as a shell splits them, got '.",
+    "launch --spares 1 x.py": "--spares must come with --nnodes, got none.",
+    "launch --nnodes 3:2 x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 3:2.",
+    "launch --max-failures-per-node 3 x.py": "--max-failures-per-node must be 1 or more, with --nnodes 2:4 or",
     "launch --restart-on 2 x.py": "--restart-on must be exit codes such as 1,75, and neither 0 (finished)",
 }
 
@@ -117,16 +123,6 @@ def test_results_are_json_for_programs(run: Path, capfd: pytest.CaptureFixture[s
     first, second = map(json.loads, capfd.readouterr().out.splitlines())
     assert first == {"time": "2026-11-22T10:00:01", "ranks": [0, 1], "hosts": ["vm", "vm"], "text": "ready"}
     assert second["text"] == "CUDA out of memory"
-
-
-@pytest.mark.parametrize(("line", "offered"), [
-    ("rankup st", "status stacks"), ("rankup status --w", "--watch"), ("rankup launch --nn", "--nnodes"),
-    ("rankup help exp", "explain export"), ("rankup train --", ""),
-])
-def test_completion_offers_commands_and_their_options(line: str, offered: str) -> None:
-    script = f"{completion()}COMP_WORDS=({line})\nCOMP_CWORD={line.count(' ')}\n_rankup\necho ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == (offered, "")
 
 
 def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:

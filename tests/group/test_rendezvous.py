@@ -70,7 +70,7 @@ def wait_for_connection(rank: Rank, port: int) -> None:
 @pytest.fixture(scope="module")
 def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int, list[Rank]]]:
     """All cases at once: their port and their ranks."""
-    ports = {name: free_port() for name in ("missing", "double", "sizes", "settings", "taken", "stopped", "loopback")}
+    ports = {name: free_port() for name in ("missing", "double", "sizes", "settings", "taken", "stopped")}
     ports["web"] = web_server[0]
 
     def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **env: str) -> list[Rank]:
@@ -80,17 +80,15 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int
             started.append(begin(int(rank), int(world_size), ports[name], name, *arguments, join_s=JOIN_S, **env))
         return started
 
-    nodes = "--simulated-nodes"
     ranks = {
         "missing": [
-            *case("missing", (0, 4, nodes), (1, 4, nodes), GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
-            *case("missing", (2, 4, nodes), GROUP_RANK="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (0, 4), (1, 4), GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (2, 4), GROUP_RANK="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
         ],
         "double": case("double", (0, 3), (1, 3), (1, 3)),
         "sizes": case("sizes", (0, 2), (1, 4)),
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
         "taken": [begin(0, 2, ports["taken"], "taken", join_s=3 * JOIN_S)],  # there when the second gives up
-        "loopback": case("loopback", (0, 2), MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="1", GROUP_RANK="0"),
         "web": case("web", (0, 2), (1, 2)),
     }
     wait_for_port(ports["taken"])
@@ -127,7 +125,6 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int
             "setting seed must be the same on all ranks, got 0 on ranks 0, 2 ({host}) and 3 on rank 1 ({host})",
             "setting lr must be the same",
         ]),
-        ("loopback", 2, ["MASTER_ADDR=localhost on 2 nodes: each node would wait for itself"]),
     ],
 )
 def test_what_is_in_the_way_is_named_on_all_ranks(
@@ -144,7 +141,6 @@ def test_what_is_in_the_way_is_named_on_all_ranks(
     if name == "missing":  # one rank of the host prints an error of all
         assert sum("has not joined" in rank.process.output for rank in ranks) == 1
     assert name != "settings" or not any("setting model" in own for own in said)
-    assert name != "loopback" or not any("waiting for" in own for own in said)
 
 
 def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp_path: Path):
@@ -245,7 +241,7 @@ def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Sta
         port, ranks = free_port(), list[Rank]()
         for rank, count in enumerate(("0", restarts)):
             own = {**torchrun, "GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count}
-            ranks.append(begin(rank, 2, port, "fresh", "--simulated-nodes", *more, **own))
+            ranks.append(begin(rank, 2, port, "fresh", *more, **own))
         finished(*ranks)
     assert "epoch 2:" in ranks[0].said
     assert "the earlier run was moved" not in ranks[0].said

@@ -114,7 +114,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
     order = probe("data", arrived, sleep_s=1000)
-    with launched(forks, MAIN, *settings(run), "--simulated-nodes", env=order, nodes=3) as (process, output):
+    with launched(forks, MAIN, *settings(run), env=order, nodes=3) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
         shown_at_last(run, WAITING)
 

@@ -93,7 +93,7 @@ def by_two_agents_of_old(*arguments: str) -> Job:
     for node in ("1", "0"):
         start(sys.executable, "-m", "torch.distributed.launch", "--nnodes", "2", "--nproc-per-node", "1",
               "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "train.main",
-              *arguments, "--simulated-nodes", env={"PYTHONWARNINGS": ""}, job=job)
+              *arguments, env={"PYTHONWARNINGS": ""}, job=job)
     return job
 
 
@@ -103,7 +103,7 @@ def by_launch_in_pods(*arguments: str) -> Job:
     for node in ("1", "0"):
         pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,
                "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        start(sys.executable, MAIN, "launch", MAIN, *arguments, "--simulated-nodes", env=pod, job=job)
+        start(sys.executable, MAIN, "launch", MAIN, *arguments, env=pod, job=job)
     return job
 
 

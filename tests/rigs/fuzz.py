@@ -175,7 +175,6 @@ def run_folder() -> Files:
         "run.json": {"run": "abc", "begun_by": at[7:], "start": "", "attempts": [[at[7:], 0]], "number": 1},
         "lease.json": {"attempt": "a", "token": "t", "beat": 3, "host": "h", "pid": 1, "kernel": "k", "released": True},
         "result.json": {"digest": "d", "steps": 9}, f"{at}/progress-t.json": report, f"{at}/rank-1.json": end,
-        f"{at}/error-rank-1.json": {"message": {"message": "m", "extraInfo": {"timestamp": "9", "py_callstack": log}}},
         "metrics.jsonl": {"step": 7, "ranks/compute_s/0": 0.5, "ranks/data_s/1": 0.1},
         "disagreements.jsonl": {"run": "abc", "step": 3, "sound": 2, "digests": [1, 2], "odd": [1]},
     }

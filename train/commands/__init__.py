@@ -67,7 +67,7 @@ def _predict(config: Config, program: Program, given: options.PredictOptions) ->
 
 def _start(config: Config, program: Program, *, stacks: bool = False) -> Path:
     run_dir = run_dir_of(config, program)
-    program.start(run_dir, stacks=stacks, simulated_nodes=config.simulated_nodes)
+    program.start(run_dir, stacks=stacks)
     return run_dir
 
 
@@ -81,9 +81,9 @@ def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> i
         program.found, run_dir = error, Path()
     program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
     return program.doctor(
-        run_dir, as_json=given.as_json, simulated_nodes=config.simulated_nodes, settings=same_settings(config),
-        num_threads=config.num_threads, num_workers=config.num_workers, join_timeout_s=config.join_timeout_s,
-        stage_timeout_s=config.step_timeout_s, **join_options(config),
+        run_dir, as_json=given.as_json, settings=same_settings(config), num_threads=config.num_threads,
+        num_workers=config.num_workers, join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s,
+        **join_options(config),
     )
 
 

@@ -170,7 +170,6 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
                                    "attempts.", rule="the name of a tracker")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
-    simulated_nodes: bool = setting(False, "Several nodes on one machine: allow a loopback MASTER_ADDR.")
 
     @field_validator("options")
     @classmethod

@@ -110,7 +110,7 @@ class Horovod(Method):
 @contextlib.contextmanager
 def _rendezvous(group: Group) -> Iterator[None]:
     """Rank 0 serves the store through which Horovod's ranks find each other, at the address where gloo reached it."""
-    if group.world_size == 1 or group.launch.has_horovod_rendezvous:
+    if group.world_size == 1 or group.launch.launcher == "horovodrun":
         yield
         return
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer

@@ -85,10 +85,9 @@ ON_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_JOB_NODELIST": "big[
 def test_k8s_skypilot_nodes_train_to_the_weights_of_the_host(forks: Forks, tmp_path: Path) -> None:
     folder, job = checkout(tmp_path), Job()
     env = {"NAME": "job", "RUN_DIR": str(tmp_path / "runs"), "NPROC": "2", "MASTER_PORT": str(free_port()), **ON_SLURM}
-    settings = f"{JOB} --simulated-nodes"
     with ended(job):
         for rank in range(2):
-            node(folder, rank, job, **env, SETTINGS=settings)
+            node(folder, rank, job, **env, SETTINGS=JOB)
         assert job.wait() == [0, 0], job.outputs
     (tmp_path / "host").mkdir()
     digest = digest_by_forks(forks, tmp_path / "host", f"{JOB} --name job", nproc=4)
