@@ -1,7 +1,7 @@
 """Which faults the lines of logs show, and which of them is the root cause.
 
 Only a job that failed has a root cause. Any of these proves a failure: an exception after which its process made no
-progress; a XX
+progress; what a scheduler, kernel or launcher says of the end of a process; a fault in the last line of a process.
 """
 
 import re
