@@ -112,7 +112,7 @@ class Lead:
 
     async def _call_one(self, ip: str, port: int) -> None:
         leader = self.leader
-        words = {"n": leader.basis["n"], "running": leader.running, "token": leader.me.token, "port": leader.me.serves,
+        words = {"n": leader.knows, "running": leader.running, "token": leader.me.token, "port": leader.me.serves,
                  "job": leader.basis["job"]}
         other = await who_leads(ip, port, answer=words)
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):

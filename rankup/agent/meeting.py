@@ -36,7 +36,7 @@ from rankup.agent.protocol import (
 )
 from rankup.agent.record import StopAgreement
 from rankup.agent.sameness import Sameness
-from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
+from rankup.agent.votes import NONE, age, claims, electorates, outvoted, recount, same_job, without
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import is_loopback, ranges
 from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
@@ -90,7 +90,7 @@ class Leader:
         """
         self._limits, self._outdone, self._claim = limits, outdone, claim
         self._beaten_s = -math.inf  # when another part of the job owned what is next
-        self.basis: Basis = NONE
+        self.basis, self._next = NONE, NONE  # of the last membership, and what this leader has proposed last
         self.changing = False  # the ranks have been asked to stop, for another membership
         self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
         self._names: dict[str, str] = {}  # for the user, by token
@@ -112,6 +112,12 @@ class Leader:
     def members(self) -> list[Member]:
         """Those that are here, by rank."""
         return sorted((seat.member for seat in self._seats.values()), key=lambda member: member.first_rank)
+
+    @property
+    def knows(self) -> int:
+        """The newest membership that it knows of, also where that was only proposed: members that have heard of it take
+        no leader who has not."""
+        return int(max(self.basis["n"], self._next["n"]))
 
     @property
     def chosen(self) -> list[Member]:
@@ -157,7 +163,7 @@ class Leader:
 
     async def _attend(self, link: Link) -> None:
         link.send(
-            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.basis["n"], running=self.running,
+            "leader", version=VERSION, over=self._over, token=self.me.token, n=self.knows, running=self.running,
             job=self.basis["job"],
         )
         try:
@@ -211,7 +217,7 @@ class Leader:
 
     def yields_to(self, other: Mapping[str, Any]) -> bool:
         """Whether another leader of this job, which has said so much of itself, takes the place of this one."""
-        ours = (self.basis["n"], self.running, self.me.token)
+        ours = (self.knows, self.running, self.me.token)
         return same_job(other, self.basis) and (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
 
     def _turn_away(self, link: Link, who: str, text: str, *, code: int = JOIN_FAILED) -> None:
@@ -563,7 +569,8 @@ class Leader:
             why |= {seat.member.token: f"is left out: {seat.unfit}" for seat in away if seat.unfit}
             spares = len(self._seats) - len(self._chosen)
             change = describe_change(self.basis, self._next, names=self._names, why=why, spares=spares)
-            self.basis = {**self._next, "before": [], "ran": self._next["used"], "job": more["job"]}
+            # Newer than a proposal of the same number, which another part of the job may have made
+            self.basis = {**self._next, "v": 1, "before": [], "ran": self._next["used"], "job": more["job"]}
             more |= {"change": change, "basis": self.basis}
         self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 

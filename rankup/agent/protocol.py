@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rankup.agent.network import LONGEST, Link
+from rankup.agent.network import LONGEST, Link, encode
 from rankup.env.rank_env import ranges
 
 MOST_HOSTS = 8  # that one line names
@@ -243,6 +243,7 @@ class Links:
         """`hear` gets the local rank and its message."""
         self._hear = hear
         self._links: dict[int, Link] = {}
+        self.lost = b""  # what those hear that connect after the membership was lost
         self.address = ""
         self._server: asyncio.Server | None = None
 
@@ -259,6 +260,7 @@ class Links:
                 return
             local_rank = int((await link.receive())["local_rank"])
             self._links[local_rank] = link
+            link.write(self.lost)
             while True:
                 self._hear(local_rank, await link.receive())
         except (ConnectionError, LookupError, TypeError, ValueError, OverflowError):
@@ -272,6 +274,8 @@ class Links:
 
     def tell(self, kind: str, **values: Any) -> None:
         """To all that are connected."""
+        if kind in ("lost", "gone"):
+            self.lost = encode(kind, **values)
         for link in self._links.values():
             link.send(kind, **values)
 

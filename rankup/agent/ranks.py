@@ -146,13 +146,15 @@ class Ranks:
 
     def start(self, commit: dict[str, Any], *, token: str) -> None:
         """A membership begins. `token`: this member's."""
-        self._commit, self._oom_kills = commit, oom_kills()
         if commit["why"]:
             log.warning("%s", commit["why"])
         if self._for_change:
             self._passed_on, self._for_change = "", False
         if self.node.limits is not None and not self._take_place(commit, token):
             return
+        # A spare keeps the last one: a rank of it may still run, whose end is no news of this one
+        self._commit, self._oom_kills = commit, oom_kills()
+        self.links.lost = b""
         self.all_ended.clear()
         for rank in self.ranks:
             rank.running, rank.told, rank.said = True, False, None

@@ -46,6 +46,22 @@ def test_who_sends_something_else_or_is_another_user_is_disconnected_unheard(
     asyncio.run(scene())
 
 
+def test_rank_that_comes_after_a_loss_hears_of_it() -> None:
+    """It may still start when another one is lost."""
+    async def scene() -> None:
+        links = Links(lambda rank, message: None)
+        await links.open()
+        links.tell("lost", n=1, ranks=[1], host="here", why="it ended", code=171)
+        line = AgentLine({"socket": links.address, "local_rank": 0}, 0, StopRequest())
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(line.receive)
+        assert line.reported() == [(1, 171, "it ended")]
+        line._socket.close()
+        links.close()
+
+    asyncio.run(scene())
+
+
 def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankup.timing.SAY_S", 0.2)
     name = f"\0rankup-test-{os.getpid()}"

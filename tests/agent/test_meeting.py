@@ -72,6 +72,40 @@ async def test_proposal_that_was_not_committed_counts_together_with_the_membersh
 
 
 @asynchronous
+async def test_leader_says_that_it_knows_what_it_has_proposed_itself():
+    """Members that were lost after they had heard of it would come to no other leader, and to no older one."""
+    async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
+        puppets = await here.three()
+        await here.agree(puppets)
+        here.leader.lose(here.leader.members[1], "its script ended")
+        here.leader.tick()
+        await all_hear("lost", puppets)
+        n = (await all_hear("propose", puppets))[0]["n"]
+        for puppet in puppets:
+            puppet.vanish()
+        await until(lambda: not here.leader.members)
+        assert (await (await here.connect()).receive())["n"] == n
+
+
+@asynchronous
+async def test_membership_that_was_committed_is_newer_than_a_proposal_of_the_same_number():
+    """Another part of the job may have made that one: its voters are not those of the job that goes on."""
+    async with room(member(0, of=5), ANY) as there:
+        puppets = [await there.enter(member(0, of=5), n=7, basis=basis(2, 2))]
+        await there.pass_time(FOUND_S + 1, *puppets)
+        proposed = (await puppets[0].hears("propose"))["basis"]
+        puppets[0].say("ready", n=8, problem="")
+        committed = (await puppets[0].hears("commit"))["basis"]
+        there.leader.lose(there.leader.members[0], "its script ended")
+    async with room(member(1, of=5), ANY) as there:
+        others = {"voters": ["token2", "token3", "token4"], "used": ["token2", "token3", "token4"]}
+        puppets = [await there.enter(member(1, of=5), n=8, basis={**proposed, "voters": ["token1", "token2"]}),
+                   await there.enter(member(2, of=5), n=8, basis={**committed, **others})]
+        await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
+        assert "1 of the 3 nodes of membership 8 are here" in (await puppets[0].hears("waiting"))["text"]
+
+
+@asynchronous
 async def test_spares_know_a_proposal_before_it_is_committed():
     async with room(member(0, of=2), Limits(1, 1, wait_s=0.0)) as here:
         first = await here.enter(member(0, of=2))
@@ -165,7 +199,7 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         await here.agree(puppets)
         spare = await here.enter(member(2))
         await spare.hears("spare")
-        for v in range(3):
+        for v in range(1, 4):
             for puppet in puppets:
                 puppet.say("has", n=1, v=v)
             await here.pass_time(0.5, *puppets, spare)

@@ -285,8 +285,9 @@ class Sequence:
         output = self.forks.ends(*line)
         digests = [word for _, process in self.outputs for word in process.output.split() if len(word) == 64]
         digests += [word for word in output.split() if len(word) == 64]
-        assert len(digests) == 2, (digests, output)
-        assert digests[0] == digests[1], f"the replay ends with other bits:\n{output}"
+        # A node that comes as the last step is done may have them finish once more
+        assert len(digests) > 1, (digests, output)
+        assert len({*digests}) == 1, f"the replay ends with other bits: {digests}\n{output}"
 
     def all(self) -> None:
         """From the start to the replay. Raises AssertionError with all that has happened."""

@@ -9,7 +9,7 @@ from rankup import Group, UserError
 from ..config import Config
 from ..data.order import BatchIndex, Order, evaluation_batches
 from ..data.samples import to_device
-from .workload import Workload
+from . import Workload
 
 
 def build_order(config: Config, group: Group, workload: Workload) -> Order:
