@@ -30,8 +30,12 @@ class Figures:
         self.reports = RankReports(group, self.clock, step=self._position.step)
         self._reporter: Reporter | None = None
         if group.is_rank0:
-            facts = Facts(settings.tracker, run.lineage.run, str(group.run_dir), settings.shown)
-            self._reporter = Reporter(group, self.course, facts)
+            facts = Facts(
+                tracker=settings.tracker, run=run.lineage.run, name=group.run_dir.name, run_dir=str(group.run_dir),
+                settings=settings.shown,
+            )
+            tracker = facts if settings.tracker != "none" else None
+            self._reporter = Reporter(group, run.lineage.run, self.course, tracker)
             self._reporter.start(finished=run.finished)
 
     @property

@@ -177,27 +177,29 @@ class Reporter:
     it can neither delay a step nor fail one. Where nothing can be written, `status` shows an old report.
     """
 
-    def __init__(self, group: "Group", course: Course, facts: Facts) -> None:
-        """A run that is finished already gets no report, but its tracker gets what it has not got."""
-        self.group, self.run, self.course = group, facts.run, course
+    def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None = None) -> None:
+        """`run`: its id. `facts`: of the tracker, if there is one. A run that is finished already gets no report, but
+        its tracker gets what it has not got."""
+        self.group, self.run, self.course = group, run, course
         self._began, self._token = began(os.getpid()), secrets.token_hex(4)
         self._trains = self._finished = False
         self._last: Report | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        self._tracker = Tracker(facts, group.log)
+        self._tracker = Tracker(facts, group.log) if facts is not None else None
 
     def start(self, *, finished: bool) -> None:
         """`finished`: the run came to its end in an earlier attempt."""
-        if finished:
-            self._tracker.start()
-        else:
+        if not finished:
             self._thread.start()
+        elif self._tracker is not None:
+            self._tracker.start()
 
     def follow(self) -> None:
         """From now on there are steps to report."""
         self._trains = True
-        self._tracker.start()
+        if self._tracker is not None:
+            self._tracker.start()
 
     def end(self, kind: type[BaseException] | None) -> None:
         """The attempt ends, with an error of this type or with success."""
@@ -205,8 +207,9 @@ class Reporter:
         if self._thread.ident is not None:
             self._ended.set()
             self._thread.join(LAST_REPORT_S)
-        stopped = kind is not None and issubclass(kind, Stopped)
-        self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
+        if self._tracker is not None:
+            stopped = kind is not None and issubclass(kind, Stopped)
+            self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
 
     def goodput(self) -> dict[str, Any]:
         """Of the run, which ends now: later reports have the same times. See `rankup.observe.goodput`. Rank 0 only."""

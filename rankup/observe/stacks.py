@@ -87,15 +87,15 @@ def report(run_dir: Path, *, full: bool = False) -> str:
     lines += compare({answer.writer.rank: _gone(answer) for answer in answers if not answer.fresh})
     size = answers[0].writer.world_size
     if missing := set(range(size)) - {answer.writer.rank for answer in answers}:
+        who = f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} of {size}"
         lines.append(
-            f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} of {size}: no file here. It has not started, or "
-            "its machine shares no disk with this one: ask there."
+            f"{who}: no file here. It has not started, or its machine shares no disk with this one: ask there."
         )
     with_stacks = [answer for answer in answers if answer.text]
-    if full:
-        lines += [f"\nrank {answer.writer.rank} on {answer.writer.host}:\n{answer.text}" for answer in with_stacks]
-    elif with_stacks:
-        lines.append(f"\nAll threads: --full, or the files in {run_dir / STACKS}.")
+    if with_stacks:
+        lines += ["", *([] if full else [f"All threads: --full, or the files in {run_dir / STACKS}."])]
+    for answer in with_stacks if full else ():
+        lines.append(f"rank {answer.writer.rank} on {answer.writer.host}:\n{answer.text}")
     return "\n".join(lines)
 
 
@@ -169,11 +169,16 @@ def _signal(writer: Writer, number: int) -> None:
 
 def _from_outside(writer: Writer) -> str:
     """What the kernel says of a process that does not answer."""
+    folder, where = Path(f"/proc/{writer.pid}"), ""
     try:
-        state = state_of(writer.pid)
-        return STATES.get(state, f"it is in state {state}")
+        state, owner = state_of(writer.pid), folder.stat().st_uid
     except OSError:
         return "it has just ended"
+    if os.geteuid() not in (0, owner):
+        return "it belongs to another user"
+    with contextlib.suppress(OSError):
+        where = (folder / "wchan").read_text().strip("0")
+    return STATES.get(state, f"it is in state {state}") + (f" ({where})" if where else "")
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

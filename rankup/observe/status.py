@@ -9,9 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -59,13 +57,15 @@ def watch(runs: Path, run: str = "") -> None:
     with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
             live.update(Text.from_ansi(status(runs, run).rstrip("\n")), refresh=True)
-            found: dict[str, Any] = look(find_run(runs, run, _is_run), now=time.time()) if run else {"state": ""}
-            # One that failed or was stopped may be going on at once
-            if found["state"] == "finished" or (
-                found["state"] in ("failed", "stopped") and found["last_sign_s"] > RUN_SILENT_S
-            ):
+            if run and _is_over(look(find_run(runs, run, _is_run), now=time.time())):
                 return
             time.sleep(REPORT_S)
+
+
+def _is_over(run: dict[str, Any]) -> bool:
+    # One that failed or was stopped may be going on at once
+    silent = run["last_sign_s"] > RUN_SILENT_S
+    return run["state"] == "finished" or (run["state"] in ("failed", "stopped") and silent)
 
 
 def _is_run(folder: Path) -> bool:
@@ -172,12 +172,12 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
         header = ("rank", "host", "step", "phase", "last sign of life")
         parts += ["", _table(header, _rank_rows(run, now))]
     if run["nodes"]:
-        nodes = [(str(node["node"]), node["host"], node["state"], f"{duration(now - node['since'])} ago", node["ranks"],
-                  node["why"]) for node in run["nodes"]]
-        parts += ["", _table(("node", "host", "state", "since", "ranks", "why"), nodes)]
+        parts += ["", _table(("node", "host", "state", "since", "ranks", "why"), _node_rows(run, now))]
     if ends := run["restarts"]:
-        parts += ["", f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})"]
-        parts += map(_how, ends[-MOST_RESTARTS:])
+        last = Table.grid(padding=(0, 2, 0, 0))
+        for end in ends[-MOST_RESTARTS:]:
+            last.add_row("", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end))
+        parts += ["", f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", last]
     return Group(*parts)
 
 
@@ -186,14 +186,16 @@ def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
     rows: list[tuple[str, ...]] = []
     for run in runs:
         left = duration(run["remaining_s"]) if run["remaining_s"] is not None and not run["silent"] else ""
-        share = f"{run['goodput']['share']:.0%}" if run["goodput"] else ""
-        rows.append((run["run"], _state(run, short=True), _steps(run, short=True), _speed(run), left,
-                     str(len(run["restarts"]) or ""), share))
+        rows.append((
+            run["run"], _state(run, short=True), _steps(run, short=True),
+            f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else "", left, str(len(run["restarts"]) or ""),
+            f"{run['goodput']['share']:.0%}" if run["goodput"] else "",
+        ))
     header = ("run", "state", "step", "speed", "left", "restarts", "goodput")
     return _table(header, rows, styles=[_style(run) for run in runs]) if runs else f"no runs in {where}"
 
 
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], styles: list[str] | None = None) -> Table:
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], styles: list[str] | None = None) -> Table:
     """Without the columns that have nothing below their title."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     shown = [number for number in range(len(header)) if any(row[number] for row in rows)]
@@ -227,12 +229,11 @@ def _steps(run: dict[str, Any], *, short: bool = False) -> str:
     if short or not (step or total):
         return f"{step}/{total}" if total else str(step or "")
     text = f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
-    left = f"about {duration(run['remaining_s'])} left" if run["remaining_s"] is not None and not run["silent"] else ""
-    return ", ".join(filter(None, (text, _speed(run), left)))
-
-
-def _speed(run: dict[str, Any]) -> str:
-    return f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else ""
+    if run["per_s"]:
+        text += f", {run['per_s']:,.0f} {run['unit']}/s"
+    if run["remaining_s"] is not None and not run["silent"]:
+        text += f", about {duration(run['remaining_s'])} left"
+    return text
 
 
 def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
@@ -256,6 +257,14 @@ def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
     return rows
 
 
+def _node_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for node in run["nodes"]:
+        since = f"{duration(now - node['since'])} ago"
+        rows.append((str(node["node"]), node["host"], node["state"], since, node["ranks"], node["why"]))
+    return rows
+
+
 def _span(numbers: list[int]) -> str:
     first, last = min(numbers), max(numbers)
     return str(first) if first == last else f"{first}-{last}"
@@ -265,10 +274,10 @@ def _phase(rank: dict[str, Any]) -> str:
     if "state" in rank:
         return str(rank["state"]) + (f" with exit code {rank['code']}" if rank["code"] else "")
     own = rank["phase"] == "script"  # a process that only waits for the user's: its place says nothing
-    phase = f"{rank['phase']}, waits for others" if rank["waiting"] and not own else str(rank["phase"])
+    phase = rank["phase"] + (", waits for others" if rank["waiting"] and not own else "")
     if rank["for_s"] > LONG_S:
         phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") and not own else "")
-    return phase
+    return str(phase)
 
 
 def _sign(rank: dict[str, Any], now: float) -> str:
@@ -282,9 +291,9 @@ def _sign(rank: dict[str, Any], now: float) -> str:
 
 
 def _how(end: dict[str, Any]) -> str:
-    """When and why an attempt before this one ended."""
+    """Why an attempt before this one ended."""
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
     why = f"{end['why']} (exit code {end['code']})"
-    if end["code"] is None:
-        why = "no rank wrote down why: killed, or the machine was lost"
-    return f"  {datetime.fromtimestamp(end['time']):%Y-%m-%d %H:%M:%S}  after {after}: {why}"
+    return f"after {after}: " + (
+        why if end["code"] is not None else "no rank wrote down why: killed, or the machine was lost"
+    )

@@ -1,8 +1,8 @@
 """A run at a tracker, MLflow or W&B: rank 0 starts a process that sends what is new in `metrics.jsonl`.
 
 That file is the queue. So a server that is down costs no memory and loses nothing, and the next attempt sends what this
-one could not. A process and not a thread: importing MLflow takes two seconds, for which a thread would hold Python's
-lock.
+one could not. Rank 0 tells the process the facts and how the run ended, and waits for it only in the end. A process and
+not a thread: importing MLflow alone takes two seconds, for which a thread would hold Python's lock.
 
 No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit;
 trackers can't take a point back, so what they have of these steps stays. `tracker/sent.json` has the last step that was
@@ -54,11 +54,14 @@ FOR_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What rank 0 tells the sender. `tracker`: "none" where there is none. `run`: the id of the run, which all attempts
-    and checkpoints share."""
+    """What rank 0 tells the sender.
+
+    `run`: the id of the run, which all attempts and checkpoints share. `name`: of the run directory.
+    """
 
     tracker: str
     run: str
+    name: str
     run_dir: str
     settings: dict[str, Any]
 
@@ -94,8 +97,6 @@ class Tracker:
 
     def start(self) -> None:
         """To be called once `metrics.jsonl` is as this attempt goes on with it."""
-        if self.facts.tracker == "none":
-            return
         paths = [str(Path(rankup.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         try:
@@ -166,7 +167,7 @@ class MlflowRun:
         if found:
             self.client.update_run(found[0].info.run_id, status="RUNNING")
         self.run = found[0] if found else self.client.create_run(
-            experiment, tags={self.TAG: facts.run}, run_name=Path(facts.run_dir).name
+            experiment, tags={self.TAG: facts.run}, run_name=facts.name
         )
         self.id = self.run.info.run_id
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
@@ -199,8 +200,8 @@ class WandbRun:
         import wandb
 
         self.run = wandb.init(
-            id=facts.run, resume="allow", name=Path(facts.run_dir).name, dir=str(Path(facts.run_dir) / FOLDER),
-            project=os.environ.get("WANDB_PROJECT", "rankup"),
+            id=facts.run, resume="allow", name=facts.name, project=os.environ.get("WANDB_PROJECT", "rankup"),
+            dir=str(Path(facts.run_dir) / FOLDER),
             settings=wandb.Settings(
                 # Seconds for the server to answer, and for what is left at the end; the rest is for `wandb sync`
                 silent=True, init_timeout=20.0, finish_timeout=12.0,
@@ -296,7 +297,7 @@ def without_secrets(text: str) -> str:
 
 def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:
     """Look until rank 0 has ended, and once more then. `rank0`: says how it ended; killed, it closes without a word."""
-    pause_s, failing, ended = 0.0, None, False  # None: it has not been tried yet
+    pause_s, failing, seen, ended = 0.0, False, False, False
     while not ended:
         ended = bool(select.select([rank0], [], [], pause_s)[0])
         state = rank0.readline().decode().strip() or "failed" if ended else ""
@@ -312,9 +313,9 @@ def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> No
                 say("warning", f"{why}Training goes on; what is missing is sent once this works.")
             pause_s, failing = SENDER_PAUSE_S, True
             continue
-        if failing is not False:
+        if not seen or failing:
             say("info", sender.tracked.address)
-        pause_s, failing = SENDER_LOOK_S, False
+        pause_s, failing, seen = SENDER_LOOK_S, False, True
 
 
 def main() -> None:

@@ -162,6 +162,18 @@ def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(
     assert len(json.loads(shown(capsys, run, "--json"))["restarts"]) == 6
 
 
+def test_status_of_a_run_that_reports_no_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of somebody's own script: only how its ranks ended is known."""
+    file = StatusFile(tmp_path / "own", RankEnv(world_size=2, attempt="a-1"))
+    file.write_summary([])
+    text = shown(capsys, tmp_path / "own")
+    assert "state    running: it starts, or it runs code that reports no steps\nattempt  a-1\n" in text
+    file.write_summary([End(0, "node0", 171, "lost rank 1"), End(1, "node1", 1, "KeyError: 'x'")])
+    text = shown(capsys, tmp_path / "own")
+    assert re.search(r"^state    failed with exit code 1, \d+ s ago: KeyError: 'x'$", text, re.MULTILINE)
+    assert re.search(r"^1 +node1 +failed with exit code 1$", text, re.MULTILINE)
+
+
 def test_status_of_all_runs_is_a_line_each_and_the_newest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +194,7 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(
 
 @pytest.mark.parametrize(("words", "damage", "said"), [
     ("digits-cn", {}, "RUN must be a run in {0}/ or its folder, got digits-cn. Did you mean digits-cnn?"),
+    ("digits-cnn more", {}, 'unexpected argument "more".'),
     ("digits-cnn", {"status.json": "[1]"}, "{0}/digits-cnn/status.json must hold a JSON object, got a list: it is dam"),
     ("digits-cnn", {"run.json": "7"}, "{0}/digits-cnn/run.json must hold a JSON object, got a int: it is d"),
     ("digits-cnn", {"status.json": '{"ranks": 7}'}, "{0}/digits-cnn must hold files that a run has written, got a dam"),
