@@ -30,7 +30,7 @@ from .run import CHOICES
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
-    ".loop", ".parallel.ddp", ".workloads.images", ".workloads.text", "torch.utils.tensorboard"
+    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "torch.utils.tensorboard"
 ]
 
 

@@ -312,14 +312,6 @@ class Job:
         return Stopped(self.saving.stopped())
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Around the wait for a batch, in a loop that does without `job.batches`: a slow loader shows in the status."""
-        self.clock.start()
-        with self.group.watch.clock.during("data"):
-            yield
-        self.clock.has_batch()
-
-    @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around the backward pass of `loss`, in a loop whose module `job.track` can't find in DDP: a rank that waits
         there for the others is not taken for a slow one."""

@@ -18,8 +18,7 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
 from train.data import MapSamples
-from train.data.loader import load_batches
-from train.data.order import Order
+from train.data.loader import Order, load_batches
 
 
 class Noisy:

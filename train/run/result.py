@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.order import Order
+from ..data.loader import Order
 from ..parallel import method_name
-from ..parallel.method import Method
-from ..parallel.optimizer import peak_rate
+from ..parallel.methods import Method
+from ..parallel.model import peak_rate
 from ..workloads import Workload
 from . import weights
 from .evaluation import Result
@@ -36,6 +36,7 @@ class Training:
     workload: Workload
     plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
     model: nn.Module  # the same, wrapped for training with the other ranks
+    loss: Callable[[nn.Module, Any], torch.Tensor]  # of a batch, in the precision that was asked for
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     train_loader: DataLoader[Any]
