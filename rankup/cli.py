@@ -226,7 +226,7 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     from rankup.job import open_checkpoint
-    from rankup.state.export import export
+    from rankup.state.reading import export
     from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""

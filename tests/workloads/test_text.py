@@ -100,8 +100,8 @@ def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 LENGTHS = torch.randint(1, 100, (1003,), generator=torch.Generator().manual_seed(1))
 
 
-def ordered(rank: int = 0, world_size: int = 1, accumulate: int = 1, pool: int = 10) -> Order:
-    return Order(1003, 24, 5, rank, world_size, accumulate, lengths=LENGTHS, pool=pool)
+def ordered(pool: int = 10) -> Order:
+    return Order(1003, 24, 5, lengths=LENGTHS, pool=pool)
 
 
 @pytest.mark.parametrize("pool", [1, 7, 10, 1000])
@@ -117,10 +117,10 @@ def test_order_by_length_takes_each_sample_once(pool: int) -> None:
 
 def test_order_by_length_saves_padding_and_keeps_chance() -> None:
     def padded(order: Order) -> int:
-        return sum(int(LENGTHS[indices].max()) * len(indices) for _, indices in order.batches(0, 41))
+        return sum(int(LENGTHS[indices].max()) * len(indices) for indices in order)
 
     assert padded(ordered()) < 0.75 * padded(Order(1003, 24, 5))
-    longest = [int(LENGTHS[indices].max()) for _, indices in ordered().batches(0, 41)]
+    longest = [int(LENGTHS[indices].max()) for indices in ordered()]
     assert longest != sorted(longest)
 
 
