@@ -26,7 +26,7 @@ from .parallel.warm_up import warm_up
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate, evaluation_loader
-from .run.result import ProgressBar, Training, describe, write_result
+from .run.result import ProgressBar, Training, describe, progress_line, write_result
 from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
 
@@ -62,7 +62,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
             for batches in batches_to_end(t):
                 step(t, batches)
                 evaluate_and_save(t)
-                bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
+                bar.show(job.step_number, lambda: progress_line(t))
         finally:
             bar.close()
         job.finish()
