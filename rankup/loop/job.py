@@ -259,7 +259,6 @@ class Job:
         commit = (self.group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
-        self.figures.metrics.unit = self.course.unit
         run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
         run.forget()  # its copy of the state would stay in the memory of every rank
         self.figures.follow()
@@ -361,8 +360,7 @@ class Job:
         ranks, device = self.group.launch.local_world_size, self.device
         if self.local_rank == 0:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            lines = machine.before_training(ranks=ranks or 1, threads=num_threads)
-            for line in [*lines, *machine.idle_devices(ranks, devices)]:
+            for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
 
     def check_shared_folder(self) -> None:
