@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import fill
@@ -134,7 +134,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
     run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     options = Options(
-        node=node, script=script, run_dir=run_dir, advice=advice, where=where,
+        node=node, script=script, run_dir=run_dir, where=where,
+        advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
         restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s, work_dir=given.work_dir,
@@ -179,13 +180,6 @@ def _replay(given: argparse.Namespace) -> int:
     return code
 
 
-def advice(tail: str) -> str:
-    """What a script's last lines mean, if they show a known fault, otherwise ""."""
-    from rankup import explain  # only here: a launch does not wait for its patterns
-
-    return explain.advice(tail)
-
-
 # Watch, explain, use --------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +220,7 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     from rankup.job import open_checkpoint
-    from rankup.state.export import export
+    from rankup.state.reading import export
     from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""

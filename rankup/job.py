@@ -26,8 +26,8 @@ from rankup.loop.record import Settings, check_random_scheme, check_record
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.export import find_copy
-from rankup.state.reading import Check, Copy, no_check, share
+from rankup.state.copies import Check, no_check
+from rankup.state.reading import Copy, find_copy, share
 from rankup.state.run import open_run
 
 log = logging.getLogger("rankup")

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 import torch._dynamo  # torch.optim imports it anyway, 0.4 s, at the first optimizer: too late for the fork server
 from torch import nn
 
-from rankup import Group, Job, Program
+from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
-from .data.loader import Loader
+from .data.loader import load_batches
+from .data.order import Order
 from .data.samples import to_device
 from .group import join_group
 from .parallel import load_method, method_name, start_method
@@ -24,11 +25,10 @@ from .parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
 from .parallel.warm_up import warm_up
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
-from .run.evaluation import evaluate
+from .run.evaluation import evaluate, evaluation_loader
 from .run.result import ProgressBar, Training, describe, write_result
 from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
-from .workloads.batches import all_batches, build_order, first_batch, is_evaluated
 
 
 def train(config: Config, program: Program, *, run_dir: Path) -> None:
@@ -59,13 +59,11 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
         bar = ProgressBar(config, is_rank0=job.is_main, step=job.step_number, total_steps=t.total_steps, log=log)
         try:
             evaluate_and_save(t)  # where the attempt before had no time to
-            for _ in job.steps(t.total_steps):
-                if not step(t):
-                    continue  # to stop
+            for batches in batches_to_end(t):
+                step(t, batches)
                 evaluate_and_save(t)
                 bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
         finally:
-            t.loader.close()
             bar.close()
         job.finish()
         write_result(t, seconds=time.monotonic() - began_s)
@@ -87,7 +85,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     for note in workload.notes:
         log.info(note)
     order = build_order(config, group, workload)
-    total_steps = config.max_steps or config.epochs * order.steps_per_epoch
+    total_steps = config.max_steps or config.epochs * len(order)
     log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
     if group.world_size > 1 and not method.every_rank_has_all:
         since = "checkpoint"
@@ -97,11 +95,10 @@ def build(config: Config, job: Job, method: Method) -> Training:
     if line := run.second_copies(replicated=method.replicates_state):
         log.info(line)
     job.saving.about = {
-        "steps_per_epoch": order.steps_per_epoch, "data": workload.data_name, "config": config.model_dump()
+        "steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()
     }
     job.course.unit, job.course.per_step = workload.unit, config.batch_size
     job.course.total = job.saving.total = total_steps
-    job.figures.reports.load = order.load_by_rank
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)
@@ -116,20 +113,14 @@ def build(config: Config, job: Job, method: Method) -> Training:
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     job.clock.link = method.exchange
 
-    # Batches ----------------------------------------------------------------------------------------------------
-    position = job.position
-    batches = all_batches(
-        config, group, workload, order, step=position.step, evaluated=position.evaluated, total_steps=total_steps
-    )
-    loader = Loader(
-        workload.train, batches, evaluation=workload.evaluation, device=device, stop=group.stop,
-        num_workers=config.num_workers,
-    )
-    # After the workers have started: they prepare the first batches during the warm-up.
-    batch = first_batch(group, workload, order)
-    _warm_up(config, job, method, workload, plain, model, batch)
+    # Warm-up ----------------------------------------------------------------------------------------------------
+    def first_batch() -> Any:
+        size = -(-config.batch_size // (group.world_size * config.accumulate))
+        return to_device(workload.train.batch(order.epoch(0)[:size], 0), device)
+
+    _warm_up(config, job, method, workload, plain, model, first_batch())
     if config.advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
-        _advise(config, group, method, workload, plain, lambda: first_batch(group, workload, order))
+        _advise(config, group, method, workload, plain, first_batch)
 
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
     optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
@@ -139,33 +130,56 @@ def build(config: Config, job: Job, method: Method) -> Training:
     job.track(model=plain, optimizer=optimizer, scaler=scaler)
     return Training(
         config=config, job=job, method=method, workload=workload, plain=plain, model=model,
-        optimizer=optimizer, scaler=scaler, loader=loader, divisors=order.divisors,
-        steps_per_epoch=order.steps_per_epoch, total_steps=total_steps,
+        optimizer=optimizer, scaler=scaler, steps_per_epoch=len(order), total_steps=total_steps,
+        train_loader=load_batches(
+            workload.train, order, accumulate=config.accumulate, num_workers=config.num_workers, device=device
+        ),
+        eval_loader=evaluation_loader(config, group, workload.evaluation),
     )
 
 
-def step(t: Training) -> bool:
-    """One optimizer update from `accumulate` micro-batches.
+def build_order(config: Config, group: Group, workload: Workload) -> Order:
+    """The order of the training samples.
 
-    Returns False, and updates nothing, where a process alone was asked to stop while it waited for data. Several ranks
-    have agreed on the step to stop at before.
+    Raises UserError where ranks have different data, and for fewer samples than one global batch.
     """
+    group.must_match(
+        "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
+        remedy="Give all nodes the same files, or set --data-dir.",
+    )
+    if len(workload.train) < config.batch_size:
+        raise UserError(
+            f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
+            f"{config.batch_size}. Set a smaller --batch-size."
+        )
+    return Order(
+        len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None),
+        config.length_pool,
+    )
+
+
+def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:
+    """This rank's batch of each step that is left, in micro-batches."""
+    job = t.job
+    for _ in job.epochs(-(-t.total_steps // t.steps_per_epoch) if job.step_number < t.total_steps else 0):
+        for batches in job.batches(t.train_loader):
+            yield batches
+            if job.step_number == t.total_steps:
+                return
+
+
+def step(t: Training, batches: list[tuple[float, Any]]) -> None:
+    """One optimizer update from micro-batches, each with the multiple of its size that this rank's whole batch has."""
     config, job = t.config, t.job
-    batches: list[Any] = []
-    with job.loading():
-        alone = job.world_size == 1
-        while len(batches) < config.accumulate and (batch := t.loader.next(until_stop=alone)) is not None:
-            batches.append(batch)
-    if len(batches) < config.accumulate:
-        return False
     if config.recompute_every_steps and job.step_number % config.recompute_every_steps == 0:
-        job.recompute(lambda batch: _loss(t, t.plain, to_device(batch, job.device)), batches[0])
+        job.recompute(lambda batch: _loss(t, t.plain, to_device(batch, job.device)), batches[0][1])
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, job.step_number, job.rank), job.device)
     total = torch.zeros((), device=job.device)
-    for number, (batch, divisor) in enumerate(zip(batches, t.divisors, strict=True), 1):
+    for number, (parts, batch) in enumerate(batches, 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):
-            loss = _loss(t, t.model, batch) / divisor
+            # Each sample counts once: a mean over n of N samples counts n * world_size / N times
+            loss = _loss(t, t.model, to_device(batch, job.device)) / (parts / job.weight)
             with job.backward(loss):  # it holds the all-reduce of the gradients
                 t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
@@ -173,7 +187,6 @@ def step(t: Training) -> bool:
     with job.step(loss=total, lr=rate):
         set_rate(t.optimizer, rate)
         t.method.step(t.plain, t.optimizer, t.scaler)
-    return True
 
 
 def _loss(t: Training, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -184,7 +197,7 @@ def _loss(t: Training, model: nn.Module, batch: Any) -> torch.Tensor:
 def evaluate_and_save(t: Training) -> None:
     """After a step, and before the first: what is due there. Raises Stopped, see `evaluate_and_report`."""
     config, job, progress = t.config, t.job, t.job.position
-    due = is_evaluated(config, progress.step, t.total_steps, t.steps_per_epoch)
+    due = progress.step >= t.total_steps or progress.step % (t.steps_per_epoch * config.evaluate_every_epochs) == 0
     if due and progress.step > progress.evaluated:
         evaluate_and_report(t)
     if progress.step < t.total_steps and (due or progress.step % (config.save_every_steps or t.steps_per_epoch) == 0):
@@ -195,10 +208,7 @@ def evaluate_and_report(t: Training) -> None:
     """Evaluate the weights of this step. Raises Stopped, after a save, if any rank was asked to stop meanwhile."""
     config, job = t.config, t.job
     with job.phase("evaluation", config.eval_timeout_s):
-        pad = t.method.forward_waits_for_all
-        result = evaluate(config, t.group, t.workload, t.plain, pad=pad, loader=t.loader)
-        if result is None:
-            raise job.stopped()
+        result = evaluate(config, t.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))
         t.tables = result.tables
         job.log(**result.metrics)
     values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))

@@ -26,9 +26,7 @@ if __name__ == "__main__":
 from .commands import Context
 from .commands.table import COMMANDS
 from .config import load_config
-from .config.command_line import parse_args
-from .config.help_text import help_text
-from .config.options import DoctorOptions, RankOptions
+from .config.options import DoctorOptions, RankOptions, help_text, parse_args
 from .run import CHOICES
 
 # Imported once, by the process that forks the ranks of a node
@@ -48,7 +46,7 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
     request = parse_args(argv)
     options = request.options
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        rankup.cli.print_whole(help_text(request.command or "", topic=request.topic, choices=CHOICES))
+        rankup.cli.print_whole(help_text(request.command or "", choices=CHOICES))
         return 0 if request.help else rankup.UserError.code
     try:
         if isinstance(options, RankOptions):

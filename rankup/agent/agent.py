@@ -352,6 +352,8 @@ class Agent:
             elif event["is"] == "commit":
                 known = event["basis"]["known"] if self.limits is not None else []
                 self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
+                if self.limits is None:  # else it is, where this node has ranks; what the leader says next waits
+                    await self.ranks.server.ready.wait()
                 self.ranks.start(event, token=self.attendance.me.token)
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
@@ -378,7 +380,7 @@ class Agent:
         """Answer a proposal once no rank of an earlier membership runs."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is None or self.attendance.me.token in self.attendance.basis["used"]:
+        if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)

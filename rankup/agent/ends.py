@@ -269,7 +269,7 @@ def tell_torchrun(error: BaseException) -> None:
     """Write the error file that torchrun's summary shows; without one it says "error_file: <N/A>" (pytorch 113546)."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     # Only the first error: a failing rank waits for the others, and a later error is a consequence
-    if path == Path() or path.exists() or not isinstance(error, Exception):
+    if "RANKUP_AGENT" in os.environ or path == Path() or path.exists() or not isinstance(error, Exception):
         return
     victim, text = isinstance(error, JoinError | PeerLost), f"{type(error).__name__}: {error}"
     # Of a victim our text says more than where in this program the loss was noticed

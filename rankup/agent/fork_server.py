@@ -5,9 +5,9 @@ The agent runs this file as a program and talks to it through a socket, one JSON
 | to the server                                                 | from the server                                |
 |---------------------------------------------------------------|------------------------------------------------|
 | start: a local rank; name, argv (as behind `python`), cwd,    | ready: its imports are done                    |
-|   env (beside the server's; null removes), descriptors: how   | started: the local rank, pid                   |
-|   many come along, stdout and stderr. Or start: STORE, with a | ended: the local rank or STORE, code (as a     |
-|   listener, in place of the last store                        |   shell's)                                     |
+|   env, descriptors: how many come along, stdout and stderr.   | started: the local rank, pid                   |
+|   Or start: STORE, with a listener, in place of the last      | ended: the local rank or STORE, code (as a     |
+|   store                                                       |   shell's)                                     |
 | signal: a number, rank: to its process, SIGKILL to all of it  | warning: a text                                |
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
@@ -81,7 +81,7 @@ class ForkServer:
         `preload`: modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and
         Python's own variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
-        self._env, self._received = dict(env), b""
+        self._received = b""
         self.ready.clear()
         self._channel, theirs = socket.socketpair()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
@@ -89,7 +89,7 @@ class ForkServer:
         with theirs:
             # A session of its own: a Ctrl-C at the terminal goes to the agent alone, which passes it on once
             self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(order)], env=self._env, pass_fds=[theirs.fileno()],
+                [sys.executable, __file__, json.dumps(order)], env=dict(env), pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )
         self.pid = self._process.pid
@@ -103,9 +103,7 @@ class ForkServer:
         """Start `python ARGV`. `env`: the whole environment. `name`: for `ps`. `outputs`: in place of standard output
         and error; the caller closes its own."""
         self.pids[local_rank] = 0
-        removed = dict.fromkeys(self._env.keys() - env.keys())
-        changed = {name: value for name, value in env.items() if self._env.get(name) != value}
-        self._ask(outputs, start=local_rank, name=name, argv=[*argv], env=removed | changed, cwd=cwd or os.getcwd())
+        self._ask(outputs, start=local_rank, name=name, argv=[*argv], env=dict(env), cwd=cwd or os.getcwd())
 
     def start_store(self, listener: socket.socket) -> None:
         """Have a child of the server serve a TCPStore there, in place of the last one. The caller closes its own."""
@@ -317,11 +315,8 @@ class Server:
         self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
-        for name, value in request["env"].items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(request["env"])
         os.chdir(request["cwd"])
         for number, handler in self._usual.items():
             signal.signal(number, signal.SIG_DFL if callable(handler) and not self.fork else handler)

@@ -163,13 +163,13 @@ class Ranks:
             if self.options.stop_after is not None:
                 record.ask_to_stop(self.options.stop_after)
                 record.confirm_stop(self.options.stop_after)
-            if not self.knows_us:
-                record.enter("script")
             words = self.script.command(local_rank=self.node.local_rank + rank.local_rank)
             if commit["again"]:
                 words += self.options.restart_args
-            env, outputs = self._environment(rank), [] if self.knows_us else self._open_outputs(rank)
+            env, outputs = self._environment(rank), list[int]()
             if not self.knows_us:
+                record.enter("script")
+                outputs = self._open_outputs(rank)
                 env |= stacks_environment(self.run_dir, rank.number, env)
             self.server.start_rank(
                 rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
@@ -192,11 +192,6 @@ class Ranks:
             rank.number = self.node.first_rank + rank.local_rank
             self.records.of(rank.local_rank).clear(rank.number)
         return True
-
-    @property
-    def attempt(self) -> str:
-        """The id of this membership's attempt."""
-        return attempt_of(self._commit["job"], self._commit["restarts"])
 
     def _environment(self, rank: Rank) -> dict[str, str]:
         """What a rank finds: all that torchrun sets, with torchrun's meaning, and one variable of ours. All else stays.
@@ -223,6 +218,7 @@ class Ranks:
             "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
             "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
+            "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
             "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
         }
         ours = {}
@@ -293,7 +289,8 @@ class Ranks:
             cause = last_exception(rank.pump.tail)
         end = End(rank.number, host_name(), code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
-            within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, self.attempt, end))
+            attempt = attempt_of(self._commit["job"], self._commit["restarts"])
+            within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, attempt, end))
             if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
                 log.warning("%s", advice)
         self._say("end", n=self._commit["n"], **end.message())

@@ -104,11 +104,9 @@ class Script:
         the current one."""
         names: list[str] = []
         for statement in _body(self.file):
-            if isinstance(statement, ast.Import):
-                names += [alias.name for alias in statement.names]
-            elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
-                names += [f"{statement.module}.{alias.name}".removesuffix(".*") for alias in statement.names]
-            elif not isinstance(statement, ast.ImportFrom) and ast.get_docstring(ast.Module([statement], [])) is None:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                names += [name.removesuffix(".*") for level, name in _imports_of([statement]) if level == 0]
+            elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 break
         folders = {str((self.file or Path()).resolve().parent), os.getcwd()}
         path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]

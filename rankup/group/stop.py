@@ -290,7 +290,6 @@ KNOWN = (
     ("parallel/shared_gradients.py", "all_reduce"),
     ("group/meeting.py", "join"),
     ("group/joining.py", "join"),
-    ("data/loader.py", "data: loader.next"),
     ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
     ("state/copies.py", "save"),
     ("state/saver.py", "save"),
@@ -301,7 +300,7 @@ KNOWN = (
     ("torch/cuda/__init__.py", ""),  # synchronize
 )
 # Whoever reads the place wants to know who called these
-HELPERS = ("/rankup/group/", "/train/group.py", "/program/group.py", "/parallel/shared_gradients.py")
+HELPERS = ("/rankup/group/", "/rankup/loop/", "/train/group.py", "/program/group.py", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 

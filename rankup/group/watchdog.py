@@ -61,6 +61,7 @@ class Watchdog:
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._stopping = False  # it ends for a stop, and has kept the state for that
+        self._leave_at_s = math.inf  # to leave for a stop then
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         follow(record)
@@ -172,6 +173,8 @@ class Watchdog:
     def tell_others(self, name: str) -> None:
         """A signal has come to this process, which asks the whole job to stop."""
         self._line.say("stop", signal=name)
+        if self.world_size == 1:  # nobody else finds out that it waits for data, or evaluates
+            self._leave_at_s = time.monotonic() + timing.REACH_S
 
     def last_word(self, why: str, *, together: bool = False) -> None:
         """This rank leaves for a stop."""
@@ -196,8 +199,8 @@ class Watchdog:
             self._armed_s = now_s
         if overdue:
             self._aside(lambda: self._leave(""))
-        elif line.must_leave:
-            line.must_leave = False
+        elif line.must_leave or now_s > self._leave_at_s:
+            line.must_leave, self._leave_at_s = False, math.inf
             self._aside(self._leave_for_stop)
         elif self._lost_s and now_s - self._lost_s > self._patience_s(line):
             self._aside(lambda: self._leave(f"lost a peer{self.at_step}", hung=line.hang))

@@ -13,6 +13,7 @@ takes its part. What splits already (DistributedSampler) is left as it is. Nothi
 
 import hashlib
 import json
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -23,10 +24,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
 from rankup.loop.workers import Workers
-from rankup.seeds import AHEAD, derive_seed, drawn_apart, host_state, seed_host, set_host_state
+from rankup.seeds import derive_seed, drawn_apart, host_state, seed_host, set_host_state
 
 NO_ORDER = "Set any_order=True where the order of its batches does not matter."
 EVALUATION = -1  # in place of the epoch
+ALIKE = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+    "multiprocessing_context", "persistent_workers",
+)
+# For evaluations, by the user's loader: the workers may outlive one
+_evaluating: "weakref.WeakKeyDictionary[Any, DataLoader[Any]]" = weakref.WeakKeyDictionary()
 
 
 class Source:
@@ -96,7 +103,7 @@ class Split(Source):
         self.loader = loader
         self._parts = _Parts()
         self._share = (0, 1) if splits(loader) else (rank, world_size)
-        self._own = _like(loader, self._parts, persistent=loader.persistent_workers)
+        self._own = _like(loader, self._parts)
         self._checked = False
         self._fingerprint = ""
         if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
@@ -120,21 +127,19 @@ class Split(Source):
         foreign = not all(type(each).__module__.startswith("torch.utils.data") for each in _samplers(self.loader))
         _prepare(self.loader, seed, epoch)
         drawn = drawn_apart(sampler, seed)
-        first = list(islice(drawn, AHEAD))
+        first = next(drawn)
         if foreign and not self._checked:
             _prepare(self.loader, seed, epoch)
-            if _digest(first) != _digest([*islice(drawn_apart(sampler, seed), AHEAD)]):
+            drawn = drawn_apart(sampler, seed)
+            if _digest(first) != _digest(next(drawn)):
                 names = " in ".join(dict.fromkeys(type(each).__name__ for each in reversed(_samplers(self.loader))))
                 raise UserError(
                     f"batches: {names} must draw the same batches again under the same seed, got others. Draw from "
                     f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
                 )
-            _prepare(self.loader, seed, epoch)
-            drawn = drawn_apart(sampler, seed)
-            first = list(islice(drawn, AHEAD))
         self._checked = True
         self._fingerprint = "" if self._share[1] == 1 else _digest(first)
-        return chain(first, drawn)
+        return chain(first, chain.from_iterable(drawn))
 
     def _split(self, drawn: Iterable[Any], seed: int, weights: deque[float]) -> Iterator[Any]:
         """This rank's part of each batch, for the DataLoader; their weights, in the same order, go to `weights`."""
@@ -219,9 +224,12 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     every = list(sampler)
     own = every[rank::world_size]
     padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
-    parts = _Parts()
+    like = _evaluating.get(loader)
+    if like is None or any(getattr(like, name) != getattr(loader, name) for name in ALIKE):
+        like = _evaluating[loader] = _like(loader, _Parts())
+    parts: Any = like.batch_sampler or like.sampler
     parts.source = iter([_for_workers(part, seed, loader) for part in (*own, *padding)])
-    for number, batch in enumerate(Workers(_like(loader, parts, persistent=False))):
+    for number, batch in enumerate(Workers(like)):
         yield batch, 1.0 if number < len(own) else 0.0
 
 
@@ -269,20 +277,13 @@ def _for_workers(part: Any, seed: int, loader: Any) -> Any:
     return (seed, part) if loader.batch_sampler is None else [(seed, index) for index in part]
 
 
-def _like(loader: Any, parts: _Parts, *, persistent: bool) -> DataLoader[Any]:
+def _like(loader: Any, parts: _Parts) -> DataLoader[Any]:
     """A DataLoader as `loader`, of what `parts` yields."""
     dataset: Any = _Seeded(loader.dataset) if loader.num_workers else loader.dataset
-    given: dict[str, Any] = {
-        "num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout, "worker_init_fn": loader.worker_init_fn, "prefetch_factor": loader.prefetch_factor,
-        "multiprocessing_context": loader.multiprocessing_context, "persistent_workers": persistent,
-        "generator": torch.Generator(),  # the default one would be drawn from, for the workers' seeds
-    }
-    if loader.batch_sampler is None:
-        given |= {"batch_size": None, "sampler": parts}
-    else:
-        given |= {"batch_sampler": parts}
-    return DataLoader(dataset, **given)
+    given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
+    given |= {"batch_size": None, "sampler": parts} if loader.batch_sampler is None else {"batch_sampler": parts}
+    # The default generator would be drawn from, for the workers' seeds
+    return DataLoader(dataset, generator=torch.Generator(), **given)
 
 
 def _samplers(loader: Any) -> list[Any]:

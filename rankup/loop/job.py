@@ -20,7 +20,6 @@ from rankup.loop.tracked import Tracked, copied, fix_bucket_order
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
-from rankup.state.reading import check_shared
 from rankup.state.run import Run
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
@@ -200,11 +199,14 @@ class Job:
         """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
 
         A rank may get one batch less than another. `pad`: it gets one all the same, with `job.weight` 0.0; for models
-        whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was.
+        whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was. Raises Stopped where the job
+        was asked to stop, with several ranks only if `pad`.
         """
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
                 self.stop_here()
+            elif pad and self.group.max(int(self.group.stop.requested)):
+                raise self.stopped()
             self.live.weight, self.live.unequal = weight, False
             yield batch
 
@@ -391,7 +393,7 @@ class Job:
 
     def check_shared_folder(self) -> None:
         """Raises UserError on all ranks where one does not see what rank 0 writes into the folder of the run."""
-        check_shared(self.run_dir, self.run.token, self.group)
+        self.run.check_shared()
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.

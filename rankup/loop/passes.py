@@ -107,9 +107,7 @@ class Batches:
                 with job.loading():
                     found = next(pairs, None)
                 if found is None:
-                    if skip and streams[number] == skip:
-                        live.behind = True
-                        group.log.info("resumed behind the last batch: the code after the loop over batches runs again")
+                    live.behind |= 0 < skip == streams[number]
                     return
                 job.tracked.check_unchanged()
                 batch, self.weight = found

@@ -13,7 +13,7 @@ from rankup.state.saver import Options
 
 # Raise it when a field is added, removed or changes its meaning. A copy of another format is refused, because guessing
 # what a missing field was would change the weights of the resumed run without a word.
-FORMAT = 5
+FORMAT = 6
 # How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
 # run that is resumed under another scheme would draw other numbers and end with other weights.
 RANDOM_SCHEME = (

@@ -20,9 +20,10 @@ from rankup.observe.metrics import Metrics
 from rankup.state import parts, tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Copy, Shards
+from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
+from rankup.state.tree import Shards
 from rankup.timing import DECIDE_S
 
 # An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
@@ -119,7 +120,7 @@ class Saving:
         self.changing = Changing(position, group.device)
         self.metrics = Metrics(None, position, saved=position, tensorboard=False)
         self.about: dict[str, Any] = {}
-        self.can_rescue = True
+        self.can_rescue, self._wrong = True, False
         self.total: int | None = None
         self.loader_states: list[Any] = []
         # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
@@ -133,8 +134,7 @@ class Saving:
         if run.newest is not None:
             items = run.newest.tracked
             if run.newest.sharded:
-                with Shards(self._folder(run.newest), run.newest.index) as shards:
-                    items = shards.read_all(LOADERS)
+                items = Shards(self._folder(run.newest), run.newest.index).read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
     @property
@@ -188,8 +188,7 @@ class Saving:
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            with Shards(self._folder(newest), newest.index) as shards:
-                state = shards.read_into(self.tracked.state(gather=False))
+            state = Shards(self._folder(newest), newest.index).read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
@@ -276,7 +275,7 @@ class Saving:
 
     def distrust(self) -> None:
         """What this rank holds may be wrong: it rescues nothing, and its parts in memory go."""
-        self.can_rescue = False
+        self.can_rescue, self._wrong = False, True
         self.run.parts.wait()
         parts.remove(self.run.lineage.run)
 
@@ -300,8 +299,10 @@ class Saving:
 
     def keep_for_stop(self) -> str:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines."""
-        if not self.can_rescue:
+        if self.tracked.split:
             return ""
+        if self._wrong:
+            return f"{self.group.stop.signal_name}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
             self.keep()
             return self.stopped()

@@ -84,8 +84,10 @@ class Workers:
             time.sleep(0.005)
 
     def _explained(self, error: Exception) -> Exception | None:
-        """What to raise in place of an error that the death of a worker, or a full /dev/shm, led to."""
-        text = str(error)
+        """What to raise in place of an error that a worker's own mistake, its death or a full /dev/shm led to."""
+        text, kind = str(error), type(error)
+        if isinstance(error, UserError | PeerLost):  # torch has put the worker's traceback before it
+            return kind(text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].strip())
         # "Caught ..." is what the data set raised in a worker that lives. Without it, a broken connection means that
         # the worker died while it was handing over a batch
         cut_off = isinstance(error, ConnectionError | EOFError) and not text.startswith("Caught ")

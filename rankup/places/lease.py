@@ -1,8 +1,7 @@
 """Who owns a run, and which attempts its state comes from. No torch here.
 
-One live attempt owns a run: in its folder, and at an address. An owner gives signs of life; whoever wants the run takes
-it from an owner that is gone or silent. An owner that was frozen, and taken for dead, may wake up before any of its
-writes. So each place refuses it:
+An owner gives signs of life; whoever wants the run takes it from an owner that is gone or silent. An owner that was
+frozen, and taken for dead, may wake up before any of its writes. So each place refuses it:
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
   first writes the lease, and then removes what others have written beside names.
@@ -62,9 +61,8 @@ def _kernel() -> str:
 class Lease:
     """Ownership of the folder `run_dir`, by `lease.json` in it, for the length of a `with` block.
 
-    `attempt`: the id that others see as the owner's. `agreed`: most nodes of the job have begun this attempt, so that
-    an owner of an earlier one of that job has nothing to say. `life_s`: how long a machine may give no sign of life.
-    `predecessor`: the token of the owner before, "" where there was none.
+    `agreed`: most nodes of the job have begun this attempt, so that an owner of an earlier one of that job has nothing
+    to say. `life_s`: how long a machine may give no sign of life. `predecessor`: the token of the owner before.
     """
 
     def __init__(
@@ -196,8 +194,7 @@ class StoreLease(Lease):
     """Ownership of the run at `place`, by `lease/00000007.json`: whoever creates the next number owns it.
 
     Each owner writes its signs of life into its own file, and sees that there is a next number. None is ever removed.
-    `tokens`: this attempt's and the one's before, in the folder on this machine that the attempt owns already. The last
-    shows that an owner with the same folder is dead; any other one has to be silent for `life_s`.
+    `tokens`: this attempt's and the one's before, of the folder here: an owner with that one is dead for certain.
     """
 
     def __init__(
@@ -291,10 +288,9 @@ def _who(owner: Mapping[str, Any]) -> str:
 class Lineage:
     """`run`: the id of the run. One that was begun anew in the same directory has another.
 
-    `begun_by`: the attempt that began the run, and `start` its launch's, which names the start of a job whose
-    containers are started again. `attempts`: the line, each with its mark and the step at which it went on, from a copy
-    of the attempt before it. `number` counts all attempts of the run: of two nodes that were node 0 in turn, the one
-    with the higher number knows more.
+    `begun_by`: the attempt that began the run, and `start` its launch's. `attempts`: the line, each with its mark and
+    the step at which it went on, from a copy of the attempt before it. `number` counts all attempts: of two nodes that
+    were node 0 in turn, the one with the higher number knows more.
     """
 
     run: str

@@ -54,10 +54,22 @@ class Place:
 
     @classmethod
     def open(cls, url: str, *, warn: Callable[[str], None], timeout_s: float = 0.0) -> Self:
-        """The place at `url`, an address or a folder. `timeout_s`: as long requests are tried again from now on."""
+        """The place at `url`, an address or a folder. `timeout_s`: as long requests are tried again from now on.
+
+        Raises UserError where the package that it needs is not installed, and where fsspec knows no such address.
+        """
         scheme = url.partition("://")[0] if is_url(url) else "file"
         kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra_of(url), scheme)
-        fs, root = open_filesystem(url, **_OPTIONS.get(kind, {}))
+        try:
+            import fsspec  # here: 0.1 s, which a run without any address does without
+
+            fs, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(kind, {}))
+        except ImportError as error:
+            extra = extra_of(url)
+            way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout" if extra else reason(error)
+            raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
+        except ValueError as error:
+            raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
         if kind == "s3":
             fs.retries = 1  # by `_try`, which knows how much time is left
         return cls(url.rstrip("/"), fs, root.rstrip("/"), warn).within(timeout_s)
@@ -218,24 +230,6 @@ class Place:
                     self.warn(f"{self.url} fails, tried again for {left_s:.0f} s: {what}: {reason(error)}")
                 time.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def open_filesystem(url: str, **options: Any) -> tuple[Any, str]:
-    """fsspec's file system for `url`, an address or a folder, and what it calls that. `options`: of that file system.
-
-    Raises UserError where the package that it needs is not installed, and where fsspec knows no such address.
-    """
-    try:
-        import fsspec  # here: 0.1 s, which a run without any address does without
-
-        opened: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        extra = extra_of(url)
-        way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout" if extra else reason(error)
-        raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
-    except ValueError as error:
-        raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
-    return opened
 
 
 def _walk(path: str) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,8 @@
 """Where an attempt goes on: the newest whole copy on the run's line of attempts, wherever it lies.
 
-A copy lies in one of six places: rank 0's run directory, an object store that the run lives in, its mirror, the disk
-of another node, the memory of any node, or in parts in the memory of all nodes. Every rank lists the copies that it can
-reach, without a look at their bytes; then the newest is fetched and verified, and where it is damaged the next one.
-
-A copy on another node's disk has the lineage of the attempt that wrote it beside it: a node 0 that comes back with an
-empty disk does not know which run it is to go on with.
+Every rank lists the copies that it can reach, without a look at their bytes; then the newest is fetched and verified,
+and where it is damaged the next one. A copy on another node's disk has the lineage of the attempt that wrote it beside
+it: a node 0 that comes back with an empty disk does not know which run it is to go on with.
 """
 
 import contextlib
@@ -21,9 +18,18 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
 from rankup.state import rescue
-from rankup.state.copies import STATE, find_problem, known_damaged, list_copies, looks_whole, passed_over, step_of
+from rankup.state.copies import (
+    STATE,
+    Check,
+    find_problem,
+    known_damaged,
+    list_copies,
+    looks_whole,
+    passed_over,
+    step_of,
+)
 from rankup.state.parts import PartsInMemory
-from rankup.state.reading import Check, Copy, read, sees, share
+from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.stored_run import SecondPlace
 
@@ -68,24 +74,23 @@ def find_origin(
 ) -> Origin:
     """The newest state that any rank can reach. All ranks call this.
 
-    `folder`: the run directory. `known`: the run that rank 0's holds, and `new`: the one that begins where there is
-    none. `token`: of rank 0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from
-    `kind` on; `stores`: those of them that have to be fetched, by kind.
-    Raises UserError on all ranks where nothing whole is left of a run that has copies, where other nodes hold copies of
-    several runs, or where the newest state can't be gone on with, and PeerLost where a place does not answer that may
-    hold the newest.
+    `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
+    0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from `kind` on; `stores`:
+    where to fetch them, by kind. Raises UserError on all ranks where nothing whole is left of a run that has copies,
+    where other nodes hold copies of several runs, or where the newest state can't be gone on with, and PeerLost where a
+    place does not answer that may hold the newest.
     """
     own = [*found, *_peers(folder, group), *_rescues(options, group)]
     # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
     answers = group.gather([sees(folder, token), own])
     candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
-    candidates += [Candidate(0, PARTS, *each) for each in memory.found()] if memory else []
+    candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in memory.found()] if memory else []
     unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
     origin, chosen, damaged = Origin(known or new, min(unseen, default=None)), None, dict[str, str]()
     for line, one in in_order(candidates, known, may_take(options, group), group, folder):
         if memory is not None and one.kind == PARTS:
-            origin.copy, problem = memory.load(one.where)
+            origin.copy, problem = memory.load(one.step, one.attempt, one.run)
         else:
             origin.copy, problem = _load(group, stores, one, options)
         if origin.copy is None:
@@ -105,12 +110,17 @@ def find_origin(
     return origin
 
 
+def sees(folder: Path, token: str) -> bool:
+    """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
+    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
+
+
 def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group,
     folder: Path,
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """The copies in the order in which to try them, with the line that each is on: on the line of the run that knows
-    most the newest first, then what else rank 0 has, which nobody knows any better, then lines that know less.
+    most the newest first, then what else rank 0 has, then lines that know less.
 
     `known`: rank 0's line. Raises UserError where rank 0 has nothing, and the others know several runs.
     """
@@ -165,22 +175,24 @@ def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, optio
 
 
 def found_in(paths: Iterable[Path]) -> Iterator[list[Any]]:
-    """The copies in rank 0's folder. What can't be read is one too, to be found damaged: a silent beginning would lose
-    days of work."""
+    """The copies in rank 0's folder. What can't be read is one too, to be found damaged."""
     for path in paths:
-        record, step = read_json(path / STATE), step_of(path)
-        # A folder that somebody renamed is listed first, and said to be damaged
-        good = isinstance(record, dict) and {"run", "attempt"} <= record.keys() and record.get("step") == step
-        attempt, run = (str(record["attempt"]), str(record["run"])) if good else ("", "")
-        yield [CHECKPOINT, str(path), step, attempt, run]
+        yield [CHECKPOINT, str(path), *_about(path)]
+
+
+def _about(path: Path) -> tuple[int, str, str]:
+    """Step, attempt and run of a copy, "" where that can't be read, or where somebody renamed the folder."""
+    record, step = read_json(path / STATE), step_of(path)
+    good = isinstance(record, dict) and {"run", "attempt"} <= record.keys() and record.get("step") == step
+    return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
 
 
 def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     """Second copies on this rank's disk."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
-        record, line = read_json(path / STATE), Lineage.read(path)
-        if isinstance(record, dict) and line is not None and line.run == record.get("run") and "attempt" in record:
-            yield [PEER, str(path), step_of(path), str(record["attempt"]), line.run, line.values()]
+        about, line = _about(path), Lineage.read(path)
+        if line is not None and line.run == about[2]:
+            yield [PEER, str(path), *about, line.values()]
         else:
             group.log.warning(f"the copy {path} was passed over: its state.json or run.json is missing or damaged")
 
@@ -233,29 +245,21 @@ def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
 
 
 def _put_aside_others(folder: Path, run: str) -> None:
-    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk.
-
-    Else a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run. The ranks
-    of a node do this at the same time: one of them moves a folder, the others find it gone.
-    """
+    """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk: else
+    a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run."""
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another rank of this node has done it
             other.rename(f"{before(folder)}-{SECOND}-{other.name}")
 
 
 def may_take(options: Options, group: Group) -> Callable[[Lineage], bool]:
-    """Which runs this attempt may go on with: where it begins anew, only if it is a restart that finds what its own
-    launch began anew.
-
-    That it is a restart does not suffice: a first attempt that was killed before it put the earlier run aside has left
-    the earlier run. `launch` gives all its attempts ids of one job; where containers are started again (compose, pods),
-    `start` names the start of them all.
-    """
+    """Which runs this attempt may go on with: where it begins anew, only what its own launch began anew before."""
     return lambda other: not options.fresh or of_this_job(other, group)
 
 
 def of_this_job(other: Lineage, group: Group) -> bool:
-    """Whether an attempt of this launch began the run `other`."""
+    """Whether an attempt of this launch began the run `other`. `launch` gives all its attempts ids of one job; where
+    containers are started again (compose, pods), `start` names the start of them all."""
     if group.launch.start:
         return other.start == group.launch.start
     if not group.restarted or group.launch.agent is None:

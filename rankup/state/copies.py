@@ -1,15 +1,13 @@
 """A copy of the state is a folder of named files, which appears whole or not at all.
 
-`step-00001200/` holds `state.json` (what a person may want to read, `step` among it), `tree.json` and
-`<item>.safetensors` (see `rankup.state.tree`), or one file per rank (see `rankup.state.reading`), and `manifest.json`:
-the step, and size in bytes and SHA-256 of each other file. The manifest is written last.
+`step-00001200/` holds `state.json` (what a person may want to read, `step` among it), the files of
+`rankup.state.tree`, and `manifest.json`: the step, and size in bytes and SHA-256 of each other file.
 
-A copy is put together in a hidden folder, synced and renamed. The order matters: every file is on the disk, and its
-digest in the manifest, before the folder gets its name; only then are old copies removed. A kill at any point leaves
-the earlier ones, and at most a hidden folder. Whoever takes a run over removes hidden folders first: an owner that was
-frozen, and taken for dead, may wake up anywhere, and finds nothing to rename. No save removes the hidden folders of
-others, because such an owner would remove its successor's. Nothing that was written is read back: it would come from
-the page cache, and prove nothing about the disk. No torch.
+A copy is put together in a hidden folder, synced and renamed: every file is on the disk, and its digest in the
+manifest, before the folder gets its name; only then are old copies removed. Whoever takes a run over removes hidden
+folders first: an owner that was frozen, and taken for dead, may wake up anywhere, and finds nothing to rename. No save
+removes the hidden folders of others, because such an owner would remove its successor's. Nothing is read back: it would
+come from the page cache, and prove nothing about the disk. No torch.
 """
 
 import contextlib
@@ -35,8 +33,16 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 FILE = re.compile(r"\w[\w.-]*")
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 
+# check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
+# where it is of another kind than the caller's, and ValueError where it is damaged
+Check = Callable[..., object]
+
 known_damaged: set[Path] = set()  # what this process has read and found damaged
 _uploading: set[Path] = set()  # what this process copies to another place at this moment
+
+
+def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+    """Any record will do."""
 
 
 class Content(Protocol):
@@ -67,10 +73,8 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path) -> tuple[dict[str, bytes], str]:
-    """Read every file of a copy. Returns the contents of all but the ranks' files, and what is wrong, "" if nothing is.
-
-    The caller uses these bytes: a file that is read twice may have changed between its check and its use.
-    """
+    """Read every file of a copy. Returns the contents of all but the ranks' files, for the caller to use, and what is
+    wrong, "" if nothing is."""
     files: dict[str, bytes] = {}
     try:
         manifest = read_manifest(path)
@@ -100,10 +104,8 @@ def find_problem(path: Path) -> str:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether a copy is of the step in its name, its files have their sizes, and this process found no damage in it.
-
-    For a save, which must not wait until older copies are read.
-    """
+    """Whether a copy is of the step in its name, its files have their sizes, and this process found no damage in it:
+    a save must not wait until older copies are read."""
     try:
         manifest = read_manifest(path)
         if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):
@@ -116,11 +118,8 @@ def looks_whole(path: Path) -> bool:
 def passed_over(
     place: Path | str, damaged: Mapping[str, str], found: object, warn: Callable[[str], None] | None
 ) -> None:
-    """Say which copies were `damaged`, and what is wrong with each, and that another one was `found`.
-
-    Raises UserError where none was: a silent fresh start would lose days of work. `warn`: None where another rank says
-    that.
-    """
+    """Say which copies were `damaged`, and why. Raises UserError where no other one was `found`: a silent fresh start
+    would lose days of work. `warn`: None where another rank says that."""
     if damaged and not found:
         raise UserError(
             f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
@@ -212,11 +211,11 @@ def publish(
     staging: Path, files: Mapping[str, Content], written: dict[str, Fingerprint], *, step: int, keep: int,
     check_owner: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write `files` beside those that the ranks have `written`, give the folder its name, and remove old ones.
+    """Write `files` beside those that the ranks have `written`, give the folder its name, and remove all but the `keep`
+    newest that look whole.
 
-    The `keep` newest that look whole stay. `check_owner` raises where another attempt owns the run by now: it is called
-    before the copy appears, and again before others are removed. Raises UserError where the disk is full or not
-    writable: the earlier copies stay as they were. `staging` is gone in any case.
+    `check_owner` raises where another attempt owns the run by now: it is called before the copy appears, and again
+    before others are removed. Raises UserError where the disk is full or not writable. `staging` is gone in any case.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"
@@ -256,8 +255,7 @@ def _rename(staging: Path, target: Path) -> None:
     aside = target.with_name(f"{target.name}.replaced")
     if aside.exists():  # left by a kill between the renames, and whole: it stays until the new one has its name
         aside = staging.with_name(f"{staging.name}-old")
-    # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one; after a
-    # kill between the two renames the replaced one is found and used.
+    # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one
     with contextlib.suppress(FileNotFoundError):
         target.rename(aside)
     try:
@@ -291,10 +289,7 @@ def uploading(path: Path | None) -> Iterator[None]:
 
 
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
-    """Remove all but `newest` and the next ones to `keep` in all that look whole. One that is uploaded stays.
-
-    One that a run has found damaged does not count, nor one whose sizes are wrong: it must not push a good one out.
-    Other damage is not seen, because nothing is read here.
+    """Remove all but `newest` and the next ones to `keep` in all that look whole: others must not push a good one out.
     """
     good = 0
     for path in reversed(list_copies(directory)):

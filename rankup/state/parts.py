@@ -1,13 +1,13 @@
 """Parts in memory: where no rank holds the whole state (FSDP2), each keeps its own part of a recent step on its node.
 
-A part is a sharded copy (see `rankup.state.reading`) with the file of one rank. It lies beside the rescues, in
-`/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`, and outlives its process. With several nodes a rank of
-the next node holds a second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from
-Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
+A part is a sharded copy with the file of one rank. It lies beside the rescues, in
+`/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`. With several nodes a rank of the next node holds a
+second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from Wang et al., "Gemini:
+Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
 
-All ranks take their parts after the same commit: they copy them into mapped memory, and a thread does the rest while
-the training goes on. Before the next ones all ranks agree that the last ones are whole. So a rank has two, in turn, and
-at any moment the ranks have whole ones of one step.
+All ranks take their parts after the same commit: they copy them into mapped memory, and a thread does the rest. Before
+the next ones all ranks agree that the last ones are whole. So a rank has two, in turn, and at any moment the ranks have
+whole ones of one step.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,15 @@ from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.state import copies, rescue
-from rankup.state.copies import STATE, Fingerprint, fingerprint, step_of, to_json, verify
-from rankup.state.reading import INDEX, Check, Copy, file_of, index, local_part
+from rankup.state.copies import STATE, Check, Fingerprint, fingerprint, step_of, to_json, verify
+from rankup.state.reading import Copy
 from rankup.state.saver import Writing
-from rankup.state.tree import TensorFile, encode
+from rankup.state.tree import INDEX, TensorFile, encode, file_of, index, local_part
 from rankup.timing import HURRY_S, SHARE
 
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
 ROOM = 1.25  # times what all parts of a node need
+Of = tuple[int, str, str]  # step, attempt and run of a copy
 
 
 # Keeping --------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Parts:
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
         """`every`: steps from one to the next; 0 for none at all, None for as many as make them cost `SHARE` of the
-        time: what the training stands still for, and on CPUs also what the thread computes."""
+        time."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps
@@ -74,11 +74,8 @@ class Parts:
         return self.wanted and self.every != 0 and (step % self.every == 0 if self.every else step >= self._next)
 
     def take(self, step: int, make: Callable[[], tuple[bytes, dict[str, Any]]]) -> None:
-        """Copy this rank's part of the state of this step. All ranks call this, before that state changes.
-
-        `make` returns the contents of `state.json`, and the tracked items with split tensors. What fails is one line,
-        and the training goes on without.
-        """
+        """Copy this rank's part of the state of this step. All ranks call this, before that state changes. What fails
+        is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
         group, began_s = self.group, time.perf_counter()
         group.collective(self._writing.join)
         record, state = make()
@@ -115,7 +112,7 @@ class Parts:
         about_ranks = [rank for rank, (_, same, _) in enumerate(known) if same == self._same]
         files = {
             STATE: to_json({**json.loads(record), "ranks": about_ranks}),
-            **index(nodes, tensors, [({}, {})] * group.rank + [(self._offsets, {})]),
+            **index(nodes, tensors, [{}] * group.rank + [self._offsets]),
         }
         self._writing.start(partial(self._write, step, files, mapped))
         self._next, self._taken, self._taken_s = step + max(gaps), step, began_s
@@ -152,9 +149,7 @@ class Parts:
         needed, problems = ROOM * here * 2 * sum(sizes.values()), []
         for place in rescue.places():
             try:
-                if (left := min(shutil.disk_usage(place).free, memory_available())) < needed:
-                    problems.append(f"{place} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
-                    continue
+                rescue.check_room(place, needed, free=memory_available())
                 rescue.remove_old(place)
                 for rank, size in sizes.items():
                     folder = rescue.make_folder(place, f"{self.run}.rank-{rank:05d}")
@@ -261,15 +256,6 @@ def _new(folder: str, name: str, size: int) -> _Mapped | None:
 # Going on -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part in the memory of `node`, which is that of these ranks."""
-
-    node: str
-    path: str
-    ranks: tuple[int, ...]
-
-
 class PartsInMemory:
     """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
 
@@ -284,34 +270,31 @@ class PartsInMemory:
                 ranks = [int(rank) for rank in record["ranks"]]
                 if record["world_size"] == group.world_size:
                     own.append([str(path), ranks, step_of(path), str(record["attempt"]), str(record["run"])])
-        self._parts: dict[str, set[_Part]] = defaultdict(set)
-        self._of: dict[str, tuple[int, str, str]] = {}
+        # By step, attempt and run: the node of each part, its path there, and the ranks of which it is
+        self._parts: dict[Of, set[tuple[str, str, tuple[int, ...]]]] = defaultdict(set)
         answers = group.gather([node_id(), own])
         self._nodes = [node for node, _ in answers]
         for node, found in answers:
-            for path, ranks, *of in found:
-                where = "memory of {2}, {1}, step {0}".format(*of)
-                self._parts[where].add(_Part(node, path, tuple(ranks)))
-                self._of[where] = tuple(of)
+            for path, ranks, step, attempt, run in found:
+                self._parts[step, attempt, run].add((node, path, tuple(ranks)))
 
-    def found(self) -> Iterator[tuple[str, int, str, str]]:
-        """Name, step, attempt and run of what all ranks have a part of."""
-        for where, parts in self._parts.items():
-            if {rank for part in parts for rank in part.ranks} >= {*range(self.group.world_size)}:
-                yield where, *self._of[where]
+    def found(self) -> list[Of]:
+        """Step, attempt and run of what all ranks have a part of."""
+        every = {*range(self.group.world_size)}
+        return [of for of, parts in self._parts.items() if {rank for *_, ranks in parts for rank in ranks} >= every]
 
-    def load(self, where: str) -> tuple[Copy | None, str]:
+    def load(self, *of: Any) -> tuple[Copy | None, str]:
         """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed."""
         group, path, files, problem = self.group, Path(), dict[str, bytes](), ""
         for rank in range(group.world_size):
-            able = [part for part in self._parts[where] if rank in part.ranks]
-            part = min(able, key=lambda part: (part.node != self._nodes[rank], part.path))
-            moved, source = part.node != self._nodes[rank], self._nodes.index(part.node)
+            able = [(node != self._nodes[rank], at, node) for node, at, ranks in self._parts[of] if rank in ranks]
+            moved, at, node = min(able)
+            source = self._nodes.index(node)
             if moved and group.rank == source:
-                for work, _ in _send(*_read(Path(part.path)), rank):
+                for work, _ in _send(*_read(Path(at)), rank):
                     group.collective(work.wait)
             if group.rank == rank:
-                path = Path(part.path)
+                path = Path(at)
                 if moved:
                     found = _receive(source, partial(_new, path.parent.name))
                     path, problem = found or path, "" if found else "it can't be read, or there is no room here"

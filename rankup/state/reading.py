@@ -1,47 +1,32 @@
-"""Copies as read and verified, and the format of sharded ones.
+"""Copies as read and verified.
 
 One rank reads a plain copy, and the others get its files over the network: nodes need no shared disk, and all ranks go
-on from the same copy.
-
-Of a sharded one each rank writes the parts of tensors that it holds, and reads the slices that it needs.
-`rank-00000.safetensors` is rank 0's part and so on. Tensors that all ranks hold whole are in rank 0's. The index,
-`shards.json` in place of `tree.json`, has a table beside the tree: the type and the whole shape of each tensor, and
-rank and offset of each of its parts. So a copy loads at any number of ranks, split in any way or not at all. The folder
-has to be on storage that all nodes share.
+on from the same copy. A sharded one has to be on storage that all nodes share: each rank reads the slices that it
+needs.
 """
 
-import errno
+import contextlib
 import json
-import math
-import os
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from rankup.errors import UserError, disk_error
+from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.places.files import read_json
+from rankup.places.files import cache_roots, staged
 from rankup.places.lease import RUN_ID
+from rankup.places.place import Place
 from rankup.state import tree
-from rankup.state.copies import STATE, Fingerprint, known_damaged, list_copies, passed_over, verify, write_durably
-from rankup.state.tree import DTYPES, TensorFile, decode, encode
-from rankup.timing import VISIBLE_S
+from rankup.state.copies import MANIFEST, STATE, Check, known_damaged, list_copies, no_check, passed_over, verify
+from rankup.state.stored_run import StoredRun
+from rankup.state.tree import INDEX, Shards
+from rankup.urls import is_url
 
-INDEX = "shards.json"
-TYPES = {name: dtype for dtype, name in DTYPES.items()}
-# check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
-# where it is of another kind than the caller's, and ValueError where it is damaged
-Check = Callable[..., object]
-
-
-
-def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
-    """Any record will do."""
+OWN = "rankup_"  # items whose names begin so are no objects of the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +54,7 @@ class Copy:
         """The same with all shards read into this process, as if it had been saved plain."""
         if not self.sharded:
             return self
-        with Shards(self.path, self.index) as shards:
-            return replace(self, tracked=shards.read_all(), index=b"")
+        return replace(self, tracked=Shards(self.path, self.index).read_all(), index=b"")
 
 
 def load(path: Path, check: Check = no_check) -> Copy:
@@ -128,8 +112,7 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
         if INDEX in files:
-            with Shards(path, files[INDEX]) as shards:
-                shards.check()
+            Shards(path, files[INDEX]).check()
             return Copy(path, record, {}, files[INDEX]), ""
         tracked = tree.from_files(files)
         check(path, record, tracked)
@@ -140,210 +123,101 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         return None, f"its files don't fit together ({' '.join(str(error).split())[:200]})"
 
 
-# Sharded: both ways --------------------------------------------------------------------------------------------------
+def export(copy: Copy, file: Path, *, item: str = "") -> str:
+    """Write the tracked items of a plain copy to `file`, for `torch.load(file, weights_only=True)`: a dict from the
+    name of each item to its state. With `item`, the state of that item alone. Returns what was written, in words.
 
-
-def file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def check_shared(folder: Path, token: str, group: Group) -> None:
-    """Raises UserError on all ranks where one does not see in `folder` the lease with rank 0's `token`. All ranks call
-    this.
-
-    Before the training: without shared storage the first save would fail, hours later.
+    Raises UserError where the copy has no such item, or the file can't be written.
     """
-    seen = _wait_until(lambda: sees(folder, token))
-    if unseen := [rank for rank, each in enumerate(group.gather(seen)) if not each]:
-        raise _not_shared(unseen, folder, group)
-
-
-def sees(folder: Path, token: str) -> bool:
-    """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
-    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
-
-
-# Writing --------------------------------------------------------------------------------------------------------
-
-Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
-
-
-def own_parts(tensors: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], dict[str, list[int]]]:
-    """What this rank writes of plain tensors and DTensors, and where each part begins. Raises UserError."""
-    parts = {name: part for name, tensor in tensors.items() if (part := _own_part(name, tensor, rank))}
-    return {name: local for name, (local, _) in parts.items()}, {name: list(at) for name, (_, at) in parts.items()}
-
-
-def write_part(staging: Path, rank: int, parts: dict[str, torch.Tensor]) -> Fingerprint:
-    """Write a rank's part into `staging`, which rank 0 has made. Raises UserError."""
+    items = {name: state for name, state in copy.tracked.items() if not name.startswith(OWN)}
+    if item and item not in items:
+        raise UserError(f"--item must be one of {', '.join(items)}, got {item}.")
+    state = items[item] if item else items
     try:
-        if not _wait_until(staging.exists):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return write_durably(staging / file_of(rank), TensorFile(parts))
+        with staged(file) as staging, staging.open("wb") as opened:
+            torch.save(state, opened)
+            opened.flush()
+            size = opened.tell()
     except OSError as error:
-        raise disk_error("checkpoint", staging.parent, error) from None
+        raise UserError(f"export: the file must be one that can be written, got {file}: {error.strerror}.") from None
+    what = "the weights" if item == "model" else item or ", ".join(items)
+    count = f"{len(state)} tensors, " if item == "model" else ""
+    return f"{file}: {what} of step {copy.step}, {count}{size / 1e6:.1f} MB"
 
 
-def check_visible(staging: Path, parts: list[Part], group: Group) -> None:
-    """Raises UserError where rank 0 does not see what another rank wrote, and OSError where `staging` is gone."""
-    staging.stat()
-    for rank, (_, entry) in enumerate(parts):
-        path, size = staging / file_of(rank), entry["bytes"]
-        if not _wait_until(lambda path=path, size=size: path.exists() and path.stat().st_size == size):  # type: ignore[misc]
-            raise _not_shared([rank], staging.parent, group)
+# For other commands --------------------------------------------------------------------------------------------------
 
 
-def index(tree: dict[str, Any], tensors: dict[str, Any], parts: list[Part]) -> dict[str, bytes]:
-    """The file that says where each tensor is."""
-    table = {
-        name: {
-            "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
-            "parts": [[rank, offsets[name]] for rank, (offsets, _) in enumerate(parts) if name in offsets],
-        }
-        for name, tensor in tensors.items()
-    }
-    return {INDEX: json.dumps({"tree": tree, "shards": table}).encode()}
+def find_copy(
+    place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check = no_check, timeout_s: float = 1800.0
+) -> Copy:
+    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty. The
+    parts of a sharded one are put together.
 
-
-# Reading --------------------------------------------------------------------------------------------------------
-
-
-class Shards:
-    """The tensors of a sharded copy in the folder `path`, whose index is `content`. `with` closes its files.
-
-    Every method raises ValueError, KeyError or another error where the files are not what a rank wrote.
+    Raises UserError, and PeerLost where a store does not answer within `timeout_s`.
     """
-
-    def __init__(self, path: Path, content: bytes) -> None:
-        values = json.loads(content)
-        self.path, self.tree, self.table = path, values["tree"], values["shards"]
-        self._open = ExitStack()
-        self._files: dict[int, Any] = {}
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def check(self) -> None:
-        """Whether the parts are in the files and make up all tensors. Reads nothing but the heads of the files."""
-        if not isinstance(self.tree, dict):
-            raise ValueError("the tree is no mapping")
-        for name, entry in self.table.items():
-            if entry["dtype"] not in TYPES:
-                raise ValueError(f"{name} has the type {entry['dtype']}")
-            found = 0
-            for _, offset, shape in self._parts(name):
-                if not all(type(number) is int for number in (*offset, *entry["shape"])):
-                    raise ValueError(f"{name} has places that are no whole numbers")
-                if any(o < 0 or o + n > whole for o, n, whole in zip(offset, shape, entry["shape"], strict=True)):
-                    raise ValueError(f"a part of {name} lies outside of it")
-                found += math.prod(shape)
-            if found != math.prod(entry["shape"]):
-                raise ValueError(f"{name} has {found} of {math.prod(entry['shape'])} elements")
-        decode(self.tree, lambda name: torch.empty(self.table[name]["shape"], device="meta"))
-
-    def read_all(self, *items: str) -> dict[str, Any]:
-        """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""
-        def take(name: str) -> torch.Tensor:
-            entry = self.table[name]
-            whole = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
-            self._fill(name, whole, [0] * whole.ndim)
-            return whole
-
-        return dict(decode({item: node for item, node in self.tree.items() if item in (items or self.tree)}, take))
-
-    def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
-        """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
-
-        `target` has the same structure, but may lack items. Raises ValueError where names or shapes differ.
-        """
-        _, tensors = encode(target)
-        for name, tensor in tensors.items():
-            if name not in self.table:
-                raise ValueError(f"{name} is not in it")
-            if list(tensor.shape) != self.table[name]["shape"]:
-                raise ValueError(f"{name} has the shape {self.table[name]['shape']} there, {list(tensor.shape)} here")
-            self._fill(name, *local_part(name, tensor))
-
-        def take(name: str) -> torch.Tensor:
-            if name not in tensors:
-                raise ValueError(f"{name} has no place here")
-            return tensors[name]
-
-        return dict(decode({item: node for item, node in self.tree.items() if item in target}, take))
-
-    def _parts(self, name: str) -> list[tuple[Any, list[int], list[int]]]:
-        """File, offset and shape of each part of a tensor."""
-        from safetensors import safe_open
-
-        parts = []
-        for rank, offset in self.table[name]["parts"]:
-            if rank not in self._files:
-                file = safe_open(self.path / file_of(rank), framework="pt")
-                self._files[rank] = self._open.enter_context(file)
-            parts.append((self._files[rank], offset, self._files[rank].get_slice(name).get_shape()))
-        return parts
-
-    def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
-        """Fill what a rank holds of a tensor, from `offset` on."""
-        left = local.numel()
-        for file, begin, shape in self._parts(name):
-            if not local.ndim:
-                local.copy_(file.get_tensor(name))
-                return
-            low = [max(own, other) for own, other in zip(offset, begin, strict=True)]
-            high = [min(own + n, other + m)
-                    for own, n, other, m in zip(offset, local.shape, begin, shape, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                there, here = (
-                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-                    for origin in (begin, offset)
-                )
-                local[here].copy_(file.get_slice(name)[there])
-                left -= local[here].numel()
-        if left:
-            raise ValueError(f"{name} lacks {left} elements")
+    if is_url(place):
+        with fetched(place, warn=warn, timeout_s=timeout_s) as path:
+            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+    if place:
+        return load(Path(place), check).as_plain()
+    found = load_newest(run_dir / "checkpoints", warn, check)
+    if found is None:
+        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+    return found.as_plain()
 
 
-def _own_part(name: str, tensor: Any, rank: int) -> tuple[torch.Tensor, list[int]] | None:
-    """What this rank writes of a tensor, and its offset; None where others write all of it."""
-    if not hasattr(tensor, "to_local"):
-        return (tensor, [0] * tensor.ndim) if rank == 0 else None
-    copies = [place for place, kind in zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-              if kind.is_replicate()]
-    local, offset = local_part(name, tensor)
-    return (local, offset) if local.numel() and not any(copies) else None
+@contextlib.contextmanager
+def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
+    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
+
+    The address may be of a run, whose newest checkpoint it is then, of a checkpoint's folder, or of a file. Checkpoints
+    are verified. Raises UserError where there is nothing to read or the store refuses, and PeerLost where it does not
+    answer within `timeout_s`.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+    folder = cache_roots()[0] / "fetched"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
+        raise UserError(text) from None
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        yield _fetch_any(place.rstrip("/"), Path(own), warn, timeout_s)
 
 
-def local_part(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
-    """What this rank holds of a tensor, and its offset. Raises UserError for parts that are no slice."""
-    if not hasattr(tensor, "to_local"):
-        return tensor, [0] * tensor.ndim
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not all(type(kind) in (Replicate, Shard) for kind in tensor.placements):
-        raise UserError(f"state: {name} must be split by Shard and Replicate, got {tensor.placements}.")
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), [*offset]
-
-
-def _wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether that comes to be: a network file system may show another machine's files seconds later."""
-    until_s = time.monotonic() + VISIBLE_S
-    while not condition():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.1)
-    return True
+def _fetch_any(url: str, directory: Path, warn: Callable[[str], None], timeout_s: float) -> Path:
+    stored = StoredRun(Place.open(url, warn=warn, timeout_s=timeout_s))
+    above, _, name = url.rpartition("/")
+    beside = StoredRun(replace(stored.place, url=above, root=stored.place.root.rpartition("/")[0]))
+    if MANIFEST in stored.place.names():
+        path, problem = beside.fetch(name, directory)
+        if problem:
+            raise UserError(f"checkpoint: {url} must be a whole checkpoint, got a damaged one: {problem}.")
+        return path
+    if run := stored.lineage():
+        if newest := fetch_newest(stored, directory, run=run.run):
+            return newest
+    elif beside.place.download(name, directory / name):
+        return directory / name
+    raise UserError(f"{url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
 
 
-def _not_shared(unseen: list[int], directory: Path, group: Group) -> UserError:
-    named = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in unseen[:4])
-    text = (
-        f"checkpoint_format sharded needs a run directory that all nodes share, got {directory}, in which {named} "
-        "can't see what others write. Set --run-dir to shared storage, or --checkpoint-format plain."
-    )
-    return UserError(text, printed_elsewhere=not group.is_rank0)
+def fetch_newest(stored: StoredRun, directory: Path, *, run: str) -> Path | None:
+    """Copy the newest whole copy of that run into the folder `directory`, verified. Returns its path there.
+
+    None where there is none at all. Warns of those passed over. Raises as `StoredRun.fetch`, and UserError where all
+    are damaged.
+    """
+    damaged: dict[str, str] = {}
+    found = None
+    for one in stored.copies(run):
+        path, problem = stored.fetch(one.folder, directory)
+        if not problem:
+            found = path
+            break
+        damaged[f"checkpoint {one.name}"] = problem
+    passed_over(stored.place.url, damaged, found, stored.place.warn)
+    return found

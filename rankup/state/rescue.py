@@ -1,14 +1,13 @@
 """The rescue: a copy that a rank writes to its node's memory when it loses a peer, right before it ends.
 
-Where every rank holds the whole state, the survivors have that of the last finished step: the next attempt goes on
-from there, and no step is done twice. The idea is from Gupta et al., "Just-In-Time Checkpointing", EuroSys 2024.
-
-A rescue lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same
+Where every rank holds the whole state, no step is then done twice (Gupta et al., "Just-In-Time Checkpointing", EuroSys
+2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same
 folders of the temporary directory. It is lost with its node, so it never replaces a checkpoint.
 """
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import stat
@@ -51,12 +50,10 @@ def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) 
                 if any(step_of(path) >= step for path in list_copies(folder)):
                     return ""
                 files = files or make_files()
-                needed, free = ROOM * sum(map(len, files.values())), shutil.disk_usage(place).free
-                if free >= needed:
-                    copies.remove_unfinished(folder)
-                    copies.save(folder, files, step=step, keep=1)
-                    return ""
-                problems.append(f"{place} has {free / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
+                check_room(place, ROOM * sum(map(len, files.values())))
+                copies.remove_unfinished(folder)
+                copies.save(folder, files, step=step, keep=1)
+                return ""
         except (OSError, UserError) as error:
             problems.append(str(error))
     return "; ".join(problems)
@@ -109,6 +106,12 @@ def make_folder(place: Path, run: str) -> Path:
     if not _is_ours(folder):
         raise PermissionError(f"{folder.parent} belongs to another user or is open to others")
     return folder
+
+
+def check_room(place: Path, needed: float, *, free: float = math.inf) -> None:
+    """Raises OSError where fewer bytes than `needed` are free there, or of the memory, of which `free` are."""
+    if (left := min(free, shutil.disk_usage(place).free)) < needed:
+        raise OSError(f"{place} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
 
 
 def remove_old(place: Path) -> None:

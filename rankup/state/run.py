@@ -1,13 +1,12 @@
 """A run: its folder, the attempt that owns it, and its copies, wherever they lie.
 
-`open_run` finds where the run stands. `Run.newest` is the copy to go on from, `save` writes one beside the training,
-`rescue` writes one when the process ends. All of that is plain values: what a copy holds, and whether an attempt may go
-on from it, the caller says.
+`open_run` finds where the run stands. What a copy holds, and whether an attempt may go on from it, the caller says.
 """
 
 import contextlib
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
 from rankup.state import parts, rescue
-from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take
+from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take, sees
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.stored_run import SecondPlace
+from rankup.timing import VISIBLE_S
 
 
 class Run:
-    """A run for the length of an attempt. All ranks have one; `lease`, `store` and `mirror` are rank 0's.
+    """A run for the length of an attempt. All ranks have one; `lease`, and `places` by kind, are rank 0's.
 
     `token`: of the lease. `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder
     at the beginning, None where there was none. `saved_step`: of the newest copy there now, -1 for none.
@@ -35,8 +35,7 @@ class Run:
         self.folder, self.group, self.options = folder, group, options
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
         self.lease = Lease(folder, group.attempt, agreed=agreed) if group.is_rank0 else None
-        self.store: SecondPlace | None = None
-        self.mirror: SecondPlace | None = None
+        self.places: dict[int, SecondPlace] = {}
         self.second: SecondCopies | None = None
         self._rescued = False  # this node may have rescues of the run
 
@@ -47,8 +46,8 @@ class Run:
         group, options, found = self.group, self.options, list[list[Any]]()
         known, new, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
         self.origin = find_origin(
-            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found,
-            {kind: place for kind, place in ((STORE, self.store), (MIRROR, self.mirror)) if place}, options,
+            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found, self.places,
+            options,
         )
         self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
         newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
@@ -64,14 +63,13 @@ class Run:
                 group, self.folder / SECOND / self.lineage.run, options,
                 more=lambda: {FILE: to_json(self.lineage.values())},
             )
+        for place in self.places.values():
+            place.run = self.lineage.run
+        store, saved = self.store, Path(saved_path)
         self.saver = Saver(
             group, self.folder / "checkpoints", options, token=self.token, check_owner=self.check_owner,
-            second=self.second, upload=self.store.upload if self.store is not None else None, saved=self._note_saved,
+            second=self.second, upload=store.upload if store is not None else None, saved=self._note_saved,
         )
-        for place in (self.store, self.mirror):
-            if place is not None:
-                place.run = self.lineage.run
-        store, saved = self.store, Path(saved_path)
         if options.store and self.saved and group.on_rank0(lambda: store and store.lacks(saved)):
             self.saver.upload_beside(saved, step=self.saved_step)
 
@@ -80,32 +78,32 @@ class Run:
     ) -> tuple[dict[str, Any] | None, dict[str, Any], str, str]:
         """Own the folder and the store, on rank 0, and add to `found` what copies it alone reaches.
 
-        Returns the run there, None where there is none, the one that begins then, the token of the lease, and the mark
-        of this attempt in the lineage. Raises UserError and PeerLost.
+        Returns the run there, the one that begins if there is none, the token of the lease, and the mark of this
+        attempt in the lineage. Raises UserError and PeerLost.
         """
         assert self.lease is not None
         options, copies = self.options, self.folder / "checkpoints"
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             if options.store:
-                self.store = self._second(options.store, required=True)
-                self.store.adopt(stack, nothing_here=False, wanted=lambda other: True)
+                store = self.places[STORE] = self._second(options.store, required=True)
+                store.adopt(stack, nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
             owned(self.store or self.lease)
-            begun = Lineage.read(self.folder)
-            if options.fresh and not (begun and may_take(options, self.group)(begun)):
+            begun, may = Lineage.read(self.folder), may_take(options, self.group)
+            if options.fresh and not (begun and may(begun)):
                 begun = None
                 # To start anew must not lose anything
                 if put_aside(self.folder, (*OF_RUN, SECOND), moved := before(self.folder)):
                     self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                self.mirror, may = self._second(options.mirror, required=False), may_take(options, self.group)
-                self.mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
+                mirror = self.places[MIRROR] = self._second(options.mirror, required=False)
+                mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
                 begun = Lineage.read(self.folder)
             found += found_in(list_copies(copies))
-            for kind, place in (STORE, self.store), (MIRROR, self.mirror):
-                found += [[kind, *one] for one in place.found()] if place else []
+            for kind, place in self.places.items():
+                found += [[kind, *one] for one in place.found()]
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
         new = Lineage.new(self.group.attempt, self.group.launch.start)
@@ -116,6 +114,10 @@ class Run:
     def _second(self, url: str, *, required: bool) -> SecondPlace:
         assert self.lease is not None
         return SecondPlace(url, self.folder, self.lease, self.group.log, self.options, required=required)
+
+    @property
+    def store(self) -> SecondPlace | None:
+        return self.places.get(STORE)
 
     @property
     def lineage(self) -> Lineage:
@@ -135,10 +137,7 @@ class Run:
         return self.store.address if self.store is not None else str(self.folder)
 
     def second_copies(self, *, replicated: bool) -> str:
-        """For the user: who keeps the newest copy a second time, "" where all nodes share rank 0's disk.
-
-        `replicated`: every rank holds the whole state.
-        """
+        """For the user: who keeps the newest copy a second time. `replicated`: every rank holds the whole state."""
         rank = self.origin.second
         if rank is None:
             return ""
@@ -147,6 +146,21 @@ class Run:
         none = "" if self.newest else "; none of them holds one, so the run begins at step 0"
         who = f"rank {rank} on {self.group.hosts[rank]}"
         return f"copies {who} keeps the newest checkpoint too: the nodes share no disk{none}"
+
+    def check_shared(self) -> None:
+        """Raises UserError on all ranks where one does not see the folder of rank 0: else the first save of a sharded
+        copy would fail, hours later. All ranks call this."""
+        until_s = time.monotonic() + VISIBLE_S
+        while not (seen := sees(self.folder, self.token)) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        unseen = [rank for rank, each in enumerate(self.group.gather(seen)) if not each]
+        if unseen:
+            named = ", ".join(f"rank {rank} on {self.group.hosts[rank]}" for rank in unseen[:4])
+            raise UserError(
+                f"checkpoint_format sharded needs a run directory that all nodes share, got {self.folder}, in which "
+                f"{named} can't see what others write. Set --run-dir to shared storage, or --checkpoint-format plain.",
+                printed_elsewhere=not self.group.is_rank0,
+            )
 
     def check_owner(self) -> None:
         """Raises PeerLost where another attempt owns the run by now. Rank 0 only."""
@@ -157,8 +171,7 @@ class Run:
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
 
-        `open_files`: rank 0's, of the caller. Raises, on all ranks, UserError where rank 0 can't write, and PeerLost
-        where another attempt owns the folder by now.
+        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost.
         """
         self.lineage.go_on(self.mark, step=step, writer=self.origin.writer)
 
@@ -171,8 +184,8 @@ class Run:
             open_files()
             if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
                 self.store.upload(None, timeout_s=self.options.save_timeout_s)
-            if self.mirror is not None:
-                self.mirror.copy(next(reversed(list_copies(self.saver.folder)), None))
+            if MIRROR in self.places:
+                self.places[MIRROR].copy(next(reversed(list_copies(self.saver.folder)), None))
 
         self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
@@ -195,17 +208,12 @@ class Run:
         if self._rescued:  # what an earlier attempt left: while this one trains none is written
             rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
             self._rescued = False
-        if self.mirror is not None:
-            self.mirror.copy(self.saver.folder / f"step-{step:08d}")
-        if self.group.is_rank0:
-            self.group.log.debug(f"saved step {step}")
+        if MIRROR in self.places:
+            self.places[MIRROR].copy(self.saver.folder / f"step-{step:08d}")
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
-        """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done.
-
-        Any thread calls this, as the process ends. `make_files`: called if they are needed. Raises nothing: the reason
-        of the end is what is to be reported.
-        """
+        """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done. Any thread
+        calls this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
         if step <= max(0, self.saved_step):
             return False
         try:
@@ -227,11 +235,10 @@ class Run:
 def open_run(
     folder: Path, group: Group, options: Options, *, owned: Callable[[Any], None] = lambda owner: None
 ) -> Iterator[Run]:
-    """Own the run in `folder` for the length of the block, and find what is there: a copy, a finished run, or nothing.
+    """Own the run in `folder` for the length of the block, and find what is there. All ranks call this.
 
-    All ranks call this. `owned`: called on rank 0 with the owner, whose `is_ours` says whether the
-    folder still belongs to this attempt. Raises UserError on all ranks where another attempt is alive, or where the
-    newest copy can't be gone on with.
+    `owned`: called on rank 0 with the owner, whose `is_ours` says whether the folder still belongs to this attempt.
+    Raises UserError on all ranks where another attempt is alive, or where the newest copy can't be gone on with.
     """
     run = Run(folder, group, options)
     group.watch.enter("setup", options.setup_timeout_s)  # a copy may have to be fetched
@@ -247,9 +254,9 @@ def open_run(
             elif run.saver.writing:
                 group.watch.enter("save", options.save_timeout_s)
                 run.saver.wait()
-            if run.mirror is not None and isinstance(error, Stopped):
-                run.mirror.finish(stopped=True)
+            if MIRROR in run.places and isinstance(error, Stopped):
+                run.places[MIRROR].finish(stopped=True)
             raise
-        for place in (run.store, run.mirror):
-            if place is not None and (place.required or not run.finished):
+        for place in run.places.values():
+            if place.required or not run.finished:
                 place.finish(stopped=False)

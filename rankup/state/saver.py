@@ -1,12 +1,9 @@
-"""How a run is kept: saves go on beside the training. A rank copies its state in memory, and a thread writes the copy.
+"""Saves beside the training: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
 
-So the ranks stand still for the copy alone, not for digests and the disk (tests/bench/saves.py measures both). To write
-beside the next steps is the idea of CheckFreq (Mohan et al., FAST '21). A thread calls no collective: gloo pairs them
-by their order, and the loop calls its own meanwhile.
-
-Rank 0 writes plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first
-step after all have done so. Where the nodes share no disk, a rank of another node keeps the newest copy a second time:
-nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`.
+A thread calls no collective: gloo pairs them by their order, and the loop calls its own meanwhile. Rank 0 writes plain
+copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first step after all have
+done so. Where the nodes share no disk, a rank of another node keeps the newest copy a second time: nothing is sent,
+because it has the state that rank 0 saves, see `rankup.loop.agreement`.
 """
 
 import shutil
@@ -20,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 
 from rankup.agent.limits import memory_available
-from rankup.errors import PeerLost, UserError, reason
+from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.group.group import Group
 from rankup.state import copies
-from rankup.state.copies import STATE, Content, list_copies, step_of
-from rankup.state.reading import Check, Copy, Part, check_visible, file_of, index, no_check, own_parts, write_part
-from rankup.state.tree import Tensors, encode, files_of, is_dense
+from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
+from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, is_dense, own_parts
 
 T = TypeVar("T")
+Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
 ROOM = 2  # a save needs its copy in memory, and as much again stays free
 
 
@@ -58,7 +55,7 @@ class Options:
     save_timeout_s: float = 600.0
     check: Check = no_check
     fits: Check = no_check
-    finished: Callable[[Copy, dict[str, Any]], bool] = lambda copy, result: False
+    finished: Callable[[Any, dict[str, Any]], bool] = lambda copy, result: False
 
 
 class Writing:
@@ -122,19 +119,14 @@ class Saver:
         self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
         saved: Callable[[int], None], second: "SecondCopies | None", upload: Callable[..., None] | None,
     ) -> None:
-        """`token`: of this attempt, equal on all ranks. `check_owner`: see `rankup.state.copies.publish`; rank 0 alone
-        calls it. `saved`: called on all ranks with the step of each copy that stands. `second`: of the one rank that
-        keeps second copies. `upload`: rank 0's; it copies a published one to another place, `upload(path,
-        timeout_s=...)`.
-        """
+        """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
+        ranks with the step of each copy that stands. `upload`: rank 0's, `upload(path, timeout_s=...)`."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
         self.saved, self.second, self.upload = saved, second, upload
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
-        self._writing = Writing("save", options.save_timeout_s)
-        self._uploading = Writing("upload", options.save_timeout_s)
-        self._count = 0
+        self._writing, self._count = Writing("save", options.save_timeout_s), 0
         # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
         self._staging: Path | None = None  # rank 0's
         self._part: Part | None = None
@@ -177,8 +169,8 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
-        in_time = any(work.under_way and work.left_s > 0 for work in (self._writing, self._uploading))
-        if wait or self.group.max(2 if self._failure is not None else int(in_time)) != 1:
+        in_time = self.writing and self._writing.left_s > 0
+        if wait or self.group.max(2 if self._writing.failure is not None else int(in_time)) != 1:
             self._conclude()
         if wait and self.step is not None:  # shards are joined, and are uploaded now
             self._conclude()
@@ -186,16 +178,12 @@ class Saver:
     @property
     def writing(self) -> bool:
         """Whether a thread of this process is writing, here or at another place."""
-        return self._writing.under_way or self._uploading.under_way
-
-    @property
-    def _failure(self) -> BaseException | None:
-        return self._writing.failure or self._uploading.failure
+        return self._writing.under_way
 
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
 
-        An upload is not waited for: the next attempt makes it. Neither are shards, which other ranks have to write too.
+        Shards are not waited for, which other ranks have to write too.
         """
         if self._join_parts is None:  # any thread may call this
             self._writing.join(self._writing.left_s)
@@ -216,7 +204,7 @@ class Saver:
         rank 0 alone does it."""
         self.step = step
         if self.group.is_rank0 and (upload := self.upload) is not None:
-            self._uploading.start(lambda: self._write(lambda: upload(path, timeout_s=self._uploading.left_s)))
+            self._writing.start(lambda: self._write(lambda: upload(path, timeout_s=self._writing.left_s)))
 
     # Each rank that writes ------------------------------------------------------------------------------------
 
@@ -239,14 +227,18 @@ class Saver:
         def write() -> None:
             self._copies.wait()
             if self.sharded:
-                self._part = offsets, write_part(staging, self.group.rank, held)
+                try:
+                    entry = copies.write_durably(staging / file_of(self.group.rank), TensorFile(held))
+                except OSError as error:
+                    raise disk_error("checkpoint", self.folder, error) from None
+                self._part = offsets, entry
             else:
                 stands(copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how))
 
         def join_parts(parts: list[Part]) -> None:
-            check_visible(staging, parts, self.group)
             entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
-            stands(copies.publish(staging, {STATE: record, **index(nodes, tensors, parts)}, entries, **how))
+            files = {STATE: record, **index(nodes, tensors, [at for at, _ in parts])}
+            stands(copies.publish(staging, files, entries, **how))
 
         def stands(path: Path) -> None:
             # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
@@ -271,12 +263,12 @@ class Saver:
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        for work in (self._writing, self._uploading):
-            if work.under_way and work.failure is None:
-                # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
-                self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=work.began_s)
-                work.join()
-        own = self._failure
+        while self.writing and self._writing.failure is None:
+            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process.
+            # An upload that follows has its own
+            self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
+            self._writing.join(1.0)
+        own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
         found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._part])
@@ -290,7 +282,7 @@ class Saver:
         if join_parts is not None:
             def join() -> bool:
                 self._write(lambda: join_parts([part for *_, part in found]))
-                return self._uploading.under_way or self._uploading.failure is not None
+                return self.writing or self._writing.failure is not None
 
             if self.group.on_rank0(join):
                 return  # it is being uploaded
@@ -309,28 +301,24 @@ class SecondCopies:
     ) -> None:
         """`more`: files to add, as they are when a save begins."""
         self.group, self.folder, self.more = group, folder, more
-        self._copies = HostCopies(group.device, options.save, say=group.log.debug)
+        self._copies = HostCopies(group.device)
         self._writing = Writing("copy", options.save_timeout_s)
         self._kept = False  # one is written here
         self._said = ""
 
     def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Begin to write the state of this step. Where the copy before is not written, this one is left out; with
-        `wait` that one gets done first."""
+        """Begin to write the state of this step, unless the copy before is still written; `wait`: after that one."""
         if wait:
             self.wait()
         if self._writing.under_way:
-            self.group.log.debug(f"no second copy of step {step}: an earlier one is still under way")
             return
         nodes, tensors = encode(tracked)
-        # Without memory for a copy that is kept, one for this save: the tensors change with the next step
-        held = (self._copies if self._copies.fit(tensors) else HostCopies(self.group.device)).take(tensors)
-        files = {STATE: record, **self.more(), **files_of(nodes, held)}
+        files = {STATE: record, **self.more(), **files_of(nodes, self._copies.take(tensors))}
         self._writing.start(lambda: self._write(step, files))
 
     def wait(self, *, first: bool = False) -> None:
-        """Let the copy get done that is under way, within the deadline of a save, because this process ends. `first`:
-        only the first one, which also says of which run this node's rescues are."""
+        """Let the copy get done that is under way, because this process ends. `first`: only the first one, which also
+        says of which run this node's rescues are."""
         if not (first and self._kept):
             self._writing.join(self._writing.left_s)
 

@@ -4,16 +4,13 @@
     00000007/run.json config.yaml result.json metrics.jsonl logs/ tensorboard/
     00000007/checkpoints/<id of the run>/step-00001200-5f0c9a417be2/... manifest.json
 
-All that an attempt writes lies below its number in `rankup.places.lease`. An owner that was frozen, and taken for dead,
-may wake up before any request: it writes and overwrites its own objects alone. Readers begin at the highest number.
+All that an attempt writes lies below its number in `rankup.places.lease`: an owner that was frozen, and taken for dead,
+overwrites its own objects alone. Readers begin at the highest number. A copy is there once its manifest is, which is
+written last. The folder has the digest of the manifest in its name, and the manifest those of the files: two uploads
+never mix, and a manifest that is cut, old or in the wrong place does not pass.
 
-A copy is there once its manifest is, which is written last. The folder has the digest of the manifest in its name, and
-the manifest those of the files: two uploads never mix, a second upload of the same copy writes the same bytes, and a
-manifest that is cut, old or in the wrong place does not pass. Nothing here trusts what it reads: a reader takes what
-digests confirm, or passes it over.
-
-A run that trains has such a second place with `--run-dir s3://...`, which is required, or with `--mirror DIR_OR_URL`,
-which may fail. It works in a folder of this machine, as any other, and what is published there is copied.
+A run has such a second place with `--run-dir s3://...`, which is required, or with `--mirror DIR_OR_URL`, which may
+fail. It works in a folder of this machine, and what is published there is copied.
 """
 
 import contextlib
@@ -29,19 +26,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError, disk_error
-from rankup.places.lease import (
-    FILE,
-    OF_RUN,
-    RESULT,
-    RUN_ID,
-    Lease,
-    Lineage,
-    StoreLease,
-    folder_of,
-    highest_number,
-    number_of,
-    put_aside,
-)
+from rankup.places import lease as leases
+from rankup.places.lease import FILE, RESULT, RUN_ID, Lease, Lineage, StoreLease, folder_of, highest_number, number_of
 from rankup.places.place import Place
 from rankup.state.copies import MANIFEST, STAGING, STATE, find_problem, list_copies, looks_whole, uploading
 from rankup.state.saver import Options, Writing
@@ -93,8 +79,7 @@ class StoredRun:
         """Copy the folder `path` of the run with that id, then remove all but the `keep` newest.
 
         `check` raises where another attempt owns the run by now. It is called before the copy appears, and again before
-        others are removed: whoever has taken the run over since finds the new one. What an upload that was cut off has
-        left is gone on with. Raises as `Place` does. A kill at any point leaves the earlier copies, and at most objects
+        others are removed. Raises as `Place` does. A kill at any point leaves the earlier copies, and at most objects
         that no manifest names, which a later upload removes.
         """
         new, own = self._stored(path, run), self._own
@@ -136,11 +121,9 @@ class StoredRun:
         return Stored(self.number, int(name.removeprefix("step-")), run, f"{name}-{digest}")
 
     def _remove_old(self, new: Stored, keep: int) -> None:
-        """Remove all copies of the run but the `keep` newest whole ones, their manifests first, and the files of
-        earlier owners, which `upload_files` has written again. Nothing of a later owner is touched.
-
-        No byte is read: damage that this process has not met is not seen.
-        """
+        """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
+        which `upload_files` has written again. Nothing of a later owner is touched. Those that `fetch` found damaged
+        don't count."""
         names = [name for name in self.place.names() if 0 < number_of(name) <= self.number]
         whole = sorted((one for one in _copies(names) if one.run == new.run and one != new), reverse=True)
         kept = {new.folder, *[one.folder for one in whole if one.folder not in self._damaged][: keep - 1]}
@@ -176,8 +159,8 @@ class StoredRun:
         return sorted((one for one in _copies(self.place.names()) if one.run == run), reverse=True)
 
     def fetch(self, folder: str, directory: Path) -> tuple[Path, str]:
-        """Copy the folder of a copy. Returns its path in `directory`, and what is wrong with it, or "": then the path
-        holds it, verified. Raises as `Place` does, and UserError where the disk here is full."""
+        """Copy the folder of a copy. Returns its path in `directory`, where it is verified, and what is wrong with it.
+        Raises as `Place` does, and UserError where the disk here is full."""
         name = folder.rpartition("/")[2]
         named = NAME.fullmatch(name)
         target = directory / (name.rpartition("-")[0] if named else name)
@@ -229,8 +212,7 @@ class SecondPlace(StoredRun):
     def __init__(
         self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
-        """`url`: of all runs there. `lease`: of `folder`, which is held already. Raises UserError where the package for
-        such an address is missing."""
+        """`url`: of all runs there. `lease`: of `folder`, which is held already."""
         place = Place.open(url, warn=log.warning if required else self._fail)
         super().__init__(place.below(folder.name))
         self.folder, self.required, self.keep, self.log = folder, required, options.keep, log
@@ -241,8 +223,7 @@ class SecondPlace(StoredRun):
         self._lease: StoreLease | None = None
         self._free = 0  # of a mirror: the number that was free at the opening
         self._mirroring = Writing("mirror", math.inf)
-        self._newest: Path | None = None  # the copy that a mirror is to have
-        self._has: Path | None = None  # the last one that it got
+        self._missing: Path | None = None  # the newest copy, while a mirror lacks it
         self._begun = False
         self._failing = ""  # what was said of a mirror that fails
 
@@ -255,9 +236,8 @@ class SecondPlace(StoredRun):
 
     def adopt(self, stack: contextlib.ExitStack, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
         """Own the place until `stack` ends if it is required, and take the run that is there where the folder is behind
-        it, or empty.
+        it, or has `nothing_here`: neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
 
-        `nothing_here`: the folder has neither a run nor a copy. `wanted`: whether a mirror's run may be gone on with.
         Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
         """
         with self._asking(alone=nothing_here):
@@ -275,12 +255,12 @@ class SecondPlace(StoredRun):
             if there is None:
                 return
             if self.required and not (here and here.goes_on_from(there)):
-                # What an earlier attempt on this machine left, and others have gone on without. An attempt that ended
-                # before it had fetched the run leaves nothing, and what it put aside stays
+                # What others have gone on without. After an attempt that could not fetch the run nothing is here,
+                # and what it put aside stays
                 aside = self.folder / SUPERSEDED
                 if any((self.folder / name).exists() for name in ("checkpoints", FILE)):
                     shutil.rmtree(aside, ignore_errors=True)
-                    put_aside(self.folder, OF_RUN, aside)
+                    leases.put_aside(self.folder, leases.OF_RUN, aside)
                     self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             elif not nothing_here or not wanted(there):
                 if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
@@ -336,8 +316,7 @@ class SecondPlace(StoredRun):
     def upload(self, path: Path | None, *, timeout_s: float) -> None:
         """Copy what has changed beside the copies, and then the copy `path`: a resumed run does not repeat saved steps.
 
-        Raises UserError where the place refuses, and PeerLost where it does not answer within `timeout_s`, or where
-        another attempt owns the run by now. The copy stays here in any case.
+        Raises UserError where the place refuses, and PeerLost where it does not answer in time or has a later owner.
         """
         lease = self.patient(timeout_s)._claim()
         lease.check()
@@ -345,7 +324,6 @@ class SecondPlace(StoredRun):
             self.upload_files(self.folder)
             if path is not None and not self.holds(path, run=self.run):
                 self.upload_copy(path, run=self.run, keep=self.keep, check=lease.check)
-                self.log.debug(f"{self.called} has {path.name}")
 
     def _claim(self) -> StoreLease:
         """Own what this attempt writes at a mirror, by the number that was free at the opening. Raises UserError and
@@ -375,10 +353,7 @@ class SecondPlace(StoredRun):
             self._lease.check()
 
     def finish(self, *, stopped: bool) -> None:
-        """Copy the files a last time, and the newest copy if it is not there. Raises as `upload` if it is required.
-
-        A mirror is waited for for a while, and what is not there then is said.
-        """
+        """Copy the files a last time, and the newest copy if it is not there. A mirror is waited for for a while."""
         if self.required:
             self.upload(None, timeout_s=self._save_s)
         if not self._begun:
@@ -386,22 +361,20 @@ class SecondPlace(StoredRun):
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self._save_s / 2)
         self._mirroring.start(lambda: self._mirror(UPLOAD_STOP_S))  # the files as they are in the end
         self._mirroring.join(patience_s)
-        if self._newest is not None and self._newest is not self._has:
+        if self._missing is not None:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
-            self.log.warning(f"the newest checkpoint, {self._newest.name}, is not on {self.called}{why}")
+            self.log.warning(f"the newest checkpoint, {self._missing.name}, is not on {self.called}{why}")
 
     # A mirror -------------------------------------------------------------------------------------------------
 
     def copy(self, path: Path | None) -> None:
         """Copy the files, and this copy if it is given, in the background; the newest one where that is busy."""
-        self._begun, self._newest = True, path or self._newest
+        self._begun, self._missing = True, path or self._missing
         self._mirroring.start(self._mirror)
 
     def _mirror(self, timeout_s: float = 0.0) -> None:
-        """What the mirror lacks of the newest. Where that fails the next save tries again. `timeout_s`: 0 for as long
-        as its bytes may take."""
-        # `is`: the same step may have been saved again meanwhile
-        path = self._newest if self._newest is not self._has else None
+        """What the mirror lacks of the newest. `timeout_s`: 0 for as long as its bytes may take."""
+        path = self._missing
         try:
             size = sum(file.stat().st_size for file in path.iterdir()) if path is not None else 0
             self.upload(path, timeout_s=timeout_s or MIRROR_S + size / MIRROR_BYTES_PER_S)
@@ -409,7 +382,8 @@ class SecondPlace(StoredRun):
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
                 self._fail(str(error) or type(error).__name__)
             return
-        self._has = path or self._has
+        if self._missing is path:  # else a newer one, also of the same step
+            self._missing = None
         if self._failing:
             self._failing = ""
             self.log.info(f"{self.called} is back")

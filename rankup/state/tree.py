@@ -6,7 +6,10 @@ name, `{"$": "tensor", "is": "model/0.weight"}`: a tensor that appears twice has
 once. `stride` is kept where a tensor is dense but not in C order, as in channels_last.
 
 `model/0.weight` is the tensor `0.weight` of the file `model.safetensors`: each tracked item has a file of its own,
-which `safetensors.torch.load_file` reads. With shards the files belong to ranks, see `rankup.state.reading`.
+which `safetensors.torch.load_file` reads. Of split state each rank writes the parts that it holds, rank 0 into
+`rank-00000.safetensors`, with all that is not split. Then the index, `shards.json` in place of `tree.json`, has a table
+beside the tree: the type and the whole shape of each tensor, and rank and offset of each of its parts. So a copy loads
+at any number of ranks, split in any way or not at all.
 """
 
 import base64
@@ -15,13 +18,14 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rankup.errors import UserError
 
-TREE = "tree.json"
+TREE, INDEX = "tree.json", "shards.json"
 ITEM = re.compile(r"[A-Za-z]\w*")  # an item's name is the name of a file
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -30,6 +34,7 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -235,3 +240,144 @@ def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
     if not all(type(step) is int and step >= 0 for step in stride) or not is_dense(tensor.shape, stride):
         raise ValueError(f"stride {stride} does not fit {tuple(tensor.shape)}")
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+# Split among ranks ----------------------------------------------------------------------------------------------------
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def own_parts(tensors: dict[str, Any], rank: int) -> tuple[Tensors, dict[str, list[int]]]:
+    """What this rank writes of plain tensors and DTensors, and where each part begins: no other rank writes that.
+
+    Raises UserError.
+    """
+    parts, offsets = Tensors(), dict[str, list[int]]()
+    for name, tensor in tensors.items():
+        local, offset = local_part(name, tensor)
+        if hasattr(tensor, "to_local"):
+            at = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+            own = local.numel() > 0 and not any(place for place, kind in at if kind.is_replicate())
+        else:
+            own = rank == 0
+        if own:
+            parts[name], offsets[name] = local, offset
+    return parts, offsets
+
+
+def index(tree: dict[str, Any], tensors: Tensors, offsets: list[dict[str, list[int]]]) -> dict[str, bytes]:
+    """The file that says where each tensor is. `offsets`: of each rank, where its parts begin."""
+    table = {
+        name: {
+            "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
+            "parts": [[rank, at[name]] for rank, at in enumerate(offsets) if name in at],
+        }
+        for name, tensor in tensors.items()
+    }
+    return {INDEX: json.dumps({"tree": tree, "shards": table}).encode()}
+
+
+class Shards:
+    """The tensors of a sharded copy in the folder `path`, whose index is `content`.
+
+    Every method raises ValueError, KeyError or another error where the files are not what a rank wrote.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        values = json.loads(content)
+        self.path, self.tree, self.table = path, values["tree"], values["shards"]
+        self._files: dict[int, Any] = {}  # they are closed with this object
+
+    def check(self) -> None:
+        """Whether the parts are in the files and make up all tensors. Reads nothing but the heads of the files."""
+        if not isinstance(self.tree, dict):
+            raise ValueError("the tree is no mapping")
+        for name, entry in self.table.items():
+            if entry["dtype"] not in TYPES:
+                raise ValueError(f"{name} has the type {entry['dtype']}")
+            found = 0
+            for _, offset, shape in self._parts(name):
+                if not all(type(number) is int for number in (*offset, *entry["shape"])):
+                    raise ValueError(f"{name} has places that are no whole numbers")
+                if any(o < 0 or o + n > whole for o, n, whole in zip(offset, shape, entry["shape"], strict=True)):
+                    raise ValueError(f"a part of {name} lies outside of it")
+                found += math.prod(shape)
+            if found != math.prod(entry["shape"]):
+                raise ValueError(f"{name} has {found} of {math.prod(entry['shape'])} elements")
+        decode(self.tree, lambda name: torch.empty(self.table[name]["shape"], device="meta"))
+
+    def read_all(self, *items: str) -> dict[str, Any]:
+        """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""
+        def take(name: str) -> torch.Tensor:
+            entry = self.table[name]
+            whole = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
+            self._fill(name, whole, [0] * whole.ndim)
+            return whole
+
+        return dict(decode({item: node for item, node in self.tree.items() if item in (items or self.tree)}, take))
+
+    def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
+        """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
+
+        `target` has the same structure, but may lack items. Raises ValueError where names or shapes differ.
+        """
+        _, tensors = encode(target)
+        for name, tensor in tensors.items():
+            if name not in self.table:
+                raise ValueError(f"{name} is not in it")
+            if list(tensor.shape) != self.table[name]["shape"]:
+                raise ValueError(f"{name} has the shape {self.table[name]['shape']} there, {list(tensor.shape)} here")
+            self._fill(name, *local_part(name, tensor))
+
+        def take(name: str) -> torch.Tensor:
+            if name not in tensors:
+                raise ValueError(f"{name} has no place here")
+            return tensors[name]
+
+        return dict(decode({item: node for item, node in self.tree.items() if item in target}, take))
+
+    def _parts(self, name: str) -> list[tuple[Any, list[int], list[int]]]:
+        """File, offset and shape of each part of a tensor."""
+        from safetensors import safe_open
+
+        parts = []
+        for rank, offset in self.table[name]["parts"]:
+            if rank not in self._files:
+                self._files[rank] = safe_open(self.path / file_of(rank), framework="pt")
+            parts.append((self._files[rank], offset, self._files[rank].get_slice(name).get_shape()))
+        return parts
+
+    def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
+        """Fill what a rank holds of a tensor, from `offset` on."""
+        left = local.numel()
+        for file, begin, shape in self._parts(name):
+            if not local.ndim:
+                local.copy_(file.get_tensor(name))
+                return
+            low = [max(own, other) for own, other in zip(offset, begin, strict=True)]
+            high = [min(own + n, other + m)
+                    for own, n, other, m in zip(offset, local.shape, begin, shape, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                there, here = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                    for origin in (begin, offset)
+                )
+                local[here].copy_(file.get_slice(name)[there])
+                left -= local[here].numel()
+        if left:
+            raise ValueError(f"{name} lacks {left} elements")
+
+
+def local_part(name: str, tensor: Any) -> tuple[torch.Tensor, list[int]]:
+    """What this rank holds of a tensor, and its offset. Raises UserError for parts that are no slice."""
+    if not hasattr(tensor, "to_local"):
+        return tensor, [0] * tensor.ndim
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not all(type(kind) in (Replicate, Shard) for kind in tensor.placements):
+        raise UserError(f"state: {name} must be split by Shard and Replicate, got {tensor.placements}.")
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), [*offset]

@@ -81,17 +81,6 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
     assert replace(records.read(1), entered_s=0) == replace(empty, rank=9, entered_s=0)
 
 
-def test_step_begins_at_its_own_time_in_the_same_phase() -> None:
-    records = Records(1)
-    writer = RecordWriter(records.place(0))
-    writer.enter("step", 30.0)
-    before = records.read(0)
-    writer.begin(4)
-    after = records.read(0)
-    assert after == replace(before, step=4, entered_s=after.entered_s)
-    assert after.entered_s > before.entered_s
-
-
 @pytest.mark.parametrize("place", [None, {"path": "/proc/self/fd/none", "number": 0}, "file", "other memory", "short"])
 def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp_path: Path) -> None:
     """Another namespace of processes may have another file under the same name, which must stay as it is."""

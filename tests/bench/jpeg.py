@@ -26,12 +26,12 @@ import torchvision  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-from rankup.group.stop import StopRequest  # noqa: E402
+from rankup.loop.workers import Workers  # noqa: E402
 from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
-from train.data.loader import Loader  # noqa: E402
+from train.data.loader import load_batches  # noqa: E402
 from train.data.order import Order  # noqa: E402
 from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
@@ -89,13 +89,9 @@ def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
 
 
 def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
-    normalize, steps = images.Normalize(MEAN, STD), order.steps_per_epoch
-    loader = Loader(samples, order.batches(0, steps), device=CPU, stop=StopRequest(), num_workers=workers)
-    try:
-        for _ in range(steps):
-            yield normalize(loader.next()[0])
-    finally:
-        loader.close()
+    normalize = images.Normalize(MEAN, STD)
+    for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):
+        yield normalize(batch[0])
 
 
 def images_per_s(batches: Batches, steps: int) -> float:

@@ -84,8 +84,8 @@ def measure(loop: Any) -> None:
         if not wait:  # else it is part of a save
             blocked_s += time.perf_counter() - began_s
 
-    def timed_step(t: Any) -> Any:
-        done = step(t)
+    def timed_step(t: Any, batches: Any) -> Any:
+        done = step(t, batches)
         ends.append(time.perf_counter())
         return done
 

@@ -183,7 +183,7 @@ def test_prediction_that_is_stopped_writes_nothing(forks: Forks, trained: Path, 
         job.wait_for("predicting")
         job.processes[1].signal("SIGTERM")
         assert job.wait() == [143, 143], job.output
-    assert "prediction stopped, nothing was written." in job.output
+    assert "nothing new to save" in job.output
     assert not list(tmp_path.iterdir())
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from tests.rigs.jobs import rank_env
 from train.config import Config, load_config
-from train.config.command_line import parse_args
-from train.config.options import OPTIONS, DoctorOptions, PredictOptions
-from train.config.schema import fields_of
+from train.config.load import fields_of
+from train.config.options import OPTIONS, DoctorOptions, PredictOptions, parse_args
 from train.data.sources import SOURCES
 from train.main import main
 
@@ -43,8 +42,8 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
         ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
         ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
         ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
-        # Left to itself Fire reads True for a missing value, a lone dash as the end of a call, and lists and numbers
-        ("train --name True", {"name": "True"}), ("train --data-dir -", {"data_dir": "-"}),
+        # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
+        ("train --data-dir -", {"data_dir": "-"}), ("train --options.x", {"options.x": "True"}),
         ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
     ],
 )
@@ -85,7 +84,6 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
-     ("train --help hf", ["--hf-config", "--label-column"]), ("--help text", ["--max-seq-len", "--bert-dir"]),
      *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
         + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items())],
 )
@@ -96,7 +94,7 @@ def test_help_fits_the_width_and_a_screen(
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, err = ended(line, capsys)
     assert (code, err) == (0, "")
-    assert out.startswith(("usage: ", "settings of "))
+    assert out.startswith("usage: ")
     assert [word for word in words if word not in out and word not in " ".join(out.split())] == []
     assert len(out.splitlines()) <= 40
     assert max(map(len, out.splitlines())) <= width
@@ -115,32 +113,27 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
 @pytest.mark.parametrize(
     ("line", "messages"),
     [
-        ("train --stpes 100",
-         ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
-        ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
+        ("train --epoch 100",
+         ['unknown setting "--epoch"; did you mean "--epochs"? (python -m train.main show lists all)']),
         ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
-        ("train --no-lr", ['unknown setting "--no-lr"*']),
+        ("train --no-lr", ['--lr must be a valid number, *, got "False".']),
         ("--zzz", ['unknown setting "--zzz". (*']),
-        ("train -- --interactive", ['unknown setting "--"*']),  # Fire has flags of its own behind it
+        ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
         ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
-        ("train --lr --epochs 3", ["--lr must be followed by a value. (One that begins with a dash: --lr=-x)"]),
-        ("train --options.x", ["--options.x must be followed by a value. *"]),
-        ("train --options x", ["--options must be --options.NAME VALUE, *"]),
+        ("train --lr --epochs 3", ["--lr must be followed by a value."]),
+        ("train --options x", ["--options must be a mapping*"]),
         ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
-        ("train --config=", ["--config must be a file's name, got nothing."]),
-        ("train --config", ["--config must be followed by a value. *"]),
         ("train --config nowhere.yaml", ["nowhere.yaml: cannot be read: No such file or directory."]),
         ("trian", ['unknown command "trian"; did you mean "train"?']),
-        ("train epochs=3", ['unexpected argument "epochs=3"; did you mean --epochs=3?']),
-        ("epochs=3", ['unknown command "epochs=3"; did you mean --epochs=3?']),
-        ("train --rank two", ['--rank must be an integer or null, got "two".']),
-        ("train --rank", ["--rank must be followed by a value. *"]),
-        ("doctor --alone=yes", ['--alone must be true or false, got "yes".']),
+        ("train epochs=3", ['unexpected argument "epochs=3".']),
+        ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
+        ("train --rank", ["--rank must be followed by a value."]),
+        ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
         ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
-        ("train --output x.csv", ["--output must be used with predict, not with train."]),
+        ("train --output x.csv", ['unknown setting "--output"*']),
         ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
         ("train --stpes 3 --lr -1 --dataset 3 --bogus",
-         ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', "--lr must be > 0, got -1.",
+         ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
           f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),
     ],
 )
@@ -162,7 +155,7 @@ def test_mistakes_of_a_file_stand_behind_its_name(folder: Path, capsys: Captured
     code, _, err = ended("show --config it.yaml", capsys)
     assert code == 2
     assert f"it.yaml: dataset must be one of {', '.join(SOURCES)}, got {got}.\n" in err
-    assert "it.yaml: lr must be > 0, got -1." in err
+    assert "it.yaml: lr must be greater than 0, got -1." in err
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,6 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
         ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
         ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
-        ({"device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
-        ({"parallel": "dp", "device_ids": "0", "device": "cpu"},
-         '--device-ids must be empty with device cpu, got "0". *'),
         ({"parallel": "dp", "compile": "true"}, "--compile must be false with parallel dp, got true. *"),
         ({"parallel": "dp", "sync_bn": "true"}, "--sync-bn must be false with parallel dp, got true. *"),
         ({"parallel": "fsdp", "precision": "fp16"},
@@ -38,11 +35,7 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
         ({"parallel": "none", "compress": "fp16"},
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
         ({"run_dir": "x", "mirror": "x/"}, '--mirror must be another place than run_dir, got "x/". *'),
-        ({"augment": "imagenet"}, '--augment must be true or false with dataset fashion-mnist, got "imagenet". *'),
-        ({**FOLDER, "augment": "trivial", "in_memory": "always"},
-         '--in-memory must be auto or never with augment trivial, got "always". Random crops *'),
         ({"dataset": "hf:x", "data_dir": "y"}, '--data-dir must be null with dataset hf:PATH_OR_NAME, got "y". *'),
-        ({"mirror": "runs/"}, '--mirror must be another place than run_dir, got "runs/". *'),
         ({"checkpoint_format": "sharded"},
          '--checkpoint-format must be plain with parallel auto, got "sharded". Only fsdp *'),
         ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
@@ -67,7 +60,7 @@ def test_settings_that_go_together_are_taken(settings):
 
 def test_contradiction_with_a_wrong_value_is_not_guessed():
     # accumulate=65 contradicts the default batch of 64, but the user gave another batch, which is wrong by itself.
-    assert one({"batch_size": "x", "accumulate": "65"}) == '--batch-size must be an integer >= 1, got "x".'
+    assert one({"batch_size": "0", "accumulate": "65"}) == '--batch-size must be greater than or equal to 1, got "0".'
 
 
 # --- world size ------------------------------------------------------------------------------------------------------
@@ -89,10 +82,3 @@ def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world
     with pytest.raises(UserError) as caught:
         check_world_size(Config(**settings), world_size)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), str(caught.value)), caught.value
-
-
-def test_any_world_size_that_leaves_each_micro_batch_a_sample_is_taken():
-    for world_size in range(1, 48):
-        check_world_size(Config(batch_size=95, accumulate=2), world_size)
-    with pytest.raises(UserError, match=r"Start at most 47, or set --batch-size 96\."):
-        check_world_size(Config(batch_size=95, accumulate=2), 48)

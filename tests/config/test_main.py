@@ -22,26 +22,6 @@ def test_help_and_show_do_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("words", ["show", "--help"])
-def test_reader_that_has_had_enough_is_no_fault(words: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, MAIN, words], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert (process.stderr.read(), process.wait(240)) == ("", 0)
-    process.stderr.close()
-
-
-@pytest.mark.parametrize("words", [(), ("--local_rank", "0", "train")])
-def test_command_may_be_left_out_and_a_local_rank_may_stand_in_front(
-    forks: Forks, tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    forks.ends(*words, *DIGITS, "--run-dir", tmp_path)
-    assert result(tmp_path / "digits-mlp")["step"] == 1
-
-
 def test_program_runs_as_a_file_among_files_of_the_same_names(tmp_path: Path) -> None:
     """From a directory whose log.py, data.py, train.py and torch.py are the user's own."""
     for name in ("log", "data", "config", "train", "stop"):

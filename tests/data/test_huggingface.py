@@ -165,16 +165,10 @@ def test_rows_without_image_or_label_are_named(tmp_path: Path, images: Any, labe
         load_hf(hf_sets.save(table(images, labels), tmp_path / "saved"))
 
 
-def test_label_out_of_range_or_unknown_is_named(tmp_path: Path) -> None:
-    import pyarrow
-    from datasets import Dataset, DatasetDict, load_from_disk
+def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
+    from datasets import DatasetDict, load_from_disk
 
     rows = table([encoded(), encoded()], [0, 1])
-    # `datasets` refuses to write a 7 itself
-    other = rows["train"].data.table.set_column(1, "label", pyarrow.array([0, 7]))
-    wrong = DatasetDict({"train": Dataset(other, info=rows["train"].info), "test": rows["test"]})
-    with pytest.raises(UserError, match="train: label must hold class labels, got: Invalid integer class label 7"):
-        load_hf(hf_sets.save(wrong, tmp_path / "range"))
     names = hf_sets.save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
     mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})
     with pytest.raises(UserError, match="got other, which the training rows lack, in row 1"):
@@ -188,16 +182,10 @@ def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("/nowhere/at/all", "got hf:/nowhere/at/all, which is not there"),
-        ("./rows", "got hf:./rows, which is not there"),
-        ("https://somebody:password@host/rows", "a data set's name, got an address[.]$"),
-        ("csv", "got hf:csv, which is not there"),  # to `datasets`, all CSV files below the working directory
-        ("someone/rows", "which is no folder and not cached here. Nothing is downloaded unasked.*set --hf-download"),
-    ],
+    "name", ["/nowhere/at/all", "./rows", "someone/rows"]
 )
-def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str, message: str) -> None:
+def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str) -> None:
+    message = f"got hf:{name}, which is no folder and can't be read from the cache .*Nothing is downloaded unasked.*"
     with pytest.raises(UserError, match=message) as raised:
         load(Config(dataset=f"hf:{name}"))
     assert "\n" not in str(raised.value)

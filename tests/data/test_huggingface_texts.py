@@ -1,4 +1,4 @@
-"""Texts of Hugging Face data sets: the same texts as in files give the same weights."""
+"""Texts of Hugging Face data sets are those of the same files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from rankup.errors import UserError
-from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import result
 from train.config import Config
 from train.data.sources import huggingface
 from train.data.sources.texts import SAMPLE, load_texts
@@ -44,15 +42,6 @@ def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
     assert (rows.classes, rows.digest, rows.characters) == (files.classes, files.digest, files.characters)
 
 
-def test_training_gives_the_weights_of_the_same_files(forks: Forks, tmp_path: Path, cache: Path) -> None:
-    words = ("train", "--workload", "text", "--max-steps", "4", "--run-dir", str(tmp_path), "--tensorboard=false")
-    forks.ends(*words, "--name", "files")
-    where = save(tmp_path / "texts", train=sample("train"), dev=sample("dev"))
-    forks.ends(*words, "--name", "rows", "--dataset", f"hf:{where}", env={"HF_HOME": str(cache)})
-    assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
-    assert result(tmp_path / "rows")["data"] == result(tmp_path / "files")["data"]
-
-
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
     for name in ("train", "test"):
@@ -65,7 +54,7 @@ def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
     assert (found.classes, found.train.labels) == (("1", "2", "3"), (0, 1, 2, 0, 1, 2))
     with pytest.raises(UserError, match=r"--label-column must name a column of labels among .*, got none\."):
         load_hf(tmp_path)
-    with pytest.raises(UserError, match=r"must name a column of texts among .*, got several, id, body\."):
+    with pytest.raises(UserError, match=r"must name a column of texts among .*, got id, body\."):
         load_hf(tmp_path, label_column="stars")
 
 

@@ -1,11 +1,9 @@
 """Loaders: the same batches in order; workers ignore signals, die with their parent, and their death is explained."""
 
 import json
-import multiprocessing
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,13 @@ import torch
 
 from rankup.doctor import machine
 from rankup.errors import UserError
-from rankup.group.stop import StopRequest
+from rankup.loop.workers import Workers
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
 from train.data import MapSamples
-from train.data.loader import Loader
-from train.data.order import BatchIndex, Order
+from train.data.loader import load_batches
+from train.data.order import Order
 
 
 class Noisy:
@@ -31,67 +29,36 @@ class Noisy:
         return 24
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 99:
-            raise UserError("file 99 is no image")
-        if index == 98:
-            raise ZeroDivisionError("a fault of the data set")
         return torch.rand(3) + index, index
 
 
-def indices_of(*batches: list[int]) -> Iterator[BatchIndex]:
-    return iter([(0, torch.tensor(batch)) for batch in batches])
+class Faulty(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise UserError("file 99: UserError: no image")
 
 
-def loader_of(given: Iterator[BatchIndex], num_workers: int) -> Loader:
-    samples = MapSamples(Noisy(), seed=3)  # type: ignore[arg-type]  # what torch takes for a data set has no base
-    return Loader(samples, given, device=torch.device("cpu"), stop=StopRequest(), num_workers=num_workers)
+def batches(dataset: Any, num_workers: int) -> list[Any]:
+    order = Order(24, 4, seed=1)
+    loader = load_batches(
+        MapSamples(dataset, seed=3), order, accumulate=2, num_workers=num_workers, device=torch.device("cpu")
+    )
+    return [batch for batches in Workers(loader) for _, batch in batches]
 
 
-def batches(num_workers: int) -> list[Any]:
-    loader = loader_of(Order(24, 4, seed=1).batches(0, 12), num_workers)
-    found = []
-    try:
-        while True:
-            found.append(loader.next())
-    except StopIteration:
-        return found
-    finally:
-        loader.close()
-
-
-def test_any_number_of_workers_gives_the_same_batches_in_order_and_draws_no_number() -> None:
-    alone, before = batches(0), torch.get_rng_state()
+def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
+    alone = batches(Noisy(), 0)
     assert len(alone) == 12
     for num_workers in (1, 2):
-        for one, other in zip(alone, batches(num_workers), strict=True):
+        for one, other in zip(alone, batches(Noisy(), num_workers), strict=True):
             assert torch.equal(one[0], other[0])
             assert torch.equal(one[1], other[1])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(("sample", "error", "text"), [
-    (99, UserError, "^file 99 is no image$"), (98, ZeroDivisionError, "a fault of the data set"),
-])
-def test_unreadable_sample_is_one_line_and_a_fault_keeps_its_traceback(
-    num_workers: int, sample: int, error: type[Exception], text: str
-) -> None:
-    loader = loader_of(indices_of([1], [sample]), num_workers)
-    assert loader.next() is not None
-    with pytest.raises(error, match=text):
-        loader.next()
-    loader.close()
-
-
-def test_closed_loader_leaves_no_worker() -> None:
-    loader = loader_of(indices_of(*[[1, 2]] * 50), 2)
-    loader.next()
-    assert multiprocessing.active_children()
-    loader.close()
-    until = time.monotonic() + 30
-    while multiprocessing.active_children():
-        assert time.monotonic() < until, multiprocessing.active_children()
-        time.sleep(0.05)
+def test_unreadable_sample_is_one_line(num_workers: int) -> None:
+    with pytest.raises(UserError) as caught:
+        batches(Faulty(), num_workers)
+    assert str(caught.value) == "file 99: UserError: no image"
 
 
 # Jobs ---------------------------------------------------------------------------------------------------------
@@ -154,10 +121,10 @@ def hang_in_fork() -> None:
     os.register_at_fork(before=count, after_in_child=lambda: time.sleep(600) if forked == 2 else None)
 
 
-def test_training_and_all_evaluations_share_their_workers(forks: Forks, tmp_path: Path) -> None:
+def test_workers_of_training_and_of_evaluation_live_until_the_end(forks: Forks, tmp_path: Path) -> None:
     output = forks.ends(*train(tmp_path / "run"), preload="tests.data.test_loader:say_forks")
     assert output.count("epoch ") == 4
-    assert output.count("forked") == 2
+    assert output.count("forked") == 2 + 2
 
 
 def say_forks() -> None:

@@ -7,19 +7,38 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from rankup.loop.batches import source_of
 from rankup.seeds import derive_seed
 from train.data import MapSamples, TensorSamples
-from train.data.order import Order, evaluation_batches, num_batches
+from train.data.loader import load_batches
+from train.data.order import Order
 from train.data.samples import random_numbers, shift_and_flip
 
 
-def steps(order: Order, first: int, last: int) -> list[list[int]]:
-    """The sample numbers of each micro-batch."""
-    return [indices.tolist() for _, indices in order.batches(first, last)]
+class Numbers:
+    """What is asked of them."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[list[int], int | None]:
+        return indices.tolist(), epoch
 
 
-def world(num_samples: int, batch_size: int, world_size: int, accumulate: int = 1) -> list[Order]:
-    return [Order(num_samples, batch_size, 7, rank, world_size, accumulate) for rank in range(world_size)]
+def steps(order: Order, epoch: int, world_size: int = 1, accumulate: int = 1) -> list[list[tuple[float, list[int]]]]:
+    """For each step of that epoch the micro-batches of all ranks, by what the mean loss over one is divided."""
+    loader = load_batches(Numbers(), order, accumulate=accumulate, num_workers=0, device=torch.device("cpu"))
+    ranks = [source_of(loader, rank, world_size, any_order=False) for rank in range(world_size)]
+    found: list[list[tuple[float, list[int]]]] = [[] for _ in range(len(order))]
+    for rank in ranks:
+        for step, (batches, weight) in zip(found, rank.open(1, epoch=epoch, skip=0, state=None), strict=True):
+            assert {batch[1] for _, batch in batches} == {epoch}
+            step += [(parts / weight, batch[0]) for parts, batch in batches]
+    return found
+
+
+def samples(step: list[tuple[float, list[int]]]) -> list[int]:
+    return [sample for _, batch in step for sample in batch]
 
 
 # Epochs ---------------------------------------------------------------------------------------------------------
@@ -27,17 +46,15 @@ def world(num_samples: int, batch_size: int, world_size: int, accumulate: int = 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
-    order = Order(103, 10, 0)
-    seen = [sample for batch in steps(order, epoch * 10, epoch * 10 + 10) for sample in batch]
-    assert order.steps_per_epoch == 10
-    assert len(seen) == len(set(seen)) == 100
+    order = Order(1000, 30, 0)
+    seen = [sample for step in steps(order, epoch) for sample in samples(step)]
+    assert len(seen) == len(set(seen)) == 990
     # what is left out is the end of that epoch's permutation, other samples each time
-    assert seen == order.epoch(epoch)[:100].tolist()
-    assert sorted(order.epoch(epoch).tolist()) == list(range(103))
+    assert seen == order.epoch(epoch)[:990].tolist()
+    assert sorted(order.epoch(epoch).tolist()) == list(range(1000))
 
 
 def test_seeds_give_other_orders() -> None:
-    assert steps(Order(100, 10, 0), 0, 10) != steps(Order(100, 10, 1), 0, 10)
     # a sum of seed and epoch would collide: epoch 1 of seed 0 is not epoch 0 of seed 1
     assert not torch.equal(Order(100, 10, 0).epoch(1), Order(100, 10, 1).epoch(0))
 
@@ -45,50 +62,26 @@ def test_seeds_give_other_orders() -> None:
 # World size -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 12])
-@pytest.mark.parametrize(("batch_size", "accumulate"), [(120, 1), (120, 5), (64, 1), (64, 3)])
-def test_ranks_together_take_the_global_batch_and_each_sample_counts_once(
-    batch_size: int, accumulate: int, world_size: int
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_batch_that_does_not_divide_is_taken_whole_and_each_sample_counts_once(
+    world_size: int, accumulate: int
 ) -> None:
-    ranks = world(1000, batch_size, world_size, accumulate)
-    parts = [steps(order, 0, 3) for order in ranks]
-    for step, expected in enumerate(steps(Order(1000, batch_size, 7), 0, 3)):
-        taken = [part for rank in parts for part in rank[step * accumulate : (step + 1) * accumulate]]
-        assert [sample for part in taken for sample in part] == expected
-        assert [len(part) for part in taken] == [size for order in ranks for size in order.micro_sizes]
-    # A sample's weight: 1 / (its micro-batch's size and divisor), and the mean over ranks
-    pairs = [pair for order in ranks for pair in zip(order.micro_sizes, order.divisors, strict=True)]
-    counts = [1 / (size * divisor * world_size) for size, divisor in pairs]
-    assert counts == pytest.approx([1 / batch_size] * len(counts), rel=1e-15)
-    sizes = ranks[0].samples_by_rank
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-    if batch_size % (world_size * accumulate) == 0:  # exactly, for the bits of jobs that divide evenly
-        assert {divisor for _, divisor in pairs} == {accumulate}
+    order = Order(1000, 64, 7)
+    for step, alone in zip(steps(order, 1, world_size, accumulate), steps(order, 1), strict=True):
+        assert samples(step) == samples(alone)
+        sizes = [len(batch) for _, batch in step]
+        assert max(sizes) - min(sizes) <= 2
+        # A sample's weight: 1 / (its micro-batch's size and divisor), and the mean over ranks
+        counts = [1 / (len(batch) * divisor * world_size) for divisor, batch in step]
+        assert counts == pytest.approx([1 / 64] * len(counts), rel=1e-15)
 
 
-@pytest.mark.parametrize("first", [0, 1, 8, 9, 25])
-def test_keys_from_the_middle_are_those_of_the_whole_run(first: int) -> None:
-    for order in [*world(100, 12, 2, accumulate=3), *world(100, 11, 3, accumulate=3)]:
-        assert steps(order, first, 30) == steps(order, 0, 30)[first * 3 :]
-
-
-# Evaluation -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 15])
-@pytest.mark.parametrize("num_samples", [1, 10, 100, 101, 109])
-def test_evaluation_takes_each_sample_once_in_the_same_batches(num_samples: int, world_size: int) -> None:
-    batches_of_rank: dict[int, list[int]] = {}
-    for rank in range(world_size):
-        for number, (epoch, indices) in evaluation_batches(num_samples, 10, rank, world_size):
-            assert epoch is None
-            assert number not in batches_of_rank
-            batches_of_rank[number] = indices.tolist()
-    assert sorted(batches_of_rank) == list(range(num_batches(num_samples, 10)))
-    in_order = [sample for number in sorted(batches_of_rank) for sample in batches_of_rank[number]]
-    assert in_order == list(range(num_samples))
-    assert all(len(batch) == 10 for number, batch in batches_of_rank.items() if number < len(batches_of_rank) - 1)
+@pytest.mark.parametrize("accumulate", [1, 3, 7])
+def test_equal_micro_batches_are_divided_by_accumulate_exactly(accumulate: int) -> None:
+    for world_size in (1, 2, 7):
+        order = Order(1000, 13 * world_size * accumulate, 0)
+        assert {divisor for step in steps(order, 0, world_size, accumulate) for divisor, _ in step} == {accumulate}
 
 
 # Augmentation ---------------------------------------------------------------------------------------------------

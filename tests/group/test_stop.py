@@ -129,6 +129,26 @@ def test_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_with_other_worke
     assert_resumes(forks, run, undisturbed, "--num-workers=1", *more, world_size=2, evaluated=evaluated)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_signal_while_a_process_alone_or_one_that_rescues_nothing_waits_for_data_saves(
+    forks: Forks, undisturbed: dict[int, str], tmp_path: Path, world_size: int
+) -> None:
+    run = tmp_path / "run"
+    order = probe("data", 6, signal="SIGTERM", to="group", before_s=1.0, sleep_s=600)
+    codes, output = forks.run(
+        *train(run, "--num-workers=2", *AT_THE_END), env=order, world_size=world_size, preload=f"{__name__}:no_rescue"
+    )
+    assert_stopped(run, codes, output, at_least=1)
+    assert_resumes(forks, run, undisturbed, "--num-workers=1", *AT_THE_END, world_size=world_size, evaluated=(32,))
+
+
+def no_rescue() -> None:
+    """As with Horovod."""
+    from train.parallel.ddp import DDP
+
+    DDP.every_rank_has_all = False  # type: ignore[assignment]
+
+
 def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert forks.run(*train(run))[0] == [0]
@@ -173,13 +193,13 @@ def note_collectives() -> None:
 
 
 def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, tmp_path: Path) -> None:
-    """Here of the last step: the mean loss of all ranks."""
+    """Here of the last step: the mean loss of all ranks. As an epoch begins they compare its order."""
     quiet = ("--log-every-steps", "100", "--save-every-steps", "100", "--max-steps", "7", *AT_THE_END)
     forks.ends(
         *train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
         preload=f"{__name__}:note_collectives",
     )
-    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["6\n", "6\n"]
+    assert [[*dict.fromkeys((tmp_path / f"rank-{rank}").read_text().split())] for rank in (0, 1)] == [["0", "6"]] * 2
 
 
 def build_uneven(config: Config) -> Workload:

@@ -173,17 +173,24 @@ def test_batches_of_a_loader_with_state_go_on_from_it() -> None:
 
 
 def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_training() -> None:
+    drawn = 0
+
     class Long:
         def __iter__(self) -> Iterator[list[int]]:
-            for _ in range(AHEAD + 10):
-                yield [random.randrange(50)]
+            nonlocal drawn
+            for _ in range(AHEAD // 10):
+                drawn += 1
+                yield [random.randrange(50) for _ in range(100)]
 
     def batches(seed: int) -> list[Any]:
+        nonlocal drawn
         source = source_of(DataLoader(Numbers(), batch_sampler=Long()), 0, 1, any_order=False)  # type: ignore[arg-type]
         found = source.open(3, epoch=0, skip=0, state=None)
+        drawn = 0
         random.seed(seed)  # of the training
-        first = flat([next(found)[0] for _ in range(AHEAD + 5)])
+        first = flat([next(found)[0] for _ in range(AHEAD // 100 + 5)])
         assert random.random() == random.Random(seed).random()
+        assert drawn <= 2 * AHEAD // 100 + 1  # a long epoch begins at once
         return first
 
     assert batches(11) == batches(12)
@@ -224,6 +231,16 @@ def test_evaluation_keeps_all_ranks_busy_where_that_is_wanted() -> None:
     loader = DataLoader(Numbers(), batch_size=8)
     weights = [[w for _, w in evaluation_batches(loader, 1, rank, 3, pad=True)] for rank in range(3)]
     assert weights == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+
+
+def test_evaluation_with_lasting_workers_is_that_of_the_loader_as_it_is_now() -> None:
+    def doubled(samples: list[int]) -> list[int]:
+        return [2 * sample for sample in samples]
+
+    loader: Any = DataLoader(Numbers(), batch_size=25, num_workers=1, persistent_workers=True, collate_fn=list)
+    assert [batch[1] for batch, _ in evaluation_batches(loader, 1, 0, 1, pad=False)] == [1, 26]
+    loader.collate_fn = doubled
+    assert [batch[1] for batch, _ in evaluation_batches(loader, 1, 0, 1, pad=False)] == [2, 52]
 
 
 def test_evaluation_leaves_the_random_state_as_it_was() -> None:

@@ -61,7 +61,8 @@ def shown_at_last(run: Path, *patterns: str) -> str:
     ("where", "order", "odd"),
     [
         # In the rank's DataLoader worker; the rank itself waits for it
-        ("data", {"sleep_s": 1000}, r"rank 1: data: loader\.next \(loader\.py:\d+ next\) of step \d+\n"),
+        ("data", {"sleep_s": 1000},
+         r"rank 1: data: next of a DataLoader \(loop\.py:\d+ batches_to_end\) of step \d+\n"),
         ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
         # No thread of Python runs in that process any more, and what it said of its step is old
         ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
@@ -133,7 +134,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
         assert main(["stacks", str(run)]) == 0
         said = capsys.readouterr().out
         asked = r"on \S+: ask there, or kill -USR2 any agent of the job; last stacks at \S+ \(asked\): "
-        for rank, place in ((0, "backward"), (1, "data: loader"), (2, "backward")):
+        for rank, place in ((0, "backward"), (1, "data: next of a DataLoader"), (2, "backward")):
             assert re.search(rf"ranks? [\d, -]*\b{rank}\b.*: {asked}{place}", said), said
         assert process.code is None
 

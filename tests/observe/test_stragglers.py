@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.autograd import Variable
 
+from rankup.loop.batches import part_of
 from rankup.observe import stragglers
 from rankup.observe.stragglers import COMPUTE, ROW, WAITING, WIDTH, RankReports, StepClock, Stragglers, Window
 from tests.rigs.fork_server import Forks
-from train.data.order import Order
 
 STEPS = 50  # of a window
 RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
@@ -64,12 +64,12 @@ def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
 
 def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
     """4 samples on three ranks, and a rank that is slow besides."""
-    order = Order(100, 4, 0, 0, 3)
-    assert order.samples_by_rank == [2, 1, 1]
+    load = [part_of([0, 0, 0, 0], rank, 3)[1] for rank in range(3)]
+    assert load == [1.5, 0.75, 0.75]
 
     def of(*own: float) -> list[str]:
         seconds = [[0.0, each, max(own) - each] for each in own]
-        found = [replace(window, load=order.load_by_rank) for window in [Window(1, 50, seconds)] * 20]
+        found = [replace(window, load=load) for window in [Window(1, 50, seconds)] * 20]
         return said(Stragglers(["node0"] * 3), iter(found))
 
     assert of(0.1, 0.05, 0.05) == []

@@ -1,23 +1,15 @@
 """--mirror: what was published is on a second place too, comes back from there, and never stops a training."""
 
-import contextlib
 import json
-import logging
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from rankup.errors import UserError
-from rankup.places.lease import Lease, Lineage
 from rankup.state import stored_run
-from rankup.state.saver import Options
-from rankup.state.stored_run import SecondPlace
-from tests.rigs.checkpoints import SETTINGS, flip, save
+from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3
@@ -101,19 +93,6 @@ def test_newest_whole_one_of_both_places(disks: Disks, undisturbed: dict[str, An
     assert result(disks.run_dir)["digest"] == undisturbed["digest"]
 
 
-def test_newer_checkpoint_here_is_never_replaced(disks: Disks, undisturbed: dict[str, Any]) -> None:
-    disks.run("--max-steps=4")
-    kept = disks.mirror.with_name("kept")
-    shutil.copytree(disks.mirror, kept)
-    disks.run(code=143, **STOP)
-    shutil.rmtree(disks.mirror)
-    kept.rename(disks.mirror)
-    output = disks.run()
-    assert "fetched" not in output
-    assert "resumed from step-00000014" in output
-    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
-
-
 def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> None:
     disks.run(code=143, **STOP)
     disks.lose()
@@ -143,41 +122,29 @@ def impatient() -> None:
     stored_run.SEARCH_S = stored_run.FIND_S = stored_run.UPLOAD_END_S = 0.1
 
 
-def test_mirror_in_a_store_of_objects_that_denies_and_then_does_not(
+def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_back(
     disks: Disks, s3: S3, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    url = f"s3://{BUCKET}/{tmp_path.name}"
+    url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go-on"
+    fails = "the mirror fails, the training goes on: "
     with s3.door() as door:
         disks.env = door.env
         door.rule = lambda request: 403 if request.method in ("PUT", "POST") else None
         output = disks.run("--max-steps=8", mirror=url)
-        assert output.count("the mirror fails, the training goes on: ") == 1
+        assert output.count(fails) == 1
         assert f"the newest checkpoint, step-00000008, is not on the mirror {url}/run: " in output
-        door.rule = lambda request: None
-        assert "the mirror" not in disks.run(mirror=url, code=143, **STOP)
-        disks.lose()
-        assert f"fetched step-00000018 from the mirror {url}/run" in disks.run(mirror=url)
-    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
-    assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
-
-
-def test_mirror_that_fails_for_a_while_gets_the_newest_checkpoint_all_the_same(
-    disks: Disks, s3: S3, tmp_path: Path
-) -> None:
-    url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go-on"
-    with s3.door() as door:
-        disks.env = door.env
-        door.rule = lambda request: 403 if request.method in ("PUT", "POST") else None
         job = disks.start(mirror=url, where="loss", call=12, until=str(go_on))
-        job.wait_for("the mirror fails, the training goes on: ")
+        job.wait_for(fails)
         door.rule = lambda request: None
         go_on.touch()
         assert job.wait() == [0, 0], job.output
-        assert job.output.count("the mirror fails, the training goes on: ") == 1
-        assert job.output.count(f"the mirror {url}/run is back") == 1
+        assert "resumed from step-00000008" in job.output
+        assert job.output.count(fails) == job.output.count(f"the mirror {url}/run is back") == 1
         assert "is not on the mirror" not in job.output
         disks.lose()
         assert "is finished: 32 steps" in disks.run(mirror=url)
+    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
+    assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
 
 
 def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Disks, s3: S3, tmp_path: Path) -> None:
@@ -197,32 +164,3 @@ def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Dis
         assert [request.name for request in door.seen if of_8(request)][-1].endswith("/manifest.json")
         disks.lose()
         assert "is finished: 32 steps" in disks.run(mirror=url)
-
-
-def test_what_a_machine_had_of_a_run_stays_though_the_run_is_fetched_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def adopt(run: str, then: Callable[[SecondPlace], None] = lambda place: None) -> None:
-        with contextlib.ExitStack() as stack:
-            folder, log = tmp_path / run / "run", logging.getLogger("test")
-            lease = stack.enter_context(Lease(folder, "attempt"))
-            place = SecondPlace(str(tmp_path / "there"), folder, lease, log, Options(keep=2), required=True)
-            place.adopt(stack, nothing_here=False, wanted=lambda found: True)
-            then(place)
-
-    def upload(place: SecondPlace) -> None:
-        place.run = "ahead"
-        place.upload(save(place.folder / "checkpoints", 8), timeout_s=60.0)
-
-    behind = tmp_path / "behind" / "run"
-    for run in ("ahead", "behind"):
-        (tmp_path / run / "run").mkdir(parents=True)
-        Lineage(run, "", "", []).write(tmp_path / run / "run")
-    adopt("ahead", upload)
-    with monkeypatch.context() as patch:
-        patch.setattr(SecondPlace, "fetch_files", Mock(side_effect=UserError("no room")))
-        with pytest.raises(UserError, match="no room"):
-            adopt("behind")
-    adopt("behind")
-    found = [Lineage.read(folder) for folder in (behind, behind / "superseded")]
-    assert [lineage and lineage.run for lineage in found] == ["ahead", "behind"]

@@ -12,7 +12,7 @@ from rankup.errors import PeerLost, UserError
 from rankup.places import place
 from rankup.places.lease import StoreLease
 from rankup.places.place import Place
-from rankup.state.export import fetch_newest
+from rankup.state.reading import fetch_newest
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import save
 from tests.rigs.object_store import BUCKET, S3, Door, Request

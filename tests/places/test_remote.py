@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.checkpoints import SETTINGS
+from tests.rigs.checkpoints import SETTINGS, steps
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
 from tests.rigs.object_store import BUCKET, S3, Door, Request
@@ -140,12 +140,16 @@ def test_a_store_that_denies_is_said_before_the_training(machines: Machines, doo
     assert "secret" not in output
 
 
-def test_a_machine_that_was_left_behind_takes_what_the_store_has(machines: Machines, undisturbed: Path) -> None:
+def test_a_machine_that_was_left_behind_takes_what_the_store_has_and_keeps_what_it_had(
+    machines: Machines, door: Door, undisturbed: Path
+) -> None:
     machines.run("first", "--epochs", "1")
     machines.run("second", "--epochs", "2")
-    output = machines.run("first")
-    assert "went on elsewhere: what this machine had of it was moved to" in output
-    assert "resumed from step-00000016" in output
+    door.rule = lambda request: 403 if request.method == "GET" and request.name.endswith("/config.yaml") else None
+    assert "went on elsewhere: what this machine had of it was moved to" in machines.run("first", code=2)
+    door.rule = lambda request: None
+    assert "resumed from step-00000016" in machines.run("first")
+    assert steps(machines.folder_of("first") / "superseded" / "checkpoints") == [8]
     assert result(machines.folder_of("first"))["digest"] == result(undisturbed)["digest"]
     assert comparable_metrics(machines.folder_of("first")) == comparable_metrics(undisturbed)
 

@@ -9,7 +9,7 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
-from rankup.state.export import fetch_newest
+from rankup.state.reading import fetch_newest
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import damaged, newest, save, steps
 

@@ -20,9 +20,8 @@ from rankup import cli, errors
 from tests.rigs import jobs
 from tests.rigs.jobs import ROOT
 from train.config import Config, load_config
-from train.config.command_line import parse_args
-from train.config.options import OPTIONS
-from train.config.schema import fields_of
+from train.config.load import fields_of
+from train.config.options import OPTIONS, parse_args
 from train.run import CHOICES
 from train.workloads import Workload
 

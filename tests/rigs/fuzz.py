@@ -149,10 +149,10 @@ def plain_copy() -> Files:
 
 def sharded_copy() -> Files:
     form, tensors = tree.encode(TRACKED)
-    own, offsets = reading.own_parts(tensors, 0)
+    own, offsets = tree.own_parts(tensors, 0)
     content = b"".join(map(bytes, tree.TensorFile(own)))
-    index = reading.index(form, tensors, [(offsets, fingerprint(content))])
-    return sealed({STATE: RECORD, **index, reading.file_of(0): content})
+    index = tree.index(form, tensors, [offsets])
+    return sealed({STATE: RECORD, **index, tree.file_of(0): content})
 
 
 def weights() -> Files:

@@ -96,10 +96,10 @@ def dies_in_step_8() -> None:
 
     step = train.loop.step
 
-    def dying(training: Any) -> Any:
+    def dying(training: Any, batches: Any) -> Any:
         if training.job.step_number == 7:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(training)
+        return step(training, batches)
 
     train.loop.step = dying
 

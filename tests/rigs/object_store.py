@@ -36,7 +36,7 @@ class Request:
 class Door(http.server.ThreadingHTTPServer):
     """Passes requests on to the server. `rule` is asked before each, and may sleep, or return what to answer instead.
 
-    A status of 200 is a lie: the request is not passed on. `seen`: what came. `sent`: bytes that went to the client.
+    A status of 200 is a lie: the request is not passed on. `seen`: what came.
     """
 
     daemon_threads = True
@@ -45,7 +45,6 @@ class Door(http.server.ThreadingHTTPServer):
         self.target_port, self.address = target_port, address
         self.rule: Callable[[Request], int | None] = lambda request: None
         self.seen: list[Request] = []
-        self.sent = 0
         if listener is None:
             super().__init__((address, free_port()), _Handler)
         else:
@@ -101,7 +100,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
         self.wfile.flush()
-        self.server.sent += len(content)
 
 
 class S3:

@@ -132,11 +132,11 @@ def _hook_loop(loop: Any) -> None:
     _hook_optimizers()
     step, evaluate = loop.step, loop.evaluate_and_report
 
-    def hooked_step(t: Any) -> Any:
+    def hooked_step(t: Any, batches: Any) -> Any:
         Now.step = t.job.step_number + 1
         hooks = _inside_step(t)
         try:
-            return step(t)
+            return step(t, batches)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -29,7 +29,7 @@ def held_save() -> None:
     The file `writing` beside that one says that it waits. `fails`: the number of the error that it ends with, or -1 for
     one that nobody expects; the file `failed` says so.
     """
-    from rankup.state import copies, reading
+    from rankup.state import copies
 
     write, order = copies.write_durably, json.loads(os.environ["HOLD"])
     until = Path(order["until"])
@@ -48,7 +48,7 @@ def held_save() -> None:
             raise OSError(number, os.strerror(number)) if number > 0 else LookupError("nobody expected this")
         return done
 
-    copies.write_durably = reading.write_durably = held
+    copies.write_durably = held
 
 
 HELD = "tests.run.test_saver:held_save"
@@ -127,8 +127,8 @@ def test_copy_from_a_gpu_is_of_the_moment_it_was_asked_for() -> None:
 
 
 def test_evaluation_with_workers_goes_on_beside_a_save(forks: Forks, tmp_path: Path) -> None:
-    # Both ranks take turns with the three batches of an evaluation: rank 1 has its second call in the second one
-    order = {"where": "evaluate", "call": 2, "rank": 1, "tell": str(tmp_path / "go")}
+    # Three batches an evaluation, and rank 1 repeats the last one: it has its third call in the second evaluation
+    order = {"where": "evaluate", "call": 3, "rank": 1, "tell": str(tmp_path / "go")}
     env = hold(tmp_path / "go") | {"PROBE": json.dumps(order)}
     line = train(tmp_path / "run", "--num-workers=2", "--eval-batch-size=7", "--save-timeout-s=60")
     forks.ends(*line, world_size=2, env=env, preload=HELD)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from rankup.state import rescue
-from rankup.state.copies import to_json
+from rankup.state.copies import no_check, to_json
 from rankup.state.parts import Parts, PartsInMemory, peer_of
-from rankup.state.reading import Copy, Shards, no_check
+from rankup.state.reading import Copy
+from rankup.state.tree import Shards
 from tests.rigs.checkpoints import damage, training_state
 
 TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
@@ -84,8 +85,8 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
 
     def work(group: Any) -> Copy | None:
         memory = PartsInMemory(group, no_check, no_check)
-        for where, *_ in sorted(memory.found(), key=lambda found: -found[1]):
-            copy, _ = memory.load(where)
+        for of in sorted(memory.found(), reverse=True):
+            copy, _ = memory.load(*of)
             if copy is not None:
                 return copy
         return None
@@ -96,8 +97,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
         return None
     weights, steps = [], set()
     for copy in copies:
-        with Shards(copy.path, copy.index) as shards:
-            tracked = shards.read_all()
+        tracked = Shards(copy.path, copy.index).read_all()
         weights.append(tracked["model"]["weight"])
         steps |= {copy.step, tracked["step"]["n"]}
     (step,) = steps

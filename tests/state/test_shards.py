@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup import cli
-from rankup.state import reading
+from rankup.state import tree
 from rankup.state.copies import find_problem, fingerprint, list_copies
 from tests.rigs.checkpoints import flip, load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
@@ -189,11 +189,11 @@ def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path)
 
 def rewrite(path: Path, **entry: Any) -> None:
     """Change what the index says of a tensor, as somebody would who wants it to be read: every digest is right."""
-    index = json.loads((path / reading.INDEX).read_text())
+    index = json.loads((path / tree.INDEX).read_text())
     index["shards"]["model/0.weight"] |= entry
-    (path / reading.INDEX).write_text(json.dumps(index))
+    (path / tree.INDEX).write_text(json.dumps(index))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][reading.INDEX] = fingerprint((path / reading.INDEX).read_bytes())
+    manifest["files"][tree.INDEX] = fingerprint((path / tree.INDEX).read_bytes())
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -185,30 +185,22 @@ def add_token(folder: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(),
-                  r"config.json: is missing. A BERT's folder holds config.json, vocab"),
-    "damaged config": (lambda f: (f / "config.json").write_text("{"),
-                       r"config.json: must be a BERT's, got: .*not a valid JSON file"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json: must be a BERT's, got: .*No such file"),
+    "damaged config": (lambda f: (f / "config.json").write_text("{"), r"config.json: must be a BERT's, got: Expecting"),
     "other model": (lambda f: change_json(f / "config.json", model_type="roberta"),
-                    r'model_type must be bert, got "roberta"'),
-    "odd heads": (lambda f: change_json(f / "config.json", num_attention_heads=3),
-                  r"config.json: must be a BERT's, got: "),
+                    r"config.json: must be a BERT's, got: model_type roberta"),
     "no vocabulary": (lambda f: (f / "vocab.txt").unlink(),
                       r"must hold vocab.txt or tokenizer.json, got neither. A BERT's folder holds"),
-    "vocabulary of nothing": (lambda f: (f / "vocab.txt").write_text("a\nb\n"),
-                              r"vocab.txt: must hold the tokens \[CLS\], \[PAD\], .*no \[CLS"),
     "damaged tokenizer": (lambda f: ((f / "vocab.txt").unlink(), (f / "tokenizer.json").write_text("{}")),
                           r"tokenizer.json: must be a vocabulary of word pieces, got: "),
     "larger vocabulary": (
-        add_token,
-        r"vocab.txt: must have at most the \d+ tokens that config.json says \(vocab_size\), got \d+. They are of two"),
-    "embeddings of another size": (
-        lambda f: change_json(f / "config.json", vocab_size=900),
-        r"embeddings.word_embeddings.weight must have shape \(900, 64\) by config.json, got \("),
-    "fewer layers in config": (lambda f: change_json(f / "config.json", num_hidden_layers=1),
-                               r"got also bert.encoder.layer.1.* and 12 more"),
+        add_token, r"vocab.txt: must have at most the \d+ tokens that config.json says \(vocab_size\), got \d+\."),
+    "embeddings of another size": (lambda f: change_json(f / "config.json", vocab_size=900),
+                                   r"must hold weights that load, got: "),
     "lost layer": (drop("layer.1.output.dense.weight"),
                    r"got no encoder.layer.1.output.dense.weight\."),
+    "fewer positions": (lambda f: change_json(f / "config.json", max_position_embeddings=40),
+                        r"max_seq_len must be <= 40, as .*config.json says .*, got 48"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 2000),
                         r"must hold weights that load, got: .*header too large\. A BERT"),
 }
@@ -224,36 +216,16 @@ def test_folder_that_is_no_bert_is_one_line(folder: Path, mistake: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_length_beyond_the_positions_is_refused(made: Path) -> None:
-    build(made, max_seq_len=64)
-    too_long = r"max_seq_len must be <= 64, the positions that .*config.json has .*, got 65"
-    with pytest.raises(UserError, match=too_long):
-        build(made, max_seq_len=65)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("hfl/chinese-bert-wwm-ext",
-      "got hfl/chinese-bert-wwm-ext, which is not one here. Nothing is downloaded unasked.*--bert-download"),
-     ("/no/such/folder/at/all",
-      "must be a folder, got /no/such/folder/at/all, which is not there. A BERT's folder holds"),
-     (__file__, "must be a folder, got .*test_bert.py, a file")],
-)
-def test_folder_that_is_not_there_is_named(name: str, message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
+@pytest.mark.parametrize("name", ["hfl/chinese-bert-wwm-ext", "/no/such/folder/at/all", __file__])
+def test_folder_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(UserError, match=f"got {name}, which is not one here. .*set --bert-download") as caught:
         build(name)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("package", ["transformers", "safetensors"])
 def test_missing_package_is_one_line_with_the_command_that_installs_it(
-    made: Path, monkeypatch: pytest.MonkeyPatch, package: str
+    made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"null without the package {package}, .*pip install -e '.\[text\]'"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"null without the package transformers, .*pip install -e '.\[text\]'"):
         build(made)
-
-
-def test_bert_for_images_is_refused(made: Path) -> None:
-    with pytest.raises(UserError, match=r"bert_dir must be null with workload images, got .*Set --workload text"):
-        load(Config(dataset="digits", bert_dir=str(made)))

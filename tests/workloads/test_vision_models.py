@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rankup.errors import UserError
-from train.workloads import vision_models
 from train.workloads.vision_models import build_model
 
 # Those that need special treatment, and some of the common kinds, with the smallest round size that they take
@@ -74,8 +73,7 @@ def test_dropout_is_passed_on(name: str) -> None:
         ("cnn", {"size": 3}, "cnn needs images of at least 4 x 4, got 3 x 3"),
         ("resnet-18", {}, 'got "resnet-18". Did you mean "resnet18'),
         ("cnnn", {}, 'got "cnnn". Did you mean "cnn'),
-        ("quantized_resnet18", {},
-         'or a torchvision classifier, got "quantized_resnet18", torchvision\'s for another purpose'),
+        ("quantized_resnet18", {}, 'or a torchvision classifier, got "quantized_resnet18"'),
         ("resnet18", {"dropout": 0.3}, r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."),
     ],
 )
@@ -83,8 +81,3 @@ def test_model_that_cannot_be_is_refused_in_one_line(name: str, more: dict[str, 
     with pytest.raises(UserError, match=message) as caught:
         build(name, **more)
     assert "\n" not in str(caught.value)
-
-
-def test_model_without_a_convolution_needs_rgb() -> None:
-    with pytest.raises(UserError, match="must begin with a convolution to take 1 channels"):
-        vision_models._first_convolution_for(torch.nn.Linear(3, 3), 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rankup import Program, RankEnv
 
 from ..config import Config
-from ..config.command_line import Request
+from ..config.options import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import rankup
-from rankup import Copy, Group, Stopped, UserError
+from rankup import Copy, Group, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from ..config import Config
 from ..config.options import EvaluateOptions, PredictOptions
 from ..data import Samples
+from ..data.samples import to_device
 from ..group import join_group
 from ..parallel.model import autocast, prepare
 from ..run import weights
-from ..run.evaluation import batches_of_rank, evaluate
+from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
 from ..run.run_directory import check
 from ..workloads import Workload, load
@@ -73,7 +75,6 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
             raise UserError(f"{checkpoint.path} does not fit the model of these settings: {reason}.") from None
         # No rank trains here: batch norm uses its stored statistics, and sync_bn would need ranks to compute others
         prepare(workload, settings.model_copy(update={"sync_bn": False}), group)
-        group.stop.finish_step_first()
         yield CheckpointModel(settings, group, workload, checkpoint)
 
 
@@ -101,13 +102,12 @@ def _refuse_other_data(checkpoint: Copy, workload: Workload, settings: Config, *
 def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
     """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs.
 
-    Raises Stopped if any rank was asked to stop, and what `open_checkpoint` raises.
+    Raises what `open_checkpoint` raises.
     """
     with open_checkpoint(context, options.checkpoint) as opened:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
-        result = evaluate(opened.config, group, workload, workload.model)
-        if result is None:
-            raise Stopped(f"{group.stop.signal_name or 'another rank'}: evaluation stopped, nothing to save.")
+        batches = rankup.Workers(evaluation_loader(opened.config, group, workload.evaluation, own=True))
+        result = evaluate(opened.config, group, workload, workload.model, batches)
         digest = weights.digest(workload.model.state_dict())
         text, details = workload.report(result.tables) if workload.report else ("", {})
         if group.is_rank0:
@@ -127,7 +127,7 @@ def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
 def predict(context: Context, options: PredictOptions) -> None:
     """Write a line for each sample, in the samples' order, whatever the number of ranks.
 
-    Raises UserError for input or output that can't be used, Stopped, and what `open_checkpoint` raises.
+    Raises UserError for input or output that can't be used, and what `open_checkpoint` raises.
     """
     output = Path(options.output)
     with (
@@ -170,17 +170,16 @@ def _open_samples(opened: CheckpointModel, path: str) -> Iterator[tuple[Samples,
 
 @torch.no_grad()
 def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int, str, float]]:
-    """(sample number, label, probability) of this rank's share. Raises Stopped if any rank was asked to stop."""
+    """(sample number, label, probability) of this rank's share."""
     group, workload = opened.group, opened.workload
     assert workload.predict is not None
     rows: list[tuple[int, str, float]] = []
     workload.model.eval()
-    for _, indices, batch in batches_of_rank(opened.config, group, samples):
-        if batch is None:
-            raise Stopped(f"{group.stop.signal_name or 'another rank'}: prediction stopped, nothing was written.")
+    loader: Any = evaluation_loader(opened.config, group, samples, own=True)
+    for numbers, batch in zip(loader.batch_sampler, rankup.Workers(loader), strict=True):
         with autocast(opened.config, group.device):
-            labels, probabilities = workload.predict(workload.model, batch)
-        for index, label, probability in zip(indices.tolist(), labels.tolist(), probabilities.tolist(), strict=True):
+            labels, probabilities = workload.predict(workload.model, to_device(batch, group.device))
+        for index, label, probability in zip(numbers, labels.tolist(), probabilities.tolist(), strict=True):
             # A label is the number of a class, or, in a workload without classes, the predicted value itself
             is_class = isinstance(label, int) and 0 <= label < len(workload.classes)
             rows.append((index, workload.classes[label] if is_class else str(label), probability))

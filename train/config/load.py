@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar, cast, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from rankup import UserError
-from rankup.urls import is_url
+from rankup.urls import must_hold_no_secrets, secrets_in
 
-from .schema import (
-    NO_CHOICES,
-    Choices,
-    bounds,
-    facts,
-    flag,
-    from_text,
-    is_choice,
-    kind,
-    unknown,
-    validate,
-)
-from .settings import GROUPS, Settings
+from .settings import GROUPS, INT32_MAX, Config
 from .yaml_text import describe, dump_value, read_yaml, scalar
 
+# How this program is called: an installed rankup has it inside
+PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
 
-class Config(Settings, frozen=True):
-    """All settings of one run, each validated by itself, and immutable. `load_config` also refuses contradictions."""
+Model = TypeVar("Model", bound=BaseModel)
+
+# Setting -> its possible values, where a room above this one knows them. One with a colon, such as hf:NAME, stands for
+# all that begin like it.
+Choices = Mapping[str, Sequence[str]]
+NO_CHOICES: Choices = {}
 
 
 def load_config(
@@ -37,51 +32,120 @@ def load_config(
     """Defaults, then the YAML file, then flags (name -> text); a flag `options.key` sets one key of options.
 
     Raises UserError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
-    wrong types, values out of range, and settings that contradict each other.
+    wrong types and values out of range; if there is none of these, settings that contradict each other.
     """
     found = list(mistakes)
     values: dict[str, Any] = {}
-    file_failed = False
     try:
         values = read_yaml(file) if file is not None else {}
     except UserError as error:
         found.append(str(error))
-        file_failed = True
     for name in [name for name in values if name not in Config.model_fields]:
-        found.append(f"{file}: {unknown(name, Config.model_fields, describe)}")
+        found.append(f"{file}: {unknown(str(name), Config.model_fields, describe)}")
         del values[name]
-    shown: dict[str, str] = {}  # flags as they were written, for messages
     for name, text in flags.items():
-        head, _, key = name.partition(".")
-        if head not in Config.model_fields or (key and head != "options") or name == "options.":
-            found.append(unknown(name, Config.model_fields, lambda n: describe(flag(n))))
-        elif key:
-            value = scalar(text)
-            if isinstance(value, float) and not math.isfinite(value):
-                found.append(f"--{name} must be finite, got {text}.")
-                continue
+        _, dot, key = name.partition(".")
+        if dot:
             options = values.get("options", {})
-            # A file whose options are no mapping keeps its mistake; it is reported below.
-            if isinstance(options, dict):
-                values["options"] = {**options, key: value}
+            if isinstance(options, dict):  # else the file's mistake is reported below
+                values["options"] = {**options, key: scalar(text)}
         else:
-            values[name] = from_text(Config.model_fields[name], text)
-            shown[name] = text or describe(text)
+            null = Config.model_fields[name].default is None and text.lower() in ("null", "none")
+            values[name] = None if null else text
 
     def label(name: str) -> str:
-        return flag(name) if name in shown else f"{file}: {name}" if name in values and file else name
+        return flag(name) if name in flags else f"{file}: {name}" if name in values and file else name
 
-    config, wrong = validate(Config, values, label=label, shown=shown)
+    config, wrong = validate(Config, values, label)
     for name, known in choices.items():
-        if name in wrong or not any(is_choice(getattr(config, name), one) for one in known):
-            wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(values[name])}."
+        value = values.get(name, "")
+        if name in values and not (isinstance(value, str) and any(is_choice(value, one) for one in known)):
+            wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(value)}."
     found += wrong.values()
-    # One with a setting that is wrong already, or may stand in a file that can't be read, would be a guess
-    if not file_failed:
-        found += [c.text(config, label) for c in contradictions(config) if not wrong.keys() & set(c.fields)]
+    if not found:
+        found = [f"{label(name)} must be {rule}, got {describe(getattr(config, name))}. {why}"
+                 for name, rule, why in contradictions(config)]
     if found:
         raise UserError("\n".join(found))
     return config
+
+
+def validate(
+    model: type[Model], values: Mapping[str, Any], label: Callable[[str], str]
+) -> tuple[Model, dict[str, str]]:
+    """The model of these values, or of none if one is wrong, and a message for each wrong one, by name.
+
+    Names outside the model must be gone already. `label`: a name as the user wrote it.
+    """
+    # First, and not by a rule of each field: no message may repeat such a value
+    wrong = {name: must_hold_no_secrets(label(name)) for name, value in values.items()
+             if isinstance(value, str) and secrets_in(value)}
+    try:
+        found = model(**{name: value for name, value in values.items() if name not in wrong})
+        return (model() if wrong else found), wrong
+    except ValidationError as error:
+        fields = fields_of(model)
+        for detail in error.errors():
+            name = str(detail["loc"][0])
+            rule = facts(fields[name])["rule"] or detail["msg"].removeprefix("Input should be ")
+            rule += " or null" if fields[name].default is None else ""
+            # pydantic may find several errors in one value
+            wrong.setdefault(name, f"{label(name)} must be {rule}, got {describe(values[name])}.")
+    return model(), wrong
+
+
+def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> str:
+    """The message for a name that no setting has; `show` writes a name as the user would."""
+    near = get_close_matches(name.replace("-", "_"), names, n=1)
+    hint = f"; did you mean {show(near[0])}?" if near else "."
+    return f"unknown setting {show(name)}{hint} ({PROGRAM} show lists all)"
+
+
+# What the declaration of a setting or option says --------------------------------------------------------------------
+
+
+def is_choice(value: str, known: str) -> bool:
+    """Whether `value` is the choice `known`, or one of those that it stands for."""
+    start, colon, _ = known.partition(":")
+    return value.startswith(f"{start}:") and value != f"{start}:" if colon else value == known
+
+
+def flag(name: str) -> str:
+    """The flag of a setting, as help and messages write it: batch_size -> --batch-size."""
+    head, dot, key = name.partition(".")
+    return "--" + head.replace("_", "-") + dot + key
+
+
+def literals(field: FieldInfo) -> tuple[str, ...]:
+    """The choices of a field; empty: any value."""
+    return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether the flag may stand without a value."""
+    return bool in (field.annotation, *get_args(field.annotation))
+
+
+def bounds(field: FieldInfo) -> str:
+    """A field's range, such as `>= 0 and < 1`; empty where it has none."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limits = [(sign, getattr(limit, key)) for limit in field.metadata for key, sign in signs.items()
+              if hasattr(limit, key)]
+    # An upper bound that is only the width of a counter says nothing to a reader
+    return " and ".join(f"{sign} {limit}" for sign, limit in limits if limit != INT32_MAX)
+
+
+def facts(field: FieldInfo) -> dict[str, Any]:
+    """A field's unit, rule, affects_result and `of`."""
+    return cast(dict[str, Any], field.json_schema_extra)
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """A model's fields by the names of their flags (`json`, which pydantic does not allow as an attribute)."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+# Settings of one run, shown and compared -----------------------------------------------------------------------------
 
 
 def foreign(config: Config) -> list[str]:
@@ -109,13 +173,7 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
             continue
         if name == "dataset" and str(before).startswith("hf:") and str(after).startswith("hf:"):
             continue  # a place, as data_dir is; whether its rows are others, the name of the data says
-        if isinstance(before, dict):
-            for key in sorted(before.keys() | after.keys()):
-                if before.get(key, ...) != after.get(key, ...):
-                    texts = [dump_value(side[key]) if key in side else "(not set)" for side in (before, after)]
-                    changes.append(f"{name}.{key}: {' -> '.join(texts)}")
-        else:
-            changes.append(f"{name}: {dump_value(before)} -> {dump_value(after)}")
+        changes.append(f"{name}: {dump_value(before)} -> {dump_value(after)}")
     return changes
 
 
@@ -131,8 +189,8 @@ def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
             lines += ["", f"# {GROUPS[name]}"]
         if name in others:
             continue
-        known = choices.get(name, kind(field)[2])
         of = f"{facts(field)['of']}: " if facts(field)["of"] else ""
+        known = choices.get(name, literals(field))
         more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
         line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {of}{field.description}"
         lines.append(line + (f" [{more}]" if more else ""))
@@ -140,7 +198,6 @@ def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
 
 
 # Settings that are each right and cannot go together, with one another or with the number of processes --------------
-
 
 # Method -> the switches that it does not have, and why
 _ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
@@ -154,87 +211,39 @@ NOT_WITH = {
 }
 
 
-@dataclass(frozen=True)
-class Contradiction:
-    """`fields`: the settings that it is about; the first is the one to change, and must be `rule`."""
-
-    fields: tuple[str, ...]
-    rule: str
-    way_out: str
-
-    def text(self, config: Settings, label: Callable[[str], str] = str) -> str:
-        """The message in the house form; `label` turns a setting's name into what the user wrote."""
-        got = describe(getattr(config, self.fields[0]))
-        return f"{label(self.fields[0])} must be {self.rule}, got {got}. {self.way_out}"
-
-
-def contradictions(c: Settings) -> Iterator[Contradiction]:
-    """Those that these settings have, one for each rule that they break."""
-    yield from _of_method(c)
-    if c.device_ids and c.device not in ("auto", "cuda"):
-        yield Contradiction(("device_ids", "device"), f"empty with device {c.device}", "They number CUDA's devices.")
-    if c.sync_bn and c.device == "cpu":
-        yield Contradiction(("sync_bn", "device"), "false with device cpu",
-                            "torch's SyncBatchNorm needs an accelerator.")
-    if c.backend == "nccl" and c.device == "cpu":
-        yield Contradiction(("backend", "device"), "gloo or auto with device cpu", "nccl moves GPU memory only.")
-    if c.batch_size < c.accumulate:
-        yield Contradiction(("batch_size", "accumulate"), f">= accumulate={c.accumulate}",
-                            "Each micro-batch needs a sample.")
-    if 0 < c.max_steps <= c.warmup_steps:
-        yield Contradiction(("warmup_steps", "max_steps"), f"< max_steps={c.max_steps}",
-                            "The run would end before the warm-up does.")
-    if c.mirror and _place(c.mirror) == _place(c.run_dir):
-        yield Contradiction(("mirror", "run_dir"), "another place than run_dir", "A copy there would be lost with it.")
-    if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
-        yield Contradiction(("data_dir", "dataset", "workload"), "a folder of class folders with dataset imagefolder",
-                            "Set it with --data-dir.")
-    if c.workload in ("images", "text") and c.dataset.startswith("hf:") and c.data_dir is not None:
-        yield Contradiction(("data_dir", "dataset", "workload"), "null with dataset hf:PATH_OR_NAME",
-                            "The folder stands behind hf:")
-    yield from _of_image_files(c)
-
-
-def _place(text: str) -> str:
-    return text.rstrip("/") if is_url(text) else os.path.abspath(text)
-
-
-def _of_image_files(c: Settings) -> Iterator[Contradiction]:
-    """What needs image files as they are."""
-    crops = isinstance(c.augment, str)
-    if crops and c.workload == "images" and not c.dataset.startswith(("imagefolder", "hf:")):
-        yield Contradiction(("augment", "dataset", "workload"), f"true or false with dataset {c.dataset}",
-                            "Its images are small and whole already.")
-    if crops and c.in_memory == "always":
-        yield Contradiction(("in_memory", "augment"), f"auto or never with augment {c.augment}",
-                            "Random crops need the whole images, memory would hold their middle.")
-
-
-def _of_method(c: Settings) -> Iterator[Contradiction]:
-    """What the method of training in parallel does not have."""
-
-    def refuse(field: str, allowed: str, why: str) -> Contradiction:
-        return Contradiction((field, "parallel"), f"{allowed} with parallel {c.parallel}", why)
-
-    if c.parallel != "dp" and c.device_ids:
-        yield Contradiction(("device_ids", "parallel"), "empty without parallel dp",
-                            "Elsewhere each process has one device, see device.")
-    for field, why in NOT_WITH.get(c.parallel, {}).items():
-        if getattr(c, field) is True:
-            yield refuse(field, "false", why)
+def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
+    """Those of these settings: which to change, what it must be, and why."""
+    method = f"with parallel {c.parallel}"
+    for name, why in NOT_WITH.get(c.parallel, {}).items():
+        if getattr(c, name) is True:
+            yield name, f"false {method}", why
     if c.parallel == "fsdp" and c.precision == "fp16":
-        yield refuse("precision", "fp32 or bf16", "Each rank would scale by the overflows of its own part.")
+        yield "precision", f"fp32 or bf16 {method}", "Each rank would scale by the overflows of its own part."
     if c.parallel == "horovod" and c.compress == "bf16":
-        yield refuse("compress", "none or fp16", "Horovod does not sum bf16. Use ddp.")
+        yield "compress", f"none or fp16 {method}", "Horovod does not sum bf16. Use ddp."
     if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
-        yield refuse("compress", "none", "Only ddp sends gradients through hooks.")
+        yield "compress", f"none {method}", "Only ddp sends gradients through hooks."
     if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
-        yield refuse("save", "auto or sync", "No rank holds a whole state to copy: see --checkpoint-format sharded.")
+        yield "save", f"auto or sync {method}", "No rank holds a whole state to copy: see --checkpoint-format sharded."
     if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
-        yield refuse("checkpoint_format", "plain", "Only fsdp splits what is saved.")
+        yield "checkpoint_format", f"plain {method}", "Only fsdp splits what is saved."
+    if c.sync_bn and c.device == "cpu":
+        yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
+    if c.backend == "nccl" and c.device == "cpu":
+        yield "backend", "gloo or auto with device cpu", "nccl moves GPU memory only."
+    if c.batch_size < c.accumulate:
+        yield "batch_size", f">= accumulate={c.accumulate}", "Each micro-batch needs a sample."
+    if 0 < c.max_steps <= c.warmup_steps:
+        yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
+    if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):
+        yield "mirror", "another place than run_dir", "A copy there would be lost with it."
+    if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
+        yield "data_dir", "a folder of class folders with dataset imagefolder", "Set it with --data-dir."
+    if c.workload in ("images", "text") and c.dataset.startswith("hf:") and c.data_dir is not None:
+        yield "data_dir", "null with dataset hf:PATH_OR_NAME", "The folder stands behind hf:"
 
 
-def check_world_size(config: Settings, world_size: int) -> None:
+def check_world_size(config: Config, world_size: int) -> None:
     """Raise UserError unless so many processes can train together and each micro-batch of each gets a sample."""
     if config.parallel in ("none", "dp") and world_size > 1:
         raise UserError(

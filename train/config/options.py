@@ -1,18 +1,31 @@
-"""The commands: what each is for, and its options, which are no settings of a training. No torch here."""
+"""The command line, `COMMAND --SETTING VALUE ...`: the commands and their options, what a line means, and --help.
+
+python-fire takes a line apart, and every mistake in it is collected. Values stay texts here: pydantic reads them by the
+types of their settings. No torch here.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
-from .settings import setting
+from .load import NO_CHOICES, PROGRAM, Choices, fields_of, flag, is_switch, literals, unknown, validate
+from .settings import Config, setting
+from .yaml_text import describe, dump_value
 
 
 class Options(BaseModel):
-    """The options of one command. The docstring of a command's class is its line in --help."""
+    """The options of one command. The docstring of a command's class is its text in --help."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")
     only_reads: ClassVar[bool] = False  # it starts no rank and leaves nothing behind, so a signal may end it at once
 
 
@@ -20,7 +33,7 @@ class RankOptions(Options):
     """Of the commands that run as ranks."""
 
     init_method: str = setting(
-        "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.", metavar="URL")
+        "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.")
     rank: int | None = setting(None, "In place of RANK.")
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
@@ -35,7 +48,7 @@ class CheckpointOptions(Options):
     """Of the commands that read a checkpoint."""
 
     checkpoint: str = setting(
-        "", "Checkpoint directory, or its address; by default the newest good one of the run.", metavar="DIR")
+        "", "Checkpoint directory, or its address; by default the newest good one of the run.")
 
 
 class TrainOptions(RankOptions):
@@ -51,8 +64,8 @@ class PredictOptions(CheckpointOptions, RankOptions):
 
     input: str = setting(
         "", "What to predict: an image or a folder of them, a file of texts, or - for standard input; by default the "
-        "test data.", metavar="PATH")
-    output: str = setting("predictions.csv", "Where to write.", pattern=r"\.(csv|jsonl)$", metavar="FILE",
+        "test data.")
+    output: str = setting("predictions.csv", "Where to write.", pattern=r"\.(csv|jsonl)$",
                           rule="a .csv or .jsonl file")
 
 
@@ -72,3 +85,131 @@ OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "show": ShowOptions,
     "doctor": DoctorOptions,
 }
+
+# What a line means ---------------------------------------------------------------------------------------------------
+
+# Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
+NOT_FIRES = ("--", "--separator=\0")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line, understood. `mistakes` belong before those of `load_config`, in one report.
+
+    `settings`: name -> text, as given; `options.key` sets one key. `options`: those of the command, all of them.
+    """
+
+    command: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    config_file: str | None = None
+    options: Options = field(default_factory=Options)
+    help: bool = False
+    mistakes: list[str] = field(default_factory=list)
+
+
+def parse_args(argv: Sequence[str]) -> Request:
+    """Understand a command line; runs and raises nothing.
+
+    The command is the first word, `train` where a line begins with a setting. --local-rank, which
+    torch.distributed.launch puts in front, is passed over: LOCAL_RANK says the same.
+    """
+    words = [word for word in argv if word != "--"]  # behind it Fire would obey flags of its own
+    if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
+        words = words[1 if found[1] else 2 :]
+    if {"-h", "--help"} & set(words):
+        return Request(next((word for word in words if word in OPTIONS), None), help=True)
+    if not words:
+        return Request()
+    command = "train" if re.match(r"--|-[a-zA-Z]", words[0]) else words.pop(0)
+    if command not in OPTIONS:
+        near = get_close_matches(command, OPTIONS, n=1)
+        hint = f"; did you mean {describe(near[0])}?" if near else "."
+        return Request(command, mistakes=[f"unknown command {describe(command)}{hint}"])
+    import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
+    from fire.decorators import SetParseFn
+
+    def understand(*more: str, **flags: str) -> Request:
+        return _understand(command, more, flags)
+
+    table = {command: SetParseFn(str)(understand)}
+    request: Request = fire.Fire(table, command=[command, *words, *NOT_FIRES], serialize=lambda _: None)
+    return request
+
+
+def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Request:
+    """`more`: words that are neither flags nor values."""
+    own = fields_of(OPTIONS[command])
+    fields = {**Config.model_fields, **own}
+    settings: dict[str, str] = {}
+    given: dict[str, str] = {}
+    mistakes = [f"unexpected argument {describe(word)}." for word in more]
+    file = flags.pop("config", None)
+    for name, text in flags.items():
+        if name.startswith("_") and text == "False":
+            name = name[1:]  # --no-NAME, of which Fire has taken "no" away
+        if name in fields and text == "True" and not is_switch(fields[name]):  # Fire's value of a flag that has none
+            mistakes.append(f"{flag(name)} must be followed by a value.")
+        elif name in own:
+            given[name] = text
+        elif name in fields or name.startswith("options."):
+            settings[name] = text
+        else:
+            mistakes.append(unknown(name, [*fields, "config", "help"], lambda name: describe(flag(name))))
+    options, wrong = validate(OPTIONS[command], given, flag)
+    return Request(command, settings, file, options, mistakes=[*mistakes, *wrong.values()])
+
+
+# --help --------------------------------------------------------------------------------------------------------------
+
+# The settings that a first training meets
+COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
+          "parallel", "seed", "name", "run_dir", "fresh")
+NOTE = (
+    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them, and with "
+    "--dataset hf:NAME, --workload text and so on those of that data set or workload. Flags outrank --config FILE, the "
+    "file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
+)
+EXAMPLES = {
+    "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
+    "evaluate": ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110"),
+    "predict": ("predict --name mine --output predictions.csv", "predict --name mine --input photos/"),
+    "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json"),
+    "doctor": ("doctor", "doctor --alone --json"),
+}
+
+
+def help_text(command: str = "", *, choices: Choices = NO_CHOICES) -> str:
+    """The help of `command`, or of all: at most 40 lines at 80 columns."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    if command not in OPTIONS:
+        rows = [(name, _text(model)) for name, model in OPTIONS.items()]
+        more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
+        lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
+        lines += [*_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]
+        return "\n".join(lines) + "\n"
+    rows = [_row(name, field, literals(field)) for name, field in fields_of(OPTIONS[command]).items()]
+    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(_text(OPTIONS[command]), width)]
+    lines += ["", "options:", *_table(rows, width)]
+    if command == "train":
+        fields = {name: Config.model_fields[name] for name in COMMON}
+        rows = [_row(name, field, choices.get(name, literals(field))) for name, field in fields.items()]
+        lines += ["", "settings, the most common ones:", *_table(rows, width)]
+    lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in EXAMPLES[command])]
+    lines += ["", *textwrap.wrap(NOTE, width)] if command in ("train", "show") else []
+    return "\n".join(lines) + "\n"
+
+
+def _text(model: type[Options]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _row(name: str, field: FieldInfo, known: Sequence[str]) -> tuple[str, str]:
+    default = "" if field.default in (None, False, "") else f"[{dump_value(field.default)}] "
+    return flag(name) + ("" if is_switch(field) else " VALUE"), default + (", ".join(known) or str(field.description))
+
+
+def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Two columns."""
+    left = max(len(name) for name, _ in rows) + 4
+    return [line for name, text in rows for line in textwrap.wrap(
+        text, width, initial_indent=f"  {name}".ljust(left), subsequent_indent=" " * left, break_on_hyphens=False)]

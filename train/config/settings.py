@@ -5,11 +5,10 @@ A setting that affects the result must stay the same when a run is resumed. `sho
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, JsonValue
 
 WEEK_S = 7 * 24 * 3600
 INT32_MAX = 2**31 - 1  # steps, samples: what a 32-bit counter holds
@@ -19,15 +18,14 @@ Augment = bool | Literal["imagenet", "trivial"]
 
 
 def setting(
-    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", metavar: str = "", of: str = "",
-    **limits: Any,
+    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", of: str = "", **limits: Any
 ) -> Any:
-    """A field of Settings, or of a command's options.
+    """A field of Config, or of a command's options.
 
-    `result`: it affects the trained weights. `rule`: what a text must be, for messages. `metavar`: what stands for its
-    value in --help. `of`: the data set, workload or method that alone has it. `limits`: pydantic's own (ge, lt, ...).
+    `result`: it affects the trained weights. `rule`: what it must be, in place of pydantic's words. `of`: the data set,
+    workload or method that alone has it. `limits`: pydantic's own (ge, lt, ...).
     """
-    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "metavar": metavar, "of": of}
+    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "of": of}
     return Field(default, description=help, json_schema_extra=facts, **limits)
 
 
@@ -39,8 +37,8 @@ def _deadline(default: float, what: str) -> Any:
     return setting(default, f"Longest time for {what}; then the process ends.", unit="s", gt=0, le=WEEK_S)
 
 
-class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=False):
-    """All settings of one run, each checked by itself. `train.config.Config` also checks that they go together."""
+class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """All settings of one run, each checked by itself, and immutable. `load_config` also refuses contradictions."""
 
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
@@ -75,12 +73,14 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
-        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.")
+        "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.",
+        rule="true, false, imagenet or trivial")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
     fake_samples: Count = _result(1024, "How many images it has.", unit="samples", of="fake")
     fake_classes: int = _result(10, "How many classes it has.", unit="classes", ge=2, le=100_000, of="fake")
-    options: dict[str, Any] = _result(
+    # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed
+    options: dict[str, JsonValue] = _result(
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
@@ -113,7 +113,8 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
     compile: bool = _result(False, "torch.compile the model.")
     channels_last: bool | Literal["auto"] = _result(
-        "auto", "Memory format NHWC, faster for convolutions; auto: where the model has some.")
+        "auto", "Memory format NHWC, faster for convolutions; auto: where the model has some.",
+        rule="true, false or auto")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
     compress: Literal["none", "fp16", "bf16"] = _result(
@@ -171,25 +172,7 @@ class Settings(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_na
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
 
-    @field_validator("options")
-    @classmethod
-    def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed.
-        if not _is_plain(value, levels=20):
-            raise ValueError("not plain")
-        return value
 
-
-# What has settings of its own
-TOPICS = ("hf", "text", "fake", "dp")
 # The first setting of each group -> the group's title
 GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
           "join_timeout_s": "deadlines", "name": "the run"}
-
-
-def _is_plain(value: Any, *, levels: int) -> bool:
-    if isinstance(value, dict):
-        return levels > 0 and all(isinstance(k, str) and _is_plain(v, levels=levels - 1) for k, v in value.items())
-    if isinstance(value, list):
-        return levels > 0 and all(_is_plain(v, levels=levels - 1) for v in value)
-    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))

@@ -22,7 +22,6 @@ class FSDP(Method):
     of `world_size` slices along the first dimension."""
 
     replicates_state: ClassVar[bool] = False
-    forward_waits_for_all: ClassVar[bool] = True
     needs_process_group: ClassVar[bool] = True
     graph_ends_in_parameters: ClassVar[bool] = False  # it ends in the gathered copies
 

@@ -23,8 +23,6 @@ class Method:
     # Whether each rank holds all weights and the whole optimizer state. If not, no single rank can save them or compute
     # their digest without the others.
     replicates_state: ClassVar[bool] = True
-    # Whether forward itself waits for all ranks. Evaluation then gives ranks without a batch one to pass the time with.
-    forward_waits_for_all: ClassVar[bool] = False
     # Whether it needs torch's process group also where there is one rank only.
     needs_process_group: ClassVar[bool] = False
     # Whether a rank trains on one device. If not, one process takes all devices of its node.

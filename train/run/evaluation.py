@@ -8,25 +8,22 @@ The usual short cuts do not: a padded sampler counts some samples twice, and an 
 samples by how many their rank had (pytorch issue 25162).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
 
 from rankup import Group, UserError
 
 from ..config import Config
 from ..data import Samples
-from ..data.loader import Loader
-from ..data.order import evaluation_batches, num_batches
+from ..data.loader import load_batches
 from ..data.samples import to_device
 from ..parallel.model import autocast, eval_mode
 from ..workloads import Sums, Workload
-
-# In place of a batch's number: it is there to pass the time with, and was counted already
-PADDING = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +35,15 @@ class Result:
 
 @torch.no_grad()
 def evaluate(
-    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool = False,
-    loader: Loader | None = None,
-) -> Result | None:
-    """Evaluate `model`, the plain module: a DDP wrapper would wait for ranks that have no batch left.
+    config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
+) -> Result:
+    """Evaluate `model`, the plain module: one that is wrapped for training would exchange buffers.
 
-    All ranks take part and get the same result, or None if a stop was requested on any of them. `pad`, `loader`: see
-    `batches_of_rank`. Raises UserError where the workload's sums have no "count".
+    `batches`: this rank's. All ranks take part and get the same result. Raises UserError where the workload's sums have
+    no "count".
     """
     with eval_mode(model):
-        sums = _sums_of_rank(config, group, workload, model, pad=pad, loader=loader)
-    if sums is None:
-        return None
+        sums = _sums_of_rank(config, group, workload, model, batches)
     rows, tables = (_add_over_ranks(group, part) for part in sums)
     totals = {name: float(row.sum()) for name, row in rows.items()}
     names = ", ".join(totals)
@@ -64,23 +58,22 @@ def evaluate(
 
 
 def _sums_of_rank(
-    config: Config, group: Group, workload: Workload, model: nn.Module, *, pad: bool, loader: Loader | None
-) -> tuple[Sums, Sums] | None:
-    """What this rank's batches add up to, on the CPU; None if any rank was asked to stop.
+    config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
+) -> tuple[Sums, Sums]:
+    """What this rank's batches add up to, on the CPU.
 
     First the scalars, by name: float64 [number of batches of all ranks], zero for the batches of other ranks. Then the
     tensors, summed over this rank's batches.
     """
-    num_rows = num_batches(len(workload.evaluation), config.eval_batch_size)
+    num_rows = -(-len(workload.evaluation) // config.eval_batch_size)
     rows: Sums = {}
     tables: Sums = {}
-    for number, _, batch in batches_of_rank(config, group, workload.evaluation, pad=pad, loader=loader):
-        if batch is None:
-            return None
+    for turn, batch in enumerate(batches):
         with autocast(config, group.device):
-            sums = workload.sums(model, batch)
-        if number == PADDING:
-            continue
+            sums = workload.sums(model, to_device(batch, group.device))
+        number = turn * group.world_size + group.rank
+        if number >= num_rows:
+            continue  # it has kept this rank busy, since FSDP's forward waits for all
         for name, value in sums.items():
             value = torch.as_tensor(value)
             if value.ndim == 0:
@@ -99,37 +92,9 @@ def _add_over_ranks(group: Group, sums: Sums) -> Sums:
     return {name: group.sum(sums.get(name, none)) for name, none in zeros.items()}
 
 
-def batches_of_rank(
-    config: Config, group: Group, samples: Samples, *, pad: bool = False, loader: Loader | None = None
-) -> Iterator[tuple[int, torch.Tensor, Any]]:
-    """This rank's batches of `samples`, without augmentation: (number of the batch, sample numbers int64 [B], batch).
-
-    All ranks agree before each turn, those that have no batch left included: where any was asked to stop, the batch is
-    None, and it is the last. `pad`: the model's forward waits for all ranks, so a rank that has no batch left gets the
-    first sample as a batch, with the number PADDING. It must not be counted. `loader`: a training's, whose next batches
-    are these; None: one of their own.
-    """
-    numbered = list(evaluation_batches(len(samples), config.eval_batch_size, group.rank, group.world_size))
-    num_turns = -(-num_batches(len(samples), config.eval_batch_size) // group.world_size)
-    own = None
-    if loader is None:
-        loader = own = Loader(
-            samples, [index for _, index in numbered], device=group.device, stop=group.stop,
-            num_workers=config.num_workers,
-        )
-    try:
-        for turn in range(num_turns):
-            has_batch = turn < len(numbered)
-            batch = loader.next() if has_batch else None
-            if group.max(int(group.stop.requested or (has_batch and batch is None))):
-                yield -1, torch.empty(0, dtype=torch.int64), None
-                return
-            if has_batch:
-                number, (_, indices) = numbered[turn]
-                yield number, indices, batch
-            elif pad:
-                first = torch.zeros(1, dtype=torch.int64)
-                yield PADDING, first, to_device(samples.batch(first, None), group.device)
-    finally:
-        if own is not None:
-            own.close()
+def evaluation_loader(config: Config, group: Group, samples: Samples, *, own: bool = False) -> DataLoader[Any]:
+    """The batches of all ranks, without augmentation. `own`: this rank's, which `Job.eval_batches` would give it."""
+    numbers: Any = BatchSampler(range(len(samples)), config.eval_batch_size, drop_last=False)
+    if own:
+        numbers = [*numbers][group.rank :: group.world_size]
+    return load_batches(samples, numbers, num_workers=config.num_workers, device=group.device)

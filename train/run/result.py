@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.loader import Loader
 from ..data.order import Order
 from ..parallel import method_name
 from ..parallel.method import Method
@@ -44,8 +44,8 @@ class Training:
     model: nn.Module  # the same, wrapped for training with the other ranks
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    loader: Loader
-    divisors: list[float]  # of the losses of a step's micro-batches, see `Order`
+    train_loader: DataLoader[Any]
+    eval_loader: DataLoader[Any]
     steps_per_epoch: int
     total_steps: int
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
@@ -61,15 +61,15 @@ def describe(config: Config, group: Group, workload: Workload, order: Order, *, 
     name = config.model if config.workload == "images" else config.workload
     num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
     together = "" if method == "none" else f", {method}"
-    samples = sorted(set(order.samples_by_rank))
-    each = " to ".join(str(count) for count in (samples[0], samples[-1])[: len(samples)])
+    least, more = divmod(config.batch_size, group.world_size)
+    each = f"{least} to {least + 1}" if more else str(least)
     split = f" = {group.world_size} ranks x {each}" if group.world_size > 1 else ""
     split += f" in {config.accumulate} parts" if config.accumulate > 1 else ""
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples{origin}\n"
         f"model  {name}, {num_parameters:,} parameters, {config.precision} on {group.device}{together}\n"
         f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
-        f"{order.steps_per_epoch} steps an epoch"
+        f"{len(order)} steps an epoch"
     )
 
 

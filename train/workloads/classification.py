@@ -1,14 +1,14 @@
 """What a batch means to a classifier: its loss, its sums for an evaluation, its predictions; and scores of classes."""
 
-import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.cells import cell_len  # a Chinese character takes two columns
 from torch import nn
 from torch.nn import functional
 
-from .workload import Sums
+from . import Sums
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # what the model is given, and labels, int64 [B]
 TOP = 5
@@ -84,8 +84,8 @@ def macro_f1(confusion: torch.Tensor) -> float:
 
 def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> str:
     """The scores as a table, and the confusion matrix, int64 [C, C], below it."""
-    width = max(len("class"), *map(_columns, classes))
-    padded = {name: name + " " * (width - _columns(name)) for name in classes}
+    width = max(len("class"), *map(cell_len, classes))
+    padded = {name: name + " " * (width - cell_len(name)) for name in classes}
     lines = [f"  {'class':<{width}}  precision  recall      f1  samples"]
     for row in class_scores(confusion, classes):
         scores = f"{row['precision']:9.4f}  {row['recall']:6.4f}  {row['f1']:6.4f}  {row['samples']:7}"
@@ -95,8 +95,3 @@ def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> str:
     for name, counts in zip(classes, confusion.tolist(), strict=True):
         lines.append(f"  {padded[name]}  {''.join(f'{count:{cell}}' for count in counts)}")
     return "\n".join(lines)
-
-
-def _columns(text: str) -> int:
-    """Columns of a terminal: a Chinese character takes two."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

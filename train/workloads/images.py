@@ -13,10 +13,10 @@ from ..config import Config
 from ..config.settings import Augment
 from ..data import Samples, TensorSamples
 from ..data.sources import load
+from . import Workload
 from .classification import Classification
 from .pictures import confusion_pictures
 from .vision_models import build_model
-from .workload import Workload
 
 if TYPE_CHECKING:
     from ..data.file_samples import FileSamples
@@ -42,8 +42,6 @@ class Normalize:
 def build(config: Config) -> Workload:
     """The workload of `config.dataset` and `config.model`. Raises UserError."""
     train, test = load(config)
-    if len(train.classes) != len(test.classes):
-        raise UserError(f"{train.origin}: train and test must have the same classes, got {train.classes} and others.")
     channels, size = _shape(train)
     num_classes = len(train.classes)
     samples = _samples(train, config, augment=config.augment)
@@ -63,6 +61,9 @@ def build(config: Config) -> Workload:
 
 
 def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
+    """Raises UserError for random crops of images that memory holds, whose edges are gone."""
+    if isinstance(augment, str) and (isinstance(found, TensorSamples) or config.in_memory == "always"):
+        raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
     if isinstance(found, TensorSamples):
         return replace(found, augment=augment is True, seed=config.seed, in_memory=config.in_memory != "never")
     files = replace(found, augment=augment, seed=config.seed)

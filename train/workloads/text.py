@@ -11,10 +11,10 @@ from ..config import Config
 from ..data import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
+from . import Sums, Workload
 from .bert import WordPieceTokenizer, build_bert
 from .classification import Classification, class_scores, macro_f1, report
 from .pictures import confusion_pictures
-from .workload import Sums, Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
@@ -102,7 +102,15 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     """
     found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
     num_classes = len(found.classes)
-    tokenizer, model, notes, digest = _model(config, num_classes, found.characters, pretrained=pretrained)
+    tokenizer: Tokenizer
+    model: nn.Module
+    if config.bert_dir is not None:
+        tokenizer, model, notes, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
+        data_name = f"{found.name}-{found.digest}-bert-{digest}"
+    else:
+        tokenizer, notes = CharacterTokenizer(found.characters, max_seq_len=config.max_seq_len), list[str]()
+        model = TextEncoder(vocabulary=tokenizer.size, num_classes=num_classes, dropout=config.dropout)
+        data_name = f"{found.name}-{found.digest}"
 
     def open_input(path: str) -> tuple[Samples, Callable[[int], str]]:
         lines = read_lines(path)
@@ -123,7 +131,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         model=model, train=train, evaluation=evaluation,
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         # With digests: two ranks whose files differ in one character would train with two vocabularies.
-        data_name=f"{found.name}-{found.digest}{digest}",
+        data_name=data_name,
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
         classes=found.classes, unit="texts", input_name=lambda index: found.evaluation.texts[index],
         open_input=open_input, report=tables,
@@ -131,15 +139,3 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
         notes=notes,
     )
-
-
-def _model(
-    config: Config, num_classes: int, characters: tuple[str, ...], *, pretrained: bool
-) -> tuple[Tokenizer, nn.Module, list[str], str]:
-    """The tokenizer, the model of its tokens, notes for the log, and what they add to the name of the data."""
-    if config.bert_dir is not None:
-        words, bert, notes, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
-        return words, bert, notes, f"-bert-{digest}"
-    tokenizer = CharacterTokenizer(characters, max_seq_len=config.max_seq_len)
-    model = TextEncoder(vocabulary=tokenizer.size, num_classes=num_classes, dropout=config.dropout)
-    return tokenizer, model, [], ""

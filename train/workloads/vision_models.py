@@ -1,12 +1,12 @@
 """Models for images: a small CNN, an MLP, and any torchvision classifier by name, fitted to the data."""
 
+from difflib import get_close_matches
+
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from rankup import UserError
-
-from ..config.schema import nearest
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
@@ -46,11 +46,10 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
 
     known = models.list_models(module=models)
     if name not in known:
-        close = nearest(name, ["cnn", "mlp", *known])
+        close = get_close_matches(name, ["cnn", "mlp", *known], n=1)
         raise UserError(
-            f'model must be cnn, mlp or a torchvision classifier, got "{name}"'
-            + (", torchvision's for another purpose." if name in models.list_models() else ".")
-            + (f' Did you mean "{close}"?' if close else "")
+            f'model must be cnn, mlp or a torchvision classifier, got "{name}".'
+            + (f' Did you mean "{close[0]}"?' if close else "")
         )
     options: dict[str, object] = {"num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
@@ -93,14 +92,8 @@ def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
 
 
 def _first_convolution_for(model: nn.Module, channels: int) -> None:
-    """Make the first convolution one of `channels` input channels, with torch's own initial weights.
-
-    Raises UserError if there is none.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.in_channels = channels
-            module.weight = nn.Parameter(torch.empty(module.out_channels, channels, *module.kernel_size))
-            module.reset_parameters()
-            return
-    raise UserError(f"the model must begin with a convolution to take {channels} channels. Use RGB images.")
+    """Make the first convolution one of `channels` input channels, with torch's own initial weights."""
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    first.in_channels = channels
+    first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
+    first.reset_parameters()

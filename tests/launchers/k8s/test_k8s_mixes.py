@@ -13,7 +13,7 @@ from tests.rigs.jobs import ROOT
 from tests.rigs.kube import CLAIMS, IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
 from train.config import Config, check_world_size, load_config
-from train.config.command_line import parse_args
+from train.config.options import parse_args
 from train.run import CHOICES
 
 Object = dict[str, Any]

@@ -8,11 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rankup import UserError
-
 from ...config import Config
-from ...config.schema import is_choice
-from .fetch import NotFetched, Say, print_to_stderr
+from ...config.load import is_choice
+from .fetch import Say, print_to_stderr
 
 if TYPE_CHECKING:
     from ..file_samples import FileSamples
@@ -40,22 +38,9 @@ def load(
     takes time. Fashion-MNIST, the default, gives way to the digits that ship with the program if it is neither found
     nor downloaded and no data_dir is given: `.name` says which set it is, and all ranks of a job must compare it.
     With image_size, images in memory are scaled to that height and width.
-    Raises UserError, one line with the file's path, for data that are missing, damaged or not what they claim to be;
-    UserError for a data set that is not in SOURCES.
+    Raises UserError, one line with the file's path, for data that are missing, damaged or not what they claim to be.
     """
-    source_name = next((SOURCES[name] for name in SOURCES if is_choice(config.dataset, name)), None)
-    if source_name is None:
-        # The command line has checked this already; a Config made by hand has not.
-        raise UserError(f'dataset must be one of {", ".join(SOURCES)}, got "{config.dataset}".')
-    source = importlib.import_module(f".{source_name}", __package__)
-    try:
-        train, test = source.load(config, say)
-    except NotFetched as error:
-        if config.dataset.startswith("hf:"):
-            raise
-        raise NotFetched(
-            f"{error} Bring the files from a machine that can, and set data_dir to their folder; "
-            "dataset digits needs no download."
-        ) from error
+    module = next(SOURCES[name] for name in SOURCES if is_choice(config.dataset, name))
+    train, test = importlib.import_module(f".{module}", __package__).load(config, say)
     train, test = train.first(config.limit_train), test.first(config.limit_eval)
     return train.scaled(config.image_size), test.scaled(config.image_size)

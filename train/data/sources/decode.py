@@ -5,7 +5,6 @@ This module imports torchvision, 0.1 to 0.4 s: whoever holds images in memory do
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +18,13 @@ from rankup import UserError
 # image, that TorchCodec is to replace them; where a later torchvision lacks the operators, PIL decodes everything.
 _OPERATORS = {"JPEG": "decode_jpeg", "MPO": "decode_jpeg", "WEBP": "decode_webp"}
 _FASTER = {name: getattr(torch.ops.image, of) for name, of in _OPERATORS.items() if hasattr(torch.ops.image, of)}
+# EXIF orientation -> how to turn the picture upright; others are
+_TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+          5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+          8: Image.Transpose.ROTATE_90}
 _RGB = 3  # the number of torchvision.io.ImageReadMode.RGB
 
 Image.preinit()  # PIL's commonest formats: loaded by the fork server once, not at the first image of each rank
-
-# EXIF orientation -> whether rows become columns, and which dimensions of [C, H, W] are mirrored then; others: upright
-_TURNS: dict[Any, tuple[bool, tuple[int, ...]]] = {
-    2: (False, (2,)), 3: (False, (1, 2)), 4: (False, (1,)),
-    5: (True, ()), 6: (True, (2,)), 7: (True, (1, 2)), 8: (True, (1,)),
-}
 
 
 def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
@@ -55,16 +52,17 @@ def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> 
             whole = file.size
             if at_least is not None:
                 file.draft("RGB", (at_least, at_least))
-            image = None
             # Not CMYK or transparency, of which torchvision makes other colours than PIL, nor reduced sizes
-            if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER:
+            if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER and _turn(file) is None:
                 image = _decode_fast(data, file.format)
-            if image is None:
-                # PIL warns when it drops the transparency of a palette, unless the image passes through RGBA.
-                rgb = file.convert("RGBA").convert("RGB") if "transparency" in file.info else file.convert("RGB")
-                image = torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
-            # After the decoding: PIL turns a TIFF by itself, and forgets its orientation then
-            return _upright(image, _orientation(file))
+                if image is not None:
+                    return image
+            file.load()  # PIL turns a TIFF by itself, and forgets its orientation then
+            turn = _turn(file)
+            upright = file if turn is None else file.transpose(turn)
+            # PIL warns when it drops the transparency of a palette, unless the image passes through RGBA.
+            rgb = upright.convert("RGBA").convert("RGB") if "transparency" in file.info else upright.convert("RGB")
+            return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
     # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
@@ -82,17 +80,9 @@ def _decode_fast(data: bytearray, format: str) -> torch.Tensor | None:
     return image if image.ndim == 3 else None  # an animation has four dimensions
 
 
-def _orientation(file: Image.Image) -> Any:
+def _turn(file: Image.Image) -> Image.Transpose | None:
     # PIL's reader and not torchvision's: it also knows the orientation in XMP, which editors write.
     try:
-        return file.getexif().get(ExifTags.Base.Orientation, 1)
+        return _TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
-        return 1  # ImageNet has a file with damaged EXIF data too; the picture itself is whole
-
-
-def _upright(image: torch.Tensor, orientation: Any) -> torch.Tensor:
-    """As PIL's ImageOps.exif_transpose."""
-    transpose, mirrored = _TURNS.get(orientation, (False, ()))
-    if transpose:
-        image = image.transpose(1, 2)
-    return image.flip(mirrored) if mirrored else image
+        return None  # ImageNet has a file with damaged EXIF data too; the picture itself is whole

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from rankup import UserError, cache_roots
 
 Say = Callable[[str], None]
 
-REPORT_EVERY_S = 5.0
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
 SILENCE_S = 10.0  # give up when a server has sent nothing for this long
 
@@ -51,61 +49,38 @@ def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def download_lock(path: Path, title: str, *, timeout_s: float, say: Say) -> Iterator[None]:
-    """Hold a lock file beside `path`. The kernel takes it back when its owner dies.
-
-    A block that raises NotFetched leaves the reason there: the processes that waited raise it too, instead of trying
-    the same in vain one after the other. Raises OSError, and UserError if another process takes much longer than
-    `timeout_s`.
-    """
-    from filelock import FileLock, Timeout  # here: for what downloads nothing
-
-    lock, failed = FileLock(path.with_name(f".{path.name}.lock")), path.with_name(f".{path.name}.failed")
-    began_s, wait_s, held = time.time(), 0.0, False
-    try:
-        while not held:
-            try:
-                lock.acquire(timeout=wait_s)
-                held = True
-            except Timeout:
-                wait_s, waited_s = REPORT_EVERY_S, time.time() - began_s
-                if waited_s > timeout_s + GRACE_S:
-                    raise UserError(
-                        f"{path.parent}: another process has not finished downloading {title} after {waited_s:.0f} s. "
-                        f"Is it alive? (download_timeout_s is {timeout_s:g})"
-                    ) from None
-                say(f"waiting for another process to download {title} ({waited_s:.0f} s of at most {timeout_s:g} s)")
-        if failed.exists():
-            if failed.stat().st_mtime > began_s:
-                raise NotFetched(failed.read_text(errors="replace"))
-            failed.unlink(missing_ok=True)
-        try:
-            yield
-        except NotFetched as error:
-            failed.write_text(str(error))
-            raise
-    finally:
-        lock.release()
-
-
 def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     """Return root/remote.folder, fetched and checked by this process or by another on this node.
 
-    `say` gets a line now and then. Raises NotFetched if no source gives it, UserError if `root` cannot be written or
-    the process that downloads does not finish within `timeout_s`.
+    If the download fails, the processes that waited for it raise the same reason, instead of trying the same in vain
+    one after the other. Raises NotFetched if no source gives the data, UserError if `root` cannot be written or the
+    process that downloads does not finish within `timeout_s`.
     """
     target = root.absolute() / remote.folder
     if target.exists():
         return target
+    from filelock import FileLock, Timeout  # here: for what downloads nothing
+
+    failed, began_s = target.with_name(f".{remote.folder}.failed"), time.time()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with download_lock(target, remote.title, timeout_s=timeout_s, say=say):
-            for path in target.parent.glob(f".{remote.folder}.partial-*"):  # of processes that were killed
-                shutil.rmtree(path, ignore_errors=True)
-            if not target.exists():
-                say(f"downloading {remote.title} to {root} (once, at most {timeout_s:g} s)")
-                _download(remote, target, timeout_s=timeout_s, say=say)
+        say(f"downloading {remote.title} to {root}, or waiting for the process that does (at most {timeout_s:g} s)")
+        # The kernel takes the lock back when its owner dies
+        with FileLock(target.with_name(f".{remote.folder}.lock"), timeout=timeout_s + GRACE_S):
+            if target.exists():
+                return target
+            if failed.exists() and failed.stat().st_mtime > began_s:
+                raise NotFetched(failed.read_text(errors="replace"))
+            try:
+                _download(remote, target, timeout_s=timeout_s)
+            except NotFetched as error:
+                failed.write_text(str(error))
+                raise
+    except Timeout as error:
+        raise UserError(
+            f"{root}: another process has not finished downloading {remote.title} after {timeout_s:g} s "
+            "(download_timeout_s). Is it alive?"
+        ) from error
     except OSError as error:
         raise UserError(
             f"{error.filename or root}: {remote.title} cannot be stored there ({error.strerror}). "
@@ -114,41 +89,40 @@ def fetch(remote: Remote, root: Path, *, timeout_s: float, say: Say) -> Path:
     return target
 
 
-def _download(remote: Remote, target: Path, *, timeout_s: float, say: Say) -> None:
-    """Fetch to a temporary folder beside the target, check, rename."""
-    with tempfile.TemporaryDirectory(prefix=f".{remote.folder}.partial-", dir=target.parent) as temporary:
-        found = _from_anywhere(remote, Path(temporary), until_s=time.monotonic() + timeout_s, say=say)
-        found.rename(target)  # atomic within one file system: a reader sees the whole folder or nothing
-
-
-def _from_anywhere(remote: Remote, temporary: Path, *, until_s: float, say: Say) -> Path:
-    """Try the web, then the Debian package; return the checked folder. Raises NotFetched."""
+def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
+    """From the web, else from the Debian package: to a temporary folder beside the target, check, rename."""
+    for path in target.parent.glob(f".{remote.folder}.partial-*"):  # of processes that were killed
+        shutil.rmtree(path, ignore_errors=True)
     sources = {"web": _from_web}
     if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
         sources["apt"] = _from_debian
     reasons = []
-    for number, (name, get) in enumerate(sources.items(), start=1):
-        folder = temporary / name
-        (folder / remote.inside).mkdir(parents=True)
-        # The first of two sources gets half of the time: a slow one leaves the other a chance
-        now_s = time.monotonic()
-        try:
-            get(remote, folder, now_s + (until_s - now_s) / (len(sources) - number + 1), say)
-            remote.check(folder / remote.folder)
-            return folder / remote.folder
-        except Exception as error:  # each source has errors of its own
-            reason = " ".join(str(error).split()) or type(error).__name__
-            reasons.append(f"{name}: {reason.replace(f'{folder}{os.sep}', '')}")
-    raise NotFetched(f"{remote.title} cannot be downloaded ({'; '.join(reasons)}).")
+    with tempfile.TemporaryDirectory(prefix=f".{remote.folder}.partial-", dir=target.parent) as temporary:
+        for name, get in sources.items():
+            folder = Path(temporary) / name
+            (folder / remote.inside).mkdir(parents=True)
+            try:
+                get(remote, folder, time.monotonic() + timeout_s / len(sources))
+                remote.check(folder / remote.folder)
+            except Exception as error:  # each source has errors of its own
+                reason = " ".join(str(error).split()) or type(error).__name__
+                reasons.append(f"{name}: {reason.replace(f'{folder}{os.sep}', '')}")
+            else:
+                (folder / remote.folder).rename(target)  # atomic: a reader sees the whole folder or nothing
+                return
+    raise NotFetched(
+        f"{remote.title} cannot be downloaded ({'; '.join(reasons)}). Bring the files from a machine that can, and set "
+        "data_dir to their folder; dataset digits needs no download."
+    )
 
 
-def _from_web(remote: Remote, folder: Path, until_s: float, say: Say) -> None:
-    """Every file, from the first of its addresses that gives it; archives are unpacked."""
+def _from_web(remote: Remote, folder: Path, until_s: float) -> None:
+    """Every file, from the first of its addresses that gives it, unpacked."""
     for addresses, md5 in remote.files():
         for last, url in enumerate(addresses, start=1 - len(addresses)):
             path = folder / remote.inside / url.rpartition("/")[2]
             try:
-                _get(url, path, md5, title=remote.title, until_s=until_s, say=say)
+                _get(url, path, md5, until_s)
                 break
             except Exception:
                 if not last:
@@ -160,59 +134,42 @@ def _from_web(remote: Remote, folder: Path, until_s: float, say: Say) -> None:
         path.unlink()
 
 
-def _get(url: str, path: Path, md5: str, *, title: str, until_s: float, say: Say) -> None:
+def _get(url: str, path: Path, md5: str, until_s: float) -> None:
     import urllib.request  # here: 0.1 s
 
-    digest, reported_s, size = hashlib.md5(usedforsecurity=False), time.monotonic(), 0
+    digest = hashlib.md5(usedforsecurity=False)
     request = urllib.request.Request(url, headers={"User-Agent": "rankup"})
     with urllib.request.urlopen(request, timeout=SILENCE_S) as answer, path.open("wb") as file:
         while piece := answer.read1(1 << 20):
-            file.write(piece)
             digest.update(piece)
-            size += len(piece)
-            if (now_s := time.monotonic()) > until_s:
-                raise TimeoutError(f"{path.name} is not done in time, {size / 1e6:.1f} MB of it are here")
-            if now_s - reported_s > REPORT_EVERY_S:
-                reported_s = now_s
-                say(f"downloading {title}: {path.name}, {size / 1e6:.1f} MB")
+            file.write(piece)
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{path.name} is not done in time, {file.tell() / 1e6:.1f} MB of it are here")
     if digest.hexdigest() != md5:
         raise OSError(f"{url} gave another file, its md5 is {digest.hexdigest()} instead of {md5}")
 
 
-def _from_debian(remote: Remote, folder: Path, until_s: float, say: Say) -> None:
-    """Unpack the folder of the package, without root."""
-    work = folder / "apt"
+def _from_debian(remote: Remote, folder: Path, until_s: float) -> None:
+    """Unpack the folder of the package, without root. A bare container has no lists of packages: they come first."""
     for name in ("lists/partial", "cache/archives/partial"):
-        (work / name).mkdir(parents=True)
-
-    def call(*command: str) -> str:
-        """What went wrong, or ''."""
+        (folder / name).mkdir(parents=True)
+    # As root, apt switches to a user who may not write here, unless the first option keeps it from doing so
+    options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S:.0f}",
+               f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
+    apt = ["apt-get", *(word for option in options for word in ("-o", option))]
+    complaints = []
+    for command in ([*apt, "update"], [*apt, "download", str(remote.package)], ["sh", "-c", "dpkg -x *.deb unpacked"]):
         done = subprocess.run(
-            command, cwd=work, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", env={**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}, check=False,
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env={**os.environ, "LC_ALL": "C"}, check=False,
             timeout=max(0.0, until_s - time.monotonic()),
         )
-        complaints = [line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:", "dpkg"))]
-        return "" if done.returncode == 0 else " ".join(complaints[-2:]) or f"{command[0]}: {done.stdout[-200:]}"
-
-    # As root, apt switches to a user who may not write here, unless this option keeps it from doing so
-    options = ["APT::Sandbox::User=root", "Acquire::Retries=0"]
-    options += [f"Acquire::{kind}::Timeout={SILENCE_S:.0f}" for kind in ("http", "https")]
-    own = [f"Dir::State::Lists={work}/lists", f"Dir::Cache={work}/cache"]  # of packages, which need no root
-    apt, apt_with_own = (
-        ["apt-get", *(word for option in chosen for word in ("-o", option))] for chosen in (options, [*options, *own])
-    )
-    say(f"downloading {remote.title}: Debian's package {remote.package}")
-    if call(*apt, "download", str(remote.package)):  # no lists, as in a container, or old ones
-        unlisted = call(*apt_with_own, "update")
-        # Some of the lists may be enough, so try even if others could not be fetched
-        if failure := call(*apt_with_own, "download", str(remote.package)):
-            raise OSError(unlisted or failure)
-    archive = next(work.glob("*.deb"), Path("no package"))
-    if failure := call("dpkg", "-x", archive.name, "unpacked"):
-        raise OSError(failure)
+        complaints += [line for line in done.stdout.splitlines() if line.startswith(("E:", "Err:", "dpkg"))]
+        # Some of the lists may be enough: go on if others could not be fetched
+        if done.returncode and command[-1] != "update":
+            raise OSError(" ".join(complaints[:2]) or done.stdout[-200:])
     (folder / remote.inside).rmdir()
-    (work / "unpacked" / remote.place).rename(folder / remote.inside)
+    (folder / "unpacked" / remote.place).rename(folder / remote.inside)
 
 
 # Where downloaded data are kept when the user names no place --------------------------------------------------------

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,43 +17,34 @@ from typing import Any
 import torch
 
 from rankup import UserError
-from rankup.urls import is_url
 
 from ...config import Config
-from ...config.schema import flag
+from ...config.load import flag
 from ..file_samples import FileSamples
-from .fetch import NotFetched, Say, print_to_stderr
+from .fetch import Say
 from .imagefolder import MEAN, STD
 from .texts import Texts, checked, labelled_texts
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # organisation/name, or the first data sets' single word
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  # eval_split -> usual names of splits
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
 
 
 def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
-    """The images of the splits that the settings name, in the order of their rows.
-
-    Raises UserError without `datasets`; naming split, column and row, for what is not there and for rows
-    without a label.
-    """
-    train, test = open_rows(config, _is_image, what="images", say=say)
+    """The images of the splits that the settings name, in the order of their rows. Raises UserError, see `open_rows`;
+    naming the row, for rows without an image or a label."""
+    train, test = open_rows(config, _is_image, what="images")
     return _file_set(train, train.classes, config), _file_set(test, train.classes, config)
 
 
 def load_texts(config: Config) -> Texts:
-    """The texts of the splits that the settings name. The classes are those that the column of labels
-    declares, else its values, sorted.
-
-    Raises UserError without `datasets`; naming split, column and row, for what is not there and for rows without a text
-    or a label.
-    """
-    train, test = open_rows(config, _is_text, what="texts", usual="text", say=print_to_stderr)
+    """The texts of the splits that the settings name. Raises UserError, see `open_rows`; naming the row, for rows
+    without a text or a label."""
+    train, test = open_rows(config, _is_text, what="texts", usual="text")
 
     def read(rows: Rows) -> list[tuple[str, str]]:
         cells = zip(rows.labels, rows.column(rows.input).to_pylist(), strict=True)
-        found = ((number, (label or "").strip(), (text or "").strip(), "")
+        found = ((number, (label or "").strip(), (text or "").strip())
                  for number, (label, text) in enumerate(cells, rows.start))
         return checked(found, Path(config.dataset) / rows.split, train.classes, unit="row")
 
@@ -74,11 +64,11 @@ def _line(error: BaseException) -> str:
 # Where they are: a folder, the cache of `datasets`, or, if asked for, the hub --------------------------------------
 
 
-def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
+def open_splits(config: Config) -> Mapping[str, Any]:
     """Split -> `datasets.Dataset`, from the place that `config.dataset` names behind hf:.
 
-    Nothing is downloaded unless hf_download is set. Raises UserError without the package `datasets`, UserError for what
-    is neither a folder nor cached, or can't be read, NotFetched if the hub refuses.
+    Nothing is downloaded unless hf_download is set. Raises UserError without the package `datasets`, and for what is
+    neither a folder nor cached, can't be read, or is refused by the hub.
     """
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
@@ -88,40 +78,26 @@ def open_splits(config: Config, *, say: Say) -> Mapping[str, Any]:
     # It would report to the hub what is used here. Read when the packages are imported
     os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     import datasets
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     name = config.dataset.removeprefix("hf:")
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        where = str(folder.absolute())
-        try:
-            with _quiet(offline=True):
-                saved = any((folder / file).is_file() for file in SAVED)
-                found = datasets.load_from_disk(where) if saved else datasets.load_dataset(where, config.hf_config)
-        except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room
+    try:  # of several processes one downloads: `datasets` locks its cache
+        with _quiet(offline=folder.is_dir() or not config.hf_download):
+            if any((folder / file).is_file() for file in SAVED):
+                found = datasets.load_from_disk(str(folder))
+            else:
+                found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
+    except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
+        if folder.is_dir():
             raise UserError(f"{folder}: can't be read as a Hugging Face data set ({_line(error)}).") from error
-        return found if isinstance(found, Mapping) else {"train": found}
-    # "csv" and the like are no names to `datasets`: they mean all such files below the working directory
-    if not HUB_NAME.fullmatch(name) or folder.exists() or name in _PACKAGED_DATASETS_MODULES:
-        why = "which is a file" if folder.exists() else "which is not there"
-        got = "an address" if is_url(name) else f"{config.dataset}, {why}"  # an address may have a password in it
-        raise UserError(f"dataset must be hf: and a folder, or a data set's name, got {got}.")
-    problem = Exception()
-    for offline in (True, False) if config.hf_download else (True,):
-        try:  # of several processes one downloads: `datasets` locks its cache
-            with _quiet(offline=offline):
-                named: Mapping[str, Any] = datasets.load_dataset(name, config.hf_config)
-            return named
-        except Exception as error:  # of many types
-            problem = error
-    if config.hf_download:
-        raise NotFetched(f"{name} from the Hugging Face hub cannot be downloaded ({_line(problem)}).") from problem
-    if isinstance(problem, ValueError):
-        raise UserError(f"{config.dataset}: what is cached can't be used ({_line(problem)}).") from problem
-    raise UserError(
-        f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and not "
-        "cached here. Nothing is downloaded unasked: to fetch it from the Hugging Face hub, once, set --hf-download."
-    ) from problem
+        if config.hf_download:
+            raise UserError(f"{name} cannot be downloaded from the Hugging Face hub ({_line(error)}).") from error
+        raise UserError(
+            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and "
+            f"can't be read from the cache ({_line(error)}). Nothing is downloaded unasked: to fetch it from the "
+            "Hugging Face hub, once, set --hf-download."
+        ) from error
+    return found if isinstance(found, Mapping) else {"train": found}
 
 
 @contextmanager
@@ -149,14 +125,14 @@ def _quiet(*, offline: bool) -> Iterator[None]:
 class Rows:
     """Rows of one split, from number `start` on, as `table`, a `datasets.Dataset`.
 
-    input, label: their columns; labels: the label of each row as a text, None where there is none; classes: those that
-    the column declares, else the values that occur, sorted.
+    where: the data set and the split, for messages; input, label: their columns; labels: the label of each row as a
+    text, None where there is none; classes: those that the column declares, else the values that occur, sorted.
     """
 
     table: Any
     split: str
     start: int
-    where: str  # the data set and the split, for messages
+    where: str
     input: str = ""
     label: str = ""
     labels: Sequence[str | None] = ()
@@ -167,31 +143,27 @@ class Rows:
         return self.table.data.column(name)
 
     def chosen(self, setting: str, wanted: str | None, fitting: Sequence[str], usual: Sequence[str], what: str) -> str:
-        """The column that the setting names, else the only one of `usual`. `fitting`: those that hold `what`. Raises
-        UserError, naming those there are."""
+        """The column that the setting names, one of those that hold `what`; else the only one of `usual`."""
         if wanted is None and len(usual) == 1:
             return usual[0]
         if wanted in fitting:
             return str(wanted)
-        got = wanted or (f"several, {', '.join(usual)}" if usual else "none")
         raise UserError(
             f"{self.where}: {flag(setting)} must name a column of {what} among {', '.join(self.table.features)}, got "
-            f"{got}."
+            f"{wanted or ', '.join(usual) or 'none'}."
         )
 
 
-def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say) -> tuple[Rows, Rows]:
+def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: str = "") -> tuple[Rows, Rows]:
     """The rows to train and to evaluate on, with their labels. `fits`: whether a column's feature holds `what`;
     `usual`: the column that is taken if no other is named.
 
-    Raises UserError without the package `datasets`; naming the columns there are, for a data set, split,
-    part or column that is not there, for labels that are none, and for fewer than two classes.
+    Raises UserError as `open_splits`; naming those there are, for a split, part or column that is not there; for labels
+    that are none, and for fewer than two classes.
     """
-    splits = open_splits(config, say=say)
-    evaluated = config.hf_eval_split
-    if evaluated is None:
-        wanted = [*EVALUATED[config.eval_split], *(name for names in EVALUATED.values() for name in names)]
-        evaluated = next((name for name in wanted if name in splits), None)
+    splits = open_splits(config)
+    usual_splits = [*EVALUATED[config.eval_split], *(name for names in EVALUATED.values() for name in names)]
+    evaluated = config.hf_eval_split or next((name for name in usual_splits if name in splits), None)
     if evaluated is None:
         raise UserError(
             f"{config.dataset}: must have a split to evaluate on, got only {', '.join(splits)}. Name one by "
@@ -201,24 +173,18 @@ def open_rows(config: Config, fits: Any, *, what: str, usual: str = "", say: Say
     test = _part(splits, evaluated, config.dataset, "hf_eval_split")
     features = train.table.features
     declared = [name for name in features if type(features[name]).__name__ == "ClassLabel"]
-    labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")] or declared
+    labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")]
     discrete = [name for name in features if name in declared or _is_discrete(features[name])]
-    train.label = train.chosen("label_column", config.label_column, discrete, labels, "labels")
-    fitting = [name for name in features if fits(features[name])]
-    others = [name for name in fitting if name != train.label] or fitting
-    train.input = train.chosen(
-        "input_column", config.input_column, fitting, [usual] if usual in others else others, what
-    )
-    for name in (train.input, train.label):
-        if name not in test.table.features:
-            raise UserError(f"{test.where}: must have the columns of {train.where}, got no {name}.")
-    test.input, test.label = train.input, train.label
+    label = train.chosen("label_column", config.label_column, discrete, labels, "labels")
+    fitting = [name for name in features if fits(features[name]) and name != label]
+    column = train.chosen("input_column", config.input_column, fitting, [usual] if usual in fitting else fitting, what)
     for rows in (train, test):
+        if missing := {column, label} - set(rows.table.features):
+            raise UserError(f"{rows.where}: must have the columns of {train.where}, got no {missing.pop()}.")
+        rows.input, rows.label = column, label
         _read_labels(rows)
     if len(train.classes) < 2:
-        raise UserError(
-            f"{train.where}: must have at least two labels to tell apart, got only {(*train.classes, 'none')[0]}."
-        )
+        raise UserError(f"{train.where}: must have at least two labels to tell apart, got {len(train.classes)}.")
     return train, test
 
 
@@ -226,27 +192,23 @@ def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Ro
     """The rows of a split, or of a part of one such as train[:90%]. Raises UserError."""
     from datasets import ReadInstruction
 
-    sizes = {split: len(table) for split, table in splits.items()}
-    split, parts = wanted.partition("[")[0], list[range]()
+    split, rows = wanted.partition("[")[0], range(0)
     with suppress(ValueError, AssertionError, LookupError):
-        found = ReadInstruction.from_spec(wanted).to_absolute(sizes)
-        parts = [range(sizes[split])[part.from_ : part.to] for part in found]
-    if len(parts) != 1 or not parts[0]:
+        (part,) = ReadInstruction.from_spec(wanted).to_absolute({split: len(splits[split])})
+        rows = range(len(splits[split]))[part.from_ : part.to]
+    if not rows:
         raise UserError(
             f"{name}: {flag(setting)} must be one of its splits ({', '.join(splits)}) or a part of one with rows, such "
             f"as {next(iter(splits))}[:90%], got {wanted}."
         )
-    return Rows(splits[split].select(parts[0]), split, parts[0].start, f"{name}, split {split}")
+    return Rows(splits[split].select(rows), split, rows.start, f"{name}, split {split}")
 
 
 def _read_labels(rows: Rows) -> None:
-    """Raises UserError for a label that its column does not declare."""
     values, feature = rows.column(rows.label).to_pylist(), rows.table.features[rows.label]
     if hasattr(feature, "int2str"):
-        try:  # -1 stands for a label that was not published
-            rows.labels = [None if value in (None, -1) else feature.int2str(value) for value in values]
-        except ValueError as error:
-            raise UserError(f"{rows.where}: {rows.label} must hold class labels, got: {_line(error)}.") from None
+        # -1 stands for a label that was not published
+        rows.labels = [None if value in (None, -1) else feature.int2str(value) for value in values]
         rows.classes = tuple(feature.names)
     else:
         rows.labels = [None if value is None else str(value) for value in values]

@@ -24,13 +24,13 @@ from .fetch import NotFetched, Remote, Say, cached, fetch, visible, writable_cac
 
 Kind = Literal["images", "labels"]
 MAGIC: dict[Kind, bytes] = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
-MOST_BYTES = 1 << 30  # of a file, unpacked: the largest set in this format has half of it
-DAMAGED = "The file is damaged: remove it and run again, or put a good copy in its place."
+DAMAGED = "Remove it and run again, or put a good copy in its place."
 COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
 FILES = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
+NAMES = (*FILES[True], *FILES[False])
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def load(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     except NotFetched as error:
         if config.dataset != "fashion-mnist" or config.data_dir is not None:
             raise
-        say(f"{error} Using the small dataset digits instead; to use your own copy, set data_dir.")
+        say(f"{error} Using digits instead.")
         return load(config.model_copy(update={"dataset": "digits"}), say)
     return read_halves(folder, family)
 
@@ -109,24 +109,21 @@ def locate(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) 
             if found != count:
                 raise UserError(f"{folder / 'raw'}: {FILES[train][0]} holds {found} images, not {count}.")
 
-    if data_dir is not None:
-        root = Path(data_dir).expanduser()
-        others = visible(root)
-        # Listed before the search: a set that another process renames into place in between is then found. In the
-        # other order its folder would be taken for something else.
-        folder = find_files(root, family)
-        if folder is None and others:
-            names = ", ".join(name for pair in FILES.values() for name in pair)
-            raise UserError(
-                f"{root}: holds none of the files of {family.title} ({names}; plain or .gz), but {others[0]}. "
-                "Set data_dir to the folder that holds them, or to an empty one to download to."
-            )
-    else:
+    if data_dir is None:
         places = [there for there in (family.here, cached(family.folder)) if there is not None]
         folder = next((found for there in places if (found := find_files(there, family)) is not None), None)
-        root = writable_cache() if folder is None else folder
+    else:
+        # Listed before the search: a set that another process renames into place in between is then found
+        others = visible(Path(data_dir).expanduser())
+        folder = find_files(Path(data_dir).expanduser(), family)
+        if folder is None and others:
+            raise UserError(
+                f"{data_dir}: holds none of the files of {family.title} ({', '.join(NAMES)}; plain or .gz), but "
+                f"{others[0]}. Set data_dir to the folder that holds them, or to an empty one to download to."
+            )
     if folder is not None:
         return folder
+    root = writable_cache() if data_dir is None else Path(data_dir).expanduser()
     remote = Remote(
         family.title, family.folder, (lambda: family.files) if family.files else published, f"{family.folder}/raw",
         check, package=family.debian_package, place=str(family.here or "").lstrip("/"),
@@ -140,12 +137,11 @@ def find_files(root: Path, family: Family) -> Path | None:
     None if neither holds any of them. Raises UserError if some are there and others are missing.
     """
     for folder in (root, root / family.folder / "raw"):
-        found = {name: _file(folder, name) for pair in FILES.values() for name in pair}
-        if all(found.values()):
+        missing = [name for name in NAMES if _file(folder, name) is None]
+        if not missing:
             return folder
-        if any(found.values()):
-            missing = ", ".join(name for name, path in found.items() if path is None)
-            raise UserError(f"{folder}: {missing} (or .gz) missing beside the other files of {family.title}. Add it.")
+        if len(missing) < len(NAMES):
+            raise UserError(f"{folder}: {missing[0]} (or .gz) is missing beside other files of {family.title}. Add it.")
     return None
 
 
@@ -177,13 +173,8 @@ def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
             f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}. "
             "The two files belong to different sets."
         )
-    highest = int(labels.max())
-    if highest >= len(family.classes):
-        where = int((labels >= len(family.classes)).nonzero()[0])
-        raise UserError(
-            f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.title}, got {int(labels[where])} "
-            f"at item {where}. Is it another set's file?"
-        )
+    if (highest := int(labels.max())) >= len(family.classes):
+        raise UserError(f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.title}, got {highest}.")
     return TensorSamples(
         images.unsqueeze(1), labels.long(), family.classes, mean=(family.mean,), std=(family.std,), name=family.name,
         origin=f"{family.title} in {folder}", mirror=family.mirror,
@@ -195,34 +186,20 @@ def _file(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-# IDX files, plain or gzip, recognised by content ---------------------------------------------------------------------
-
-
 def read_idx(path: Path, expect: Kind) -> torch.Tensor:
-    """Read one IDX file: uint8 [N, H, W] for images, uint8 [N] for labels.
+    """Read one IDX file, plain or gzip: uint8 [N, H, W] for images, uint8 [N] for labels.
 
     Raises UserError, naming the file, if it cannot be read, is not of that kind, is empty, truncated or too long.
     """
-    num_sizes = 3 if expect == "images" else 1
     try:
         with path.open("rb") as file:
-            packed = file.peek(2)[:2] == b"\x1f\x8b"
-            content = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: corrupt gzip data ({error}). {DAMAGED}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{path}: holds more than {MOST_BYTES:,} bytes, unpacked. {DAMAGED}")
-    if content[:4] != MAGIC[expect]:
-        if content[:4] in MAGIC.values():
-            other = "labels" if expect == "images" else "images"
-            raise UserError(f"{path}: holds {other} where {expect} are expected. Are two files swapped or misnamed?")
-        raise UserError(f"{path}: is no IDX file of {expect} (it starts with {content[:4]!r}). {DAMAGED}")
-    values_at = 4 + 4 * num_sizes
-    shape = struct.unpack(f">{num_sizes}I", content[4:values_at].ljust(4 * num_sizes, b"\0"))
-    claimed, there = math.prod(shape), len(content) - values_at
-    if claimed == 0 or claimed != there:
-        written = "x".join(map(str, shape))
-        raise UserError(f"{path}: holds {max(0, there)} values, and its header says {written}. {DAMAGED}")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=values_at).reshape(shape)
+            packed = file.peek(2)[:2] == b"\x1f\x8b"  # told by the content, not by the name
+            content = (gzip.GzipFile(fileobj=file) if packed else file).read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}). {DAMAGED}") from error
+    num_sizes = 3 if expect == "images" else 1
+    start = 4 + 4 * num_sizes
+    shape = struct.unpack(f">{num_sizes}I", content[4:start].ljust(4 * num_sizes, b"\0"))
+    if content[:4] != MAGIC[expect] or not 0 < math.prod(shape) == len(content) - start:
+        raise UserError(f"{path}: is no whole IDX file of {expect}. {DAMAGED}")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)

@@ -11,7 +11,6 @@ from rankup import UserError
 from ...config import Config
 
 SAMPLE = Path(__file__).parents[2] / "samples" / "texts"
-ENDINGS = (".txt", ".tsv")
 LAYOUT = (
     "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line; names such as "
     "cnews.train.txt are found too. CSV files are read by --dataset hf:FOLDER."
@@ -95,76 +94,59 @@ def read_lines(path: str) -> tuple[str, ...]:
 
     Raises UserError if the file cannot be read or has no text.
     """
-    text = _bytes(Path(path)).decode("utf-8-sig", errors="replace")
-    lines = tuple(line.strip() for line in text.split("\n"))
-    if not any(lines):
+    lines = tuple(text for line in _lines(Path(path)) if (text := line.strip()))
+    if not lines:
         raise UserError(
             f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
         )
-    return tuple(line for line in lines if line)
+    return lines
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none.
-
-    Raises UserError for two, and for a folder that cannot be listed.
-    """
+    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none."""
     try:
-        files = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in ENDINGS and path.name[0] != "."]
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in (".txt", ".tsv")]
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
-    for name in NAMES[part]:
-        found = [path for path in files if path.stem.lower().split(".")[-1] == name]
-        if len(found) > 1:
-            two = f"{found[0].name} and {found[1].name}"
-            raise UserError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
-        if found:
-            return found[0]
-    return None
+    return next((path for name in NAMES[part] for path in files if path.stem.split(".")[-1] == name), None)
 
 
-def _bytes(path: Path) -> bytes:
+def _lines(path: Path) -> list[str]:
     try:
-        return path.read_bytes()
+        # Split at newlines alone: an article may hold the other characters at which splitlines() splits
+        return path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: must be UTF-8, got other bytes at {error.start}.") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
+def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            label, _, text = line.partition("\t")
+            yield number, label.strip(), text.strip()
+
+
 def checked(
-    rows: Iterable[tuple[int, str, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
+    rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
 ) -> list[Pair]:
-    """The label and the text of each row of `path`, which are given with its number and what is wrong with it, or "".
+    """The label and the text of each row of `path`, which are given with its number.
 
     `classes`: the labels that there may be; empty for any. Raises UserError for bad rows, and for none.
     """
     pairs: list[Pair] = []
     bad: list[str] = []
     known = frozenset(classes)
-    for number, label, text, problem in rows:
-        problem = problem or ("" if label else "no label") or ("" if text else "no text")
-        if not problem and known and label not in known:
-            problem = f"unknown label {label[:20]}"
+    for number, label, text in rows:
         pairs.append((label, text))
-        bad += [f"{unit} {number}: {problem}"] if problem else []
+        if not label or not text:
+            bad.append(f"{unit} {number}: no {'text' if label else 'label'}")
+        elif known and label not in known:
+            bad.append(f"{unit} {number}: unknown label {label[:20]}")
     if not pairs:
         raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
     if bad:
         listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
         raise UserError(f"{path}: {len(bad)} of {len(pairs)} {unit}s are bad ({listed}). Correct or remove them.")
     return pairs
-
-
-def _rows(path: Path) -> Iterator[tuple[int, str, str, str]]:
-    content = _bytes(path).decode("utf-8-sig", errors="surrogateescape")
-    # Split at newlines alone: an article may hold the other characters at which splitlines() splits
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        cells = line.split("\t", 1)
-        problem = "no tab" if len(cells) < 2 else ""
-        try:
-            line.encode()
-        except UnicodeEncodeError:  # a surrogate stands for a byte that is no UTF-8
-            problem = "not UTF-8"
-        label, text = (cell.strip() for cell in (*cells, "")[:2])
-        yield number, label, text, problem
