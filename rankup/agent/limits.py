@@ -48,14 +48,12 @@ def explain_sigkill(before: int | None) -> str:
     now = oom_kills()
     if now is None or before is None:
         return "if nobody sent it, the memory was not enough, or the limit of the container or job"
-    if count := now - before:
-        were = "kills were" if count > 1 else "kill was"
-        return (
-            f"{count} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or lower "
-            "--num-workers or --batch-size"
-        )
+    if now == before:
+        return "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine ran out"
+    were = "kills were" if now - before > 1 else "kill was"
     return (
-        "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine itself ran out"
+        f"{now - before} out-of-memory {were} counted in this container or job meanwhile: give it more memory, or "
+        "lower --num-workers or --batch-size"
     )
 
 
@@ -80,10 +78,8 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes of each group that has a limit. A parent may grant less than the group itself.
-
-    Files that were read or written count as used too, until the kernel needs the memory. What was not touched of late
-    is left out here, as Kubernetes does (its "working set"): a data set that was read once would fill any limit.
+    """Limit and use in bytes of each group that has a limit. Files that were not touched of late are left out, as in
+    Kubernetes' "working set": the kernel counts them as used, and a data set that was read once would fill any limit.
     """
     for folder, version in _groups("memory", root):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -95,11 +91,8 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2.
-
-    Some of these folders do not exist: inside a container the path may be the host's, and the mount point is then the
-    container's own group.
-    """
+    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2. Inside a
+    container the path may be the host's, and does not exist: the mount point is then the container's own group."""
     mount = root / "sys/fs/cgroup"
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
