@@ -144,7 +144,7 @@ class _Copied:
 
 def copy_prints(rank: int, file: Output) -> None:
     """From now on what this process prints stands in the rank's file too."""
-    sys.stdout = _Copied(sys.stdout, file_head(rank), file)  # type: ignore[assignment]
+    sys.stdout = _Copied(sys.stdout, file_head(rank), file)
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
