@@ -277,7 +277,6 @@ class Job:
         commit = (self.group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
-        self.figures.metrics.unit = self.course.unit
         run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
         run.forget()  # its copy of the state would stay in the memory of every rank
         self.figures.follow()
@@ -311,14 +310,6 @@ class Job:
         self.group.watch.settle()
         self.save(wait=True)
         return Stopped(self.saving.stopped())
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Around the wait for a batch, in a loop that does without `job.batches`: a slow loader shows in the status."""
-        self.clock.start()
-        with self.group.watch.clock.during("data"):
-            yield
-        self.clock.has_batch()
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
@@ -387,8 +378,7 @@ class Job:
         ranks, device = self.group.launch.local_world_size, self.device
         if self.local_rank == 0:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            lines = machine.before_training(ranks=ranks or 1, threads=num_threads)
-            for line in [*lines, *machine.idle_devices(ranks, devices)]:
+            for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
 
     def check_shared_folder(self) -> None:

@@ -104,8 +104,10 @@ class Batches:
         try:
             while True:
                 job.stop_here()
-                with job.loading():
+                job.clock.start()
+                with group.watch.clock.during("data"):  # a slow loader shows in the status
                     found = next(pairs, None)
+                job.clock.has_batch()
                 if found is None:
                     live.behind |= 0 < skip == streams[number]
                     return

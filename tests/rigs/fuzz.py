@@ -156,8 +156,7 @@ def sharded_copy() -> Files:
 
 
 def weights() -> Files:
-    return {"model.safetensors": b"".join(map(bytes, tree.TensorFile(MODEL))),
-            "model.safetensors.index.json": b'{"weight_map": {"w": "model.safetensors"}}'}
+    return {"model.safetensors": b"".join(map(bytes, tree.TensorFile(MODEL)))}
 
 
 def run_folder() -> Files:
