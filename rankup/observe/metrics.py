@@ -82,6 +82,20 @@ class Metrics:
                 if self._writer is not None:
                     self._writer.add_image(name, picture, step)
 
+    def hyperparameters(self, settings: dict[str, Any]) -> None:
+        """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.
+
+        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
+        """
+        if self._writer is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
+        with self._disk():
+            for summary in session:
+                self._writer.file_writer.add_summary(summary)
+
     def flush(self) -> None:
         """Make TensorBoard's values survive a kill of this process; the lines of `metrics.jsonl` do already."""
         with self._disk():

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,7 +118,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
 
-# Input, label and probability of each sample, in a CSV file ---------------------------------------------------------
+# Input, label and probability of each sample, in a CSV or JSONL file -------------------------------------------------
 
 
 def predict(config: Config, program: Program, run_dir: Path, options: PredictOptions) -> None:
@@ -124,8 +126,10 @@ def predict(config: Config, program: Program, run_dir: Path, options: PredictOpt
 
     Raises UserError for input or output that can't be used, and what `open_checkpoint` raises.
     """
-    with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
-        samples, name_of = _samples(opened, options.input)
+    with (
+        open_checkpoint(config, program, run_dir, options.checkpoint) as opened,
+        _open_samples(opened, options.input) as (samples, name_of),
+    ):
         own = _predict_share(opened, samples)
         rows = sorted(row for part in opened.group.gather(own) for row in part)
         lines = [(name_of(index), label, probability) for index, label, probability in rows]
@@ -133,16 +137,31 @@ def predict(config: Config, program: Program, run_dir: Path, options: PredictOpt
         program.log.info(f"{len(rows)} predictions in {Path(options.output)}")
 
 
-def _samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:
-    """The samples in `path`, "": the test data, and the name of each by its number."""
+@contextmanager
+def _open_samples(opened: CheckpointModel, path: str) -> Iterator[tuple[Samples, Callable[[int], str]]]:
+    """The samples in `path` ("-": standard input, "": the test data), and the name of each by its number."""
     workload, name = opened.workload, opened.config.workload
     if workload.predict is None:
         raise UserError(f"workload {name} must have a predict function, got none. Give its Workload one.")
     if not path:
-        return workload.evaluation, workload.input_name
+        yield workload.evaluation, workload.input_name
+        return
     if workload.open_input is None:
         raise UserError(f"workload {name} must have open_input for --input, got none. Give its Workload one.")
-    return workload.open_input(path)
+    if path != "-":
+        yield workload.open_input(path)
+        return
+    # Launchers connect standard input to rank 0 only
+    content = opened.group.broadcast_bytes(sys.stdin.buffer.read() if opened.group.is_rank0 else b"")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        try:
+            # An image is read when a batch asks for it: the file is there until the caller's block ends
+            samples, name_of = workload.open_input(file.name)
+            yield samples, lambda index: name_of(index).replace(file.name, "-")
+        except UserError as error:
+            raise UserError(str(error).replace(file.name, "standard input")) from None
 
 
 @torch.no_grad()
@@ -169,9 +188,14 @@ def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("input", "label", "probability"))
-            writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
+            if path.suffix == ".csv":
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(("input", "label", "probability"))
+                writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
+            else:
+                for name, label, probability in rows:
+                    line = {"input": name, "label": label, "probability": round(probability, 6)}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
         staging.replace(path)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
