@@ -42,8 +42,8 @@ class Job:
             again=settings.again,
         )
         self.agreement = Agreement(
-            group, self.tracked.items, every=settings.compare_every_steps, wrong=self.saving.distrust,
-            deciding=self.saving.deciding,
+            group, self.tracked.items, run=run.lineage.run, every=settings.compare_every_steps,
+            wrong=self.saving.distrust, deciding=self.saving.deciding,
         )
         self.saving.agree = self.agreement.compare
         self.changing = self.saving.changing
@@ -255,7 +255,7 @@ class Job:
         if self._begun:
             return
         self._begun = True
-        run = self.run
+        run, again = self.run, self.group.restarted or self.run.newest is not None
         commit = (self.group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
@@ -265,7 +265,7 @@ class Job:
         if self.tracked.items:
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         self.group.stop.finish_step_first()
-        self.agreement.begin(self.position.step)
+        self.agreement.begin(self.position.step, again=again)
         self.group.step = self.position.step
         self._seed()
         self._enter_step()
