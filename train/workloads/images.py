@@ -13,9 +13,9 @@ from ..config import Config
 from ..config.settings import Augment
 from ..data import Samples, TensorSamples
 from ..data.sources import load
-from . import Workload
 from .classification import Classification, confusion_pictures
 from .vision_models import build_model
+from .workload import Workload
 
 if TYPE_CHECKING:
     from ..data.file_samples import FileSamples

@@ -11,9 +11,9 @@ from ..config import Config
 from ..data import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
-from . import Sums, Workload
 from .bert import WordPieceTokenizer, build_bert
 from .classification import Classification, class_scores, confusion_pictures, macro_f1, report
+from .workload import Sums, Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
