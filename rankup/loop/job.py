@@ -117,8 +117,8 @@ class Job:
         """
         if self.live.active:
             raise UserError(
-                "change: it must stand after the loop over job.batches, got one inside. Move the change into the block "
-                "of job.step."
+                "change: it must stand after the loop over job.batches, got one inside, or after one that has batches "
+                "left. Move the change into the block of job.step, or use that loader up."
             )
         self.begin()
         again = self.live.changes_to_repeat > 0
@@ -263,6 +263,7 @@ class Job:
         run.forget()  # its copy of the state would stay in the memory of every rank
         self.figures.follow()
         if self.tracked.items:
+            self.tracked.warn_of_others(self.group.log.warning)
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         self.group.stop.finish_step_first()
         self.agreement.begin(self.position.step, again=again)

@@ -14,6 +14,7 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankup.errors import UserError
 from rankup.state.tree import ITEM, TensorFile, decode, encode
@@ -78,6 +80,21 @@ class Tracked:
                 self._optimizers[name] = item
         self.split |= any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(items))[1].values())
         self.commit()
+
+    def warn_of_others(self, say: Callable[[str], None]) -> None:
+        """From now on `say`, once each, which optimizer steps that no copy has, and keeps more than its settings."""
+        seen = set[int]()
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) in seen:
+                return
+            seen.add(id(optimizer))
+            kept = {id(each) for item in self.items.values() for each in _parameters_of(item)}
+            if optimizer.state and not kept & {id(each) for each in _parameters_of(optimizer)}:
+                kind = type(optimizer).__name__
+                say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
+
+        register_optimizer_step_post_hook(look)
 
     def _look_at(self, name: str, module: nn.Module) -> None:
         wrapped = {
@@ -377,3 +394,9 @@ class _Zero(nn.Module):
         for parameter in self._parameters_of_another:
             total = total + (parameter * 0).real.float().sum().cpu()
         return total
+
+
+def _parameters_of(item: Any) -> Iterator[Any]:
+    """Of an optimizer, or of what looks like one."""
+    for group in getattr(item, "param_groups", ()):
+        yield from group["params"]

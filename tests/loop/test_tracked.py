@@ -71,3 +71,18 @@ def test_change_between_two_steps_is_noticed() -> None:
         items["model"].weight.add_(1)
     with pytest.raises(UserError, match=r"model must change inside job\.step alone"):
         tracked.check_unchanged()
+
+
+def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
+    model, said = nn.Linear(2, 1), list[str]()
+    tracked = Tracked()
+    tracked.add({"model": model, "adam": (adam := torch.optim.Adam(model.parameters()))})
+    tracked.warn_of_others(said.append)
+    plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # nothing of it is lost
+    other = torch.optim.AdamW(nn.Linear(2, 1).parameters())
+    for optimizer in (adam, plain, other, other):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert said == ["track: AdamW steps and is not tracked: after a restart it begins anew, and the weights differ"]
