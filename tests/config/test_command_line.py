@@ -177,10 +177,14 @@ def test_environment_that_cannot_work_leaves_nothing(
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("setting", ["run-dir", "init-from", "mirror"])
-@pytest.mark.parametrize("url", [
+URLS = (
     "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
     "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "https://me:hu@hush@host/model.pt",
+)
+
+
+@pytest.mark.parametrize(("setting", "url"), [
+    *((setting, url) for setting in ("run-dir", "init-from", "mirror") for url in URLS), ("dataset", f"hf:{URLS[-1]}"),
 ])
 def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(setting: str, url: str, capsys: Captured) -> None:
     code, *printed = ended(f"train --{setting} {url}", capsys)

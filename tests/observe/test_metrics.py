@@ -5,10 +5,12 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from rankup.errors import UserError
 from rankup.loop.record import Position
@@ -90,6 +92,23 @@ def test_scalars_are_those_of_the_run(digits: Path) -> None:
     ranks = {name for name in written if name.startswith("ranks/")}
     assert ranks == {f"ranks/{part}_s/{rank}" for part in ("data", "compute", "waiting") for rank in (0, 1)}
     assert all(written[name][10] > 0 for name in ranks)
+
+
+def session(run: Path) -> dict[str, Any]:
+    """The settings that TensorBoard's HPARAMS tab shows of a run."""
+    content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+
+
+def test_hyperparameters_are_those_that_matter_or_differ(digits: Path) -> None:
+    assert session(digits) == {
+        "workload": "images", "dataset": "digits", "model": "mlp", "batch_size": 64, "epochs": 2, "max_steps": 0,
+        "optimizer": "sgd", "lr": 0.08, "seed": 0, "parallel": "ddp", "world_size": 2,
+        "log_every_steps": 10,  # not the default
+    }
+    # No list of columns: TensorBoard would take the first run's for all of them
+    assert "_hparams_/experiment" not in events(digits).summary_metadata
 
 
 def test_picture_is_there_and_not_blank(digits: Path) -> None:

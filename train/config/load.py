@@ -79,7 +79,7 @@ def validate(
     """
     # First, and not by a rule of each field: no message may repeat such a value
     wrong = {name: must_hold_no_secrets(label(name)) for name, value in values.items()
-             if isinstance(value, str) and secrets_in(value)}
+             if isinstance(value, str) and secrets_in(value.removeprefix("hf:"))}
     try:
         found = model(**{name: value for name, value in values.items() if name not in wrong})
         return (model() if wrong else found), wrong
