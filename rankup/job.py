@@ -22,7 +22,7 @@ from typing import Any
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.job import Job
-from rankup.loop.record import Settings, check_random_scheme, check_record
+from rankup.loop.record import Settings, check_record
 from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
@@ -74,8 +74,7 @@ def init(
     ))
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))
-    job._ends = ends
-    ends.finish, ends.behind = job.finish, lambda: job.live.behind
+    job._ends, ends.job = ends, job
     seed_everything(derive_seed(seed), group.device)
     group.watch.enter("setup", setup_timeout_s)
     return job
@@ -110,11 +109,7 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         if settings.tracker != "none":
             tracker.check(settings.tracker)
 
-    def fits(path: Path, record: dict[str, Any]) -> None:
-        check_random_scheme(path, record, begin_anew=settings.begin_anew)
-        settings.fits(path, record)
-
-    options = replace(settings, check=_checked(settings.check, settings.begin_anew), fits=fits)
+    options = replace(settings, check=_checked(settings.check))
     with open_run(group.run_dir, group, options, owned=owned) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)
@@ -127,9 +122,9 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
         job.figures.close(None)
 
 
-def _checked(more: Check, begin_anew: str) -> Check:
+def _checked(more: Check) -> Check:
     def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
-        check_record(path, record, begin_anew=begin_anew)
+        check_record(path, record)
         more(path, record, tracked)
 
     return check
@@ -147,9 +142,7 @@ def open_checkpoint(
     PeerLost where a store does not answer within `timeout_s`.
     """
     def read() -> Copy:
-        return find_copy(
-            str(place), Path(run_dir), warn=warn, check=_checked(check, "train anew"), timeout_s=timeout_s
-        )
+        return find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
 
     if group is None:
         return read()
@@ -160,14 +153,12 @@ def open_checkpoint(
 class Ends:
     """Takes over the end of this process. `stack`: closed with the error that ends it.
 
-    `over`: the loop came to its end, so that `finish`, which the script may leave out, is called when Python ends.
-    `behind`: whether the run went on behind an epoch's last batch, and no step has come since.
+    Where the loop of the `job` came to its end, the script may leave out `finish`: it is called when Python ends.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.stack, self.over = program, contextlib.ExitStack(), False
-        self.finish: Callable[[], None] = lambda: None
-        self.behind: Callable[[], bool] = lambda: False
+        self.program, self.stack = program, contextlib.ExitStack()
+        self.job: Job | None = None
         self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
         self.take_errors()
         atexit.register(self._at_exit)
@@ -185,7 +176,7 @@ class Ends:
         if os.getpid() != self._pid or self._ended:
             self._usual(kind, error, trace)
             return
-        if isinstance(error, NameError) and self.behind():
+        if isinstance(error, NameError) and self.job is not None and self.job.live.behind:
             log.warning(
                 f"The run had stopped behind the last batch of an epoch, so no batch has set {error.name} in this "
                 "process. Set it before the loop over batches."
@@ -196,9 +187,9 @@ class Ends:
         if os.getpid() != self._pid or self._ended:
             return
         try:
-            if not self.over:
+            if self.job is None or not self.job.loop_is_over:
                 raise RuntimeError("the script ended without job.finish()")
-            self.finish()
+            self.job.finish()
         except BaseException as error:
             self._leave(error)
 

@@ -93,12 +93,11 @@ class Program:
         an effect on this process. `stacks`: the run is this process's, so that `rankup stacks` asks it.
         Raises UserError where nothing can be written.
         """
-        from rankup.agent.logs import guard, open_log, setup_logging
+        from rankup.agent.logs import copy_prints, guard, open_log, setup_logging
         from rankup.env.rank_env import describe
         from rankup.group.stop import open_stacks
 
         guard(*guarded)
-        self.stop.print_through(self.log)
         if not isinstance(self.found, Exception) and self.found.parent_pid:
             die_with_parent(self.found.parent_pid)
         if run_dir is None:
@@ -106,6 +105,8 @@ class Program:
         launch, self._run_dir = self.rank_env, run_dir
         file = open_log(run_dir / "logs" / f"rank-{launch.rank}.log")
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
+        if "stdout" not in guarded:  # a script's own
+            copy_prints(launch.rank, file)
         for warning in launch.warnings:
             self.log.warning(warning)
         if launch.distributed:

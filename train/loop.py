@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,24 @@ from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
-from .data.loader import load_batches
-from .data.order import Order
+from .data.loader import Order, load_batches
 from .data.samples import to_device
 from .group import join_group
 from .parallel import load_method, method_name, start_method
-from .parallel.method import Method
-from .parallel.model import autocast, check_same_shapes, compile_model, keep_freed_memory, prepare
-from .parallel.optimizer import build_optimizer, build_scaler, rate_at, set_rate
-from .parallel.warm_up import warm_up
+from .parallel.methods import Method
+from .parallel.model import (
+    autocast,
+    build_optimizer,
+    compile_model,
+    keep_freed_memory,
+    prepare,
+    rate_at,
+    warm_up,
+)
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate, evaluation_loader
-from .run.result import ProgressBar, Training, describe, write_result
+from .run.result import ProgressBar, Training, describe, progress_line, write_result
 from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
 
@@ -62,7 +67,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
             for batches in batches_to_end(t):
                 step(t, batches)
                 evaluate_and_save(t)
-                bar.show(job.step_number, lambda: job.figures.metrics.line(job.step_number, t.total_steps))
+                bar.show(job.step_number, lambda: progress_line(t))
         finally:
             bar.close()
         job.finish()
@@ -102,7 +107,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)
-    check_same_shapes(group, plain)
     if run.newest is not None:
         check_data(run.newest, workload.data_name)
     elif config.init_from:
@@ -114,22 +118,29 @@ def build(config: Config, job: Job, method: Method) -> Training:
     job.clock.link = method.exchange
 
     # Warm-up ----------------------------------------------------------------------------------------------------
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with autocast(config, device):
+            return workload.loss(model, batch)
+
     def first_batch() -> Any:
         size = -(-config.batch_size // (group.world_size * config.accumulate))
         return to_device(workload.train.batch(order.epoch(0)[:size], 0), device)
 
-    _warm_up(config, job, method, workload, plain, model, first_batch())
+    seed_everything(derive_seed(config.seed, -1, job.rank), device)  # of no step: the run's own are not used up
+    batch = first_batch()
+    warm_up(plain, lambda: loss(model, batch), unused_allowed=config.find_unused_parameters)
     if config.advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
-        _advise(config, group, method, workload, plain, first_batch)
+        advise(config, group, method, workload, plain, first_batch)
 
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------
     optimizer = method.after_warm_up(plain, build_optimizer(plain, config, device))
-    scaler = build_scaler(config, device)
+    # fp16 loses small gradients unless the loss is scaled up
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     if run.newest is not None:
         job.saving.say_changed("parallel", run.newest.record["config"]["parallel"], config.parallel)
     job.track(model=plain, optimizer=optimizer, scaler=scaler)
     return Training(
-        config=config, job=job, method=method, workload=workload, plain=plain, model=model,
+        config=config, job=job, method=method, workload=workload, plain=plain, model=model, loss=loss,
         optimizer=optimizer, scaler=scaler, steps_per_epoch=len(order), total_steps=total_steps,
         train_loader=load_batches(
             workload.train, order, accumulate=config.accumulate, num_workers=config.num_workers, device=device
@@ -172,26 +183,22 @@ def step(t: Training, batches: list[tuple[float, Any]]) -> None:
     """One optimizer update from micro-batches, each with the multiple of its size that this rank's whole batch has."""
     config, job = t.config, t.job
     if config.recompute_every_steps and job.step_number % config.recompute_every_steps == 0:
-        job.recompute(lambda batch: _loss(t, t.plain, to_device(batch, job.device)), batches[0][1])
+        job.recompute(lambda batch: t.loss(t.plain, to_device(batch, job.device)), batches[0][1])
     # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
     seed_everything(derive_seed(config.seed, job.step_number, job.rank), job.device)
     total = torch.zeros((), device=job.device)
     for number, (parts, batch) in enumerate(batches, 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):
             # Each sample counts once: a mean over n of N samples counts n * world_size / N times
-            loss = _loss(t, t.model, to_device(batch, job.device)) / (parts / job.weight)
+            loss = t.loss(t.model, to_device(batch, job.device)) / (parts / job.weight)
             with job.backward(loss):  # it holds the all-reduce of the gradients
                 t.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach().to(job.device)
     rate = rate_at(config, job.step_number, total_steps=t.total_steps, steps_per_epoch=t.steps_per_epoch)
     with job.step(loss=total, lr=rate):
-        set_rate(t.optimizer, rate)
+        for group in t.optimizer.param_groups:
+            group["lr"] = rate
         t.method.step(t.plain, t.optimizer, t.scaler)
-
-
-def _loss(t: Training, model: nn.Module, batch: Any) -> torch.Tensor:
-    with autocast(t.config, t.job.device):
-        return t.workload.loss(model, batch)
 
 
 def evaluate_and_save(t: Training) -> None:
@@ -213,28 +220,3 @@ def evaluate_and_report(t: Training) -> None:
         job.log(**result.metrics)
     values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))
     t.group.log.info(f"epoch {round(job.step_number / t.steps_per_epoch, 2):g}: {values} on {result.count:,} samples")
-
-
-def _warm_up(
-    config: Config, job: Job, method: Method, workload: Workload, plain: nn.Module, model: nn.Module, batch: Any
-) -> None:
-    def loss() -> torch.Tensor:
-        with autocast(config, job.device):
-            return workload.loss(model, batch)
-
-    # Of no step: the run's own seeds are not used up
-    seed_everything(derive_seed(config.seed, -1, job.rank), job.device)
-    warm_up(
-        plain, loss, unused_allowed=config.find_unused_parameters,
-        graph_ends_in_parameters=method.graph_ends_in_parameters,
-    )
-
-
-def _advise(
-    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, make_batch: Callable[[], Any]
-) -> None:
-    try:
-        for line in advise(config, group, method, workload, plain, make_batch):
-            group.log.info(f"advice: {line}")
-    except Exception as error:  # an operation without bf16, too little memory: no reason to end a training
-        group.log.debug(f"no advice: {type(error).__name__}: {error}")

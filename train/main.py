@@ -23,15 +23,14 @@ if __name__ == "__main__":
     # traceback for SIGINT, nor sit out a grace period
     _program = rankup.Program().begin()
 
-from .commands import Context
-from .commands.table import COMMANDS
+from .commands import COMMANDS
 from .config import load_config
 from .config.options import DoctorOptions, RankOptions, help_text, parse_args
 from .run import CHOICES
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
-    ".loop", ".parallel.ddp", ".workloads.images", ".workloads.text", "torch.utils.tensorboard"
+    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "torch.utils.tensorboard"
 ]
 
 
@@ -63,7 +62,7 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
             program.stop.uninstall()
         else:
             program.begin()
-        return COMMANDS[request.command](Context(config, request, program), options) or 0
+        return COMMANDS[request.command](config, program, options) or 0
     except BaseException as error:
         return program.end(error)
 

@@ -8,6 +8,7 @@ not the run. Each line carries its host and rank.
 |--------------------------------------|----------------------------------|----------------------------------------|
 | records of `rankup`, and of the user | from INFO on, by rank 0          | from DEBUG on; the user's from INFO on |
 | records of libraries                 | warnings and errors, by all      | from INFO on                           |
+| what a script prints itself          | as it is, by all                 | each line                              |
 """
 
 import contextlib
@@ -124,6 +125,28 @@ def guard(*names: str) -> None:
             setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
 
 
+class _Copied:
+    """The stdout of a script that imports rankup, of which a file gets each line too. All else is `plain`'s."""
+
+    def __init__(self, plain: TextIO, head: str, file: Output) -> None:
+        self.plain, self._head, self._file, self._begun = plain, head, file, ""
+
+    def write(self, text: str) -> int:
+        *lines, begun = (self._begun + text).split("\n")
+        self._begun = begun[-LONGEST:]
+        if lines:
+            self._file.write(headed(self._head, [line.rpartition("\r")[2] for line in lines]).encode(errors="replace"))
+        return self.plain.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def copy_prints(rank: int, file: Output) -> None:
+    """From now on what this process prints stands in the rank's file too."""
+    sys.stdout = _Copied(sys.stdout, file_head(rank), file)
+
+
 # Logging --------------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +226,7 @@ class _Handler(logging.Handler):
         if self._file is not None:
             self._file.write(headed(self._head, lines, record.created).encode(errors="backslashreplace"))
         elif warns or (self._prints_info and record.levelno >= logging.INFO and not is_library):
-            show(headed(self._head, lines), sys.stderr if warns else sys.stdout)
+            show(headed(self._head, lines), sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
 
 
 def show(text: str, stream: TextIO) -> None:

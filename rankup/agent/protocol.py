@@ -181,7 +181,7 @@ def describe_late(n: int, late: list[Member], *, waited_s: float) -> str:
 
 
 def _without_store(waited_s: float) -> str:
-    return f"rank 0's process that imports torch and serves the store is not ready after {waited_s:g} s"
+    return f"rank 0 still imports torch after {waited_s:g} s"
 
 
 def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:

@@ -19,8 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,22 +100,14 @@ class PhaseClock:
         # A reader between two of the assignments below would count the time of one phase twice
         self._lock = threading.Lock()
 
-    def enter(self, phase: str) -> None:
-        """End the present phase and begin another one, or the same one anew. Takes a microsecond."""
+    def enter(self, phase: str) -> str:
+        """End the present phase, which is returned, and begin another one, or the same one anew. Takes a µs."""
         now_s = time.monotonic()
         with self._lock:
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now_s - self._since_s
+            ended = self._phase
+            self._seconds[ended] = self._seconds.get(ended, 0.0) + now_s - self._since_s
             self._phase, self._since_s = phase, now_s
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """For the length of the block, another phase inside the present one."""
-        outer = self._phase
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(outer)
+        return ended
 
     def present(self) -> tuple[str, float]:
         """The present phase, and how many seconds ago it was entered."""
@@ -153,12 +144,13 @@ class Records:
 class RecordWriter:
     """The rank's side. Where there is no agent, or its memory cannot be reached, health checks alone see the record.
 
-    `clock`: of this process's own phases. `shared`: whether the agent sees it.
+    `clock`: of this process's own phases. `entered`: the present one, and its timeout.
+    `shared`: whether the agent sees it.
     """
 
     def __init__(self, place: Mapping[str, Any] | None, *, rank: int = 0, cell: _Cell | None = None) -> None:
         """`place`: of `Records.place`. `rank`: where there is none. `cell`: in place of both, of this process."""
-        self.clock = PhaseClock("start")
+        self.clock, self.entered = PhaseClock("start"), ("", NO_LIMIT)
         with contextlib.suppress(OSError, ValueError):
             cell = _cell(_map(place["path"]), int(place["number"])) if place else cell
         self.shared = cell is not None
@@ -177,6 +169,7 @@ class RecordWriter:
         cell.stop = cell.confirmed = NO_STOP
         cell.step, cell.began_s, cell.place = 0, 0.0, b""
         cell.waiting = cell.finished = cell.settled = False
+        self.entered = ("", NO_LIMIT)  # the rank has written others
         self.enter("start")
         cell.signed_s = 0.0
 
@@ -214,7 +207,11 @@ class RecordWriter:
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
         """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
         self.clock.enter(phase)
-        self._write(time.monotonic() if since_s is None else since_s, timeout_s, phase)
+        began_s = time.monotonic() if since_s is None else since_s
+        if self.entered == (phase, timeout_s):  # as in every step: one number is all that changes
+            self._cell.phase.entered_s = began_s
+        else:
+            self._write(began_s, timeout_s, phase)
 
     def extend(self, timeout_s: float) -> None:
         """Move the deadline of the same phase to `timeout_s` seconds from now."""
@@ -223,6 +220,7 @@ class RecordWriter:
         self._write(entered_s, time.monotonic() - entered_s + timeout_s, now.phase)
 
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
+        self.entered = (phase, timeout_s)
         self._cell.phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
     def set_place(self, text: str) -> None:
@@ -235,7 +233,7 @@ class RecordWriter:
         self._cell.signed_s = time.monotonic()
 
     def wait(self, waiting: bool) -> None:
-        """Say whether this rank waits for others."""
+        """Say whether this rank waits for others, which are to blame then."""
         self._cell.waiting = waiting
 
     def read(self) -> Record:

@@ -17,8 +17,7 @@ from typing import Any
 from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
-from rankup.doctor.report import CODES, OK, VERDICTS, WARNING, Finding, Report, problem
-from rankup.env.rank_env import ranges
+from rankup.doctor import CODES, OK, VERDICTS, WARNING, Finding, Report, problem
 from rankup.errors import FINISHED
 
 MIB = 2**20
@@ -72,10 +71,11 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
 
     `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
     """
-    cpus = cpu_quota(root)
-    crowded = crowded_cpus(ranks, threads, cpus)
-    seen = f"{cpus:g} CPUs for {ranks} x {threads} threads"
-    yield problem("cpus", words=crowded) if crowded else Finding("limits", OK, seen)
+    cpus, wanted = cpu_quota(root), ranks * threads
+    if wanted > math.ceil(cpus) or wanted * LEAST_CPU > cpus:
+        yield problem("cpus", ranks=ranks, threads=threads, cpus=f"{cpus:g}")
+    else:
+        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
     memory = memory_limit(root)
     if memory is not None and memory < LEAST_MEMORY * ranks:
         yield problem("memory", mib=memory / MIB, ranks=ranks)
@@ -132,43 +132,31 @@ def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvm
         if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
             yield problem("driver", error=error)
         return
-    found: dict[tuple[str, str], list[int]] = {}  # GPUs by the name of their problem, and more on it
-    names = []
-    try:
-        for number, place in enumerate(_places(nvml, local_rank, environ)):
-            index = int(place) if place.isdigit() else number
-            try:
-                index, name, problems = _look(nvml, place)
-                names.append(name)
-            except nvml.NVMLError as error:
-                if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
-                    break  # no such GPU: CUDA too takes those before it alone
-                problems = [("lost", str(error))]
-            for each in problems:
-                found.setdefault(each, []).append(index)
-        # One finding for all GPUs that have it: eight of them get hot together
-        for (problem_name, more), indexes in found.items():
-            yield problem(problem_name, gpu=ranges(indexes), more=more)
-        if names and not found:
-            kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
-            yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _places(nvml: Any, local_rank: int | None, environ: Mapping[str, str]) -> list[str]:
-    """The numbers or UUIDs of the GPUs to look at."""
     # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
-    every = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    places = every if named is None else [place.strip() for place in named.split(",")]
-    return [places[local_rank]] if local_rank is not None and local_rank < len(places) else places
+    every = ",".join(str(index) for index in range(nvml.nvmlDeviceGetCount()))
+    places = [place.strip() for place in environ.get("CUDA_VISIBLE_DEVICES", every).split(",")]  # numbers or UUIDs
+    if local_rank is not None and local_rank < len(places):
+        places = [places[local_rank]]
+    names, found = [], []
+    for place in places:
+        try:
+            by = nvml.nvmlDeviceGetHandleByIndex if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+            handle = by(int(place) if place.isdigit() else place)
+            names.append(str(nvml.nvmlDeviceGetName(handle)))
+            found += _problems(nvml, handle)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
+                break  # no such GPU: CUDA too takes those before it alone
+            found.append(problem("lost", gpu=place, more=error))
+    yield from found
+    if names and not found:
+        kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
+        yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
+    nvml.nvmlShutdown()
 
 
-def _look(nvml: Any, place: str) -> tuple[int, str, list[tuple[str, str]]]:
-    """nvidia-smi's number of a GPU, its name, and what is wrong with it. Raises NVMLError where it does not answer."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(int(place)) if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID(place)
-
+def _problems(nvml: Any, handle: Any) -> list[Finding]:
+    """What is wrong with a GPU. Raises NVMLError where it does not answer."""
     def ask(name: str, *more: Any) -> Any:
         """NVML's answer, None where this GPU or driver does not know it."""
         try:
@@ -178,61 +166,33 @@ def _look(nvml: Any, place: str) -> tuple[int, str, list[tuple[str, str]]]:
                 raise
             return None
 
-    return nvml.nvmlDeviceGetIndex(handle), str(ask("Name")), list(_problems(nvml, ask))
-
-
-def _problems(nvml: Any, ask: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Names in findings.toml, and more on each."""
+    gpu, found = nvml.nvmlDeviceGetIndex(handle), []  # nvidia-smi's number
     *_, pending, failed = ask("RemappedRows") or (0, 0)
     if pending or failed:
-        yield ("row-failed" if failed else "row-pending"), ""
+        found.append(problem("row-failed" if failed else "row-pending", gpu=gpu))
     if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
-        yield "ecc", str(errors)
+        found.append(problem("ecc", gpu=gpu, more=errors))
     reasons = ask("CurrentClocksEventReasons") or 0
     if reasons & (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown):
-        yield "hot", ""
+        found.append(problem("hot", gpu=gpu))
     elif reasons & (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown):
-        yield "power", ""
+        found.append(problem("power", gpu=gpu))
     # A container may not see the programs of others
     if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
-        yield "in-use", ", ".join(others)
+        found.append(problem("in-use", gpu=gpu, more=", ".join(others)))
+    return found
 
 
 # Before a training -------------------------------------------------------------------------------------------------
 
 
-def before_training(*, ranks: int, threads: int) -> list[str]:
-    """A line for each limit that will be in the way of a training with `ranks` on this node, `threads` in each."""
-    found = [finding for finding in limits(ranks=ranks, threads=threads) if finding.level == WARNING]
-    return [f"{each.seen}: {each.why} {each.remedy}" if each.remedy else each.seen for each in found]
+def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:
+    """A line for each limit that will be in the way of a training with `threads` in each rank, and for accelerators
+    that none will use: so it looks when somebody gave the number of nodes for that of ranks.
 
-
-def crowded_cpus(ranks: int, threads: int, cpus: float) -> str:
-    """What to say if this node's ranks have more threads than `cpus`, which this process may use; "" if they do not."""
-    wanted = ranks * threads
-    if wanted <= math.ceil(cpus) and wanted * LEAST_CPU <= cpus:
-        return ""
-    share = max(1, math.floor(cpus) // ranks)
-    way_out = f"Set --num-threads {share}" if share < threads else "Start fewer processes here"
-    return (
-        f"{_processes(ranks)} x {threads} threads on this node, but only {cpus:g} CPUs to use (affinity, or "
-        f"the container's limit): threads will often stand still. {way_out}, or allow more CPUs."
-    )
-
-
-def idle_devices(ranks: int | None, num_devices: int) -> list[str]:
-    """Accelerators that no rank will use: so it looks when somebody gave the number of nodes for that of ranks.
-
-    `ranks`: on this node, None where that is not known.
+    `ranks`, `devices`: on this node, None where that is not known.
     """
-    if ranks is None or num_devices <= ranks:
-        return []
-    return [
-        f"{num_devices} devices on this node, but only {_processes(ranks)}: {num_devices - ranks} will stay idle. "
-        f"Start {num_devices} (launch --nproc {num_devices}, torchrun --nproc-per-node {num_devices}), or show fewer "
-        "in CUDA_VISIBLE_DEVICES."
-    ]
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    found = [each for each in limits(ranks=ranks or 1, threads=threads) if each.level == WARNING]
+    if ranks is not None and devices > ranks:
+        found.append(problem("idle", devices=devices, ranks=ranks, idle=devices - ranks))
+    return [f"{each.seen}: {each.why} {each.remedy}" for each in found]

@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from rankup.agent.ends import StatusFile
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
+from rankup.doctor import NOTE, OK, WARNING, Finding, Report, problem
 from rankup.doctor.machine import check_machine
-from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, Report, problem
 from rankup.env.rank_env import RankEnv, describe, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -37,10 +37,8 @@ STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
-PINGS, PING_BYTES = 20, 8  # latency: round trips of this size
-FIRST_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 16 * 2**20, 4  # bandwidth: larger and larger messages,
-LONG_S = 0.1  # while the next larger one is not expected to take longer than this
-TRANSFERS = 3  # of each size
+PING_BYTES, PINGS = 8, 20  # latency: round trips of this size
+BULK_BYTES, BULKS = 2 * 2**20, 3  # bandwidth
 REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 
@@ -125,7 +123,7 @@ class _Doctor:
             raise
         except Exception as error:
             self.report.add(self._explain(error))
-            return self.report.end_alone(printed_elsewhere=getattr(error, "printed_elsewhere", False))
+            return self.report.end_alone()
 
     # All ranks together ----------------------------------------------------------------------------------------
 
@@ -207,24 +205,22 @@ def work(device: torch.device) -> int:
 
 
 def versions(group: Group) -> Iterator[Finding]:
-    """Versions that joining does not compare: nccl, CUDA, Python, the GPU's driver, the kinds of CPU and GPU."""
+    """What joining does not compare. nccl and CUDA come with torch, which it does compare."""
     on_gpu = group.device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
-    compared = {
-        "nccl": (".".join(map(str, nccl)), UNFIT), "CUDA": (torch.version.cuda or "", UNFIT),
-        "Python": (platform.python_version(), WARNING), "GPU driver": (driver_version(), WARNING),
-        "CPU": (cpu_model(), NOTE), "GPU": (torch.cuda.get_device_name(group.device) if on_gpu else "", NOTE),
-    }
-    gathered = group.gather({name: own for name, (own, _) in compared.items()})
-    for name, (_, level) in compared.items() if group.rank == 0 else ():
+    gathered = group.gather({
+        "Python": platform.python_version(), "GPU driver": driver_version(), "CPU": cpu_model(),
+        "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
+    })
+    for name in gathered[0] if group.rank == 0 else ():
         holders: dict[str, list[int]] = {}
         for rank, versions_there in enumerate(gathered):
             holders.setdefault(versions_there[name], []).append(rank)
-        if len(holders) > 1:
-            seen = ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
-            weights = f"; weights are the same to the bit on one kind of {name} only" if level == NOTE else ""
+        seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
+        if len(holders) > 1 and name in ("CPU", "GPU"):
+            yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
+        elif len(holders) > 1:
             why = "what works on one node may fail or hang on another."
-            yield Finding("versions", level, f"{name} differs: {seen}{weights}", why, "Install the same on all nodes.")
+            yield Finding("versions", WARNING, seen, why, "Install the same on all nodes.")
 
 
 def driver_version(root: Path = Path("/")) -> str:
@@ -241,43 +237,26 @@ def cpu_model() -> str:
 
 
 def collective(group: Group) -> Iterator[Finding]:
-    """Whether each collective that training uses gives the right numbers."""
-    if wrong := wrong_collectives(group):
+    """Whether all_reduce, which adds up the gradients, gives the right numbers."""
+    if wrong := wrong_sums(group):
         yield problem("wrong-sum", wrong=", ".join(wrong), host=host_name())
     elif group.rank == 0:
-        yield Finding("collective", OK, "all_reduce, broadcast and all_gather give the right numbers")
+        yield Finding("collective", OK, "all_reduce gives the right numbers")
 
 
-def wrong_collectives(group: Group) -> list[str]:
-    """Each collective that gave a wrong result on this rank; empty if all are right.
-
-    The numbers are integers that float32 holds exactly, so that the results must be equal to the bit.
-    """
-    rank, size, device, wrong = group.rank, group.world_size, group.device, []
-
-    def check(name: str, call: Callable[[torch.Tensor], Any], own: torch.Tensor, expected: torch.Tensor) -> None:
-        group.collective(lambda: call(own))
-        if not torch.equal(own, expected):
-            wrong.append(name)
-
+def wrong_sums(group: Group) -> list[str]:
+    """Each all_reduce whose result is wrong on this rank. Integers are exact in float32: the bits must be equal."""
+    size, wrong = group.world_size, []
     for length in (1, 1000, 2**18 + 1):
-        base = torch.arange(length, device=device, dtype=torch.float32) % 997
-        total = base * size + size * (size - 1) / 2
-        check(f"all_reduce of {length} numbers", lambda numbers: dist.all_reduce(numbers), base + rank, total)
-        for source in {0, size - 1}:
-            check(f"broadcast of {length} numbers from rank {source}",
-                  lambda numbers, source=source: dist.broadcast(numbers, src=source),  # type: ignore[misc]
-                  base + rank, base + source)
-    own = torch.full((3,), float(rank), device=device)
-    parts = torch.zeros(size, 3, device=device)
-    expected = torch.arange(size, device=device, dtype=torch.float32)[:, None].expand(size, 3)
-    check("all_gather", lambda into: dist.all_gather(list(into), own), parts, expected)
+        base = torch.arange(length, device=group.device, dtype=torch.float32) % 997
+        numbers = base + group.rank
+        group.collective(lambda numbers=numbers: dist.all_reduce(numbers))  # type: ignore[misc]
+        if not torch.equal(numbers, base * size + size * (size - 1) / 2):
+            wrong.append(f"all_reduce of {length} numbers")
     return wrong
 
 
 # Links --------------------------------------------------------------------------------------------------------------
-# In a ring: each node's first rank with that of the next node, and inside a node each rank with the next one, as
-# gradients go. No rank takes part in two measurements at a time
 
 
 class LinkSpeed(NamedTuple):
@@ -320,35 +299,23 @@ def judge(kind: Sequence[LinkSpeed], words: str, hosts: Sequence[str]) -> Findin
     return problem("slow-link", seen=seen, ring_s=200e6 / slowest.bandwidth)
 
 
-def rounds(hosts: Sequence[str]) -> list[tuple[list[tuple[int, int]], bool]]:
-    """Rounds of pairs of ranks, and whether these are between nodes. The same on every rank. `hosts`: of each rank.
+def rounds(hosts: Sequence[str]) -> Iterator[tuple[list[tuple[int, int]], bool]]:
+    """Rounds of pairs, each rank with the next one, and whether these are between nodes. The same on every rank.
 
-    >>> rounds(["a", "b", "c"])
-    [([(0, 1)], True), ([(1, 2)], True), ([(0, 2)], True)]
+    In a round no rank is in two pairs, and where the ranks of a node follow each other no node is in two between nodes.
+    `hosts`: of each rank.
     """
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(host, []).append(rank)
-    found = []
-    for between, rings in (True, [[ranks[0] for ranks in nodes.values()]]), (False, list(nodes.values())):
-        for number in range(3):
-            pairs = [pair for ring in rings for pair in _round(ring, number)]
-            found += [(pairs, between)] if pairs else []
-    return found
-
-
-def _round(ring: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Of the first three rounds, in which each meets its two neighbours: the last one closes the ring."""
-    if number == 2:
-        return [(ring[0], ring[-1])] if len(ring) > 2 else []
-    return list(pairwise(ring))[number::2]
+    for between in (True, False):
+        kind = [pair for pair in pairwise(range(len(hosts))) if (hosts[pair[0]] != hosts[pair[1]]) is between]
+        yield kind[0::2], between
+        yield kind[1::2], between
 
 
 def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
-    """Latency in s and bandwidth in bytes/s. The rank with `first` decides when to stop: their times differ.
+    """Latency in s and bandwidth in bytes/s.
 
-    It sends each message, the other end echoes it, and the fastest of several round trips counts: what else uses the
-    machine only makes one slower. No clock of two machines is exact enough to time one way alone.
+    The rank with `first` sends each message, the other end echoes it, and the fastest of several round trips counts:
+    what else uses the machine only makes one slower. No clock of two machines is exact enough to time one way alone.
     """
     def round_trip_s(size: int, count: int) -> float:
         message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
@@ -361,14 +328,8 @@ def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[flo
             best_s = min(best_s, time.perf_counter() - began_s)
         return best_s
 
-    ping_s, size = round_trip_s(PING_BYTES, PINGS), FIRST_BYTES
-    while True:
-        taken_s = round_trip_s(size, TRANSFERS)
-        larger = torch.tensor([size < MAX_BYTES and GROWTH * taken_s < LONG_S], dtype=torch.uint8, device=device)
-        (dist.send if first else dist.recv)(larger, other)
-        if not larger.item():
-            return ping_s / 2, 2 * size / max(taken_s - ping_s, 1e-9)
-        size *= GROWTH
+    ping_s, taken_s = round_trip_s(PING_BYTES, PINGS), round_trip_s(BULK_BYTES, BULKS)
+    return ping_s / 2, 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9)
 
 
 def _rate(bandwidth: float) -> str:

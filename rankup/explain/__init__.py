@@ -27,12 +27,7 @@ def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()
     `run_dir`: where a name that is no path is looked up. Raises UserError where there is nothing to read.
     """
     found = diagnose_files(paths, run_dir=run_dir)
-    if as_json:
-        text = json.dumps([asdict(each) for each in found])
-    elif found or find_files(paths, run_dir=run_dir):
-        text = format_report(found)
-    else:
-        text = "nothing wrong was found: the run has finished."
+    text = json.dumps([asdict(each) for each in found]) if as_json else format_report(found)
     return text, not all(each.harmless for each in found)
 
 
@@ -67,36 +62,38 @@ def _lines(diagnoses: list[Diagnosis]) -> Iterator[str]:
     for each in diagnoses:
         if not each.harmless:
             groups.setdefault((each.title, each.name or each.seen), []).append(each)
-    if not groups:
-        yield "nothing wrong was found in these lines."
+    if groups:
+        yield from _about_cause(*groups.values())
+    else:
+        yield "nothing wrong was found: the run has finished, or these lines do not say what happened."
         yield "A process that is killed from outside says nothing: look at its exit code, and"
         yield "at what the launcher, the scheduler or the kernel (dmesg) said."
-    else:
-        first, *others = groups.values()
-        root = first[0]
-        yield f"{_title(first)} ({_place(root)})"
-        if root.time is not None:
-            first_of = f"first {_who([root])}," if len(first) > 1 and _who([root]) else "when "
-            yield f"  {first_of} {datetime.fromtimestamp(root.time):%Y-%m-%d %H:%M:%S}"
-        for label, text in zip(["seen", *[""] * len(root.traceback)], [*root.traceback, root.seen], strict=True):
-            yield f"  {label:4}  {text}"
-        yield from (f"  why   {root.why}", f"  fix   {root.remedy}")
-        rivals = [each for group in groups.values() for each in group if each.order == root.order]
-        if len({each.file for each in rivals}) > 1 and any(each.time is None for each in rivals):
-            # The order of the files alone made the first one the first
-            yield "  note  these logs do not have times in all lines: another of the causes below may have come first."
-        yield from _listed("also seen:", [group for group in others if group[0].order < WAITED])
-        yield from _listed("what others suffered from it:", [group for group in others if group[0].order >= WAITED])
     for each in [each for each in diagnoses if each.harmless][:5]:
-        yield f"harmless: {each.title} ({_place(each)}{_times([each])}): {each.why}"
+        yield f"harmless: {each.title} ({_place([each])}): {each.why}"
+
+
+def _about_cause(first: list[Diagnosis], *others: list[Diagnosis]) -> Iterator[str]:
+    root = first[0]
+    yield f"{_title(first)} ({_place([root])})"
+    if root.time is not None:
+        first_of = f"first {_who([root])}," if len(first) > 1 and _who([root]) else "when "
+        yield f"  {first_of} {datetime.fromtimestamp(root.time):%Y-%m-%d %H:%M:%S}"
+    for label, text in zip(["seen", *[""] * len(root.traceback)], [*root.traceback, root.seen], strict=True):
+        yield f"  {label:4}  {text}"
+    yield from (f"  why   {root.why}", f"  fix   {root.remedy}")
+    rivals = [each for group in (first, *others) for each in group if each.order == root.order]
+    if len({each.file for each in rivals}) > 1 and any(each.time is None for each in rivals):
+        # The order of the files alone made the first one the first
+        yield "  note  these logs do not have times in all lines: another of the causes below may have come first."
+    yield from _listed("also seen:", [group for group in others if group[0].order < WAITED])
+    yield from _listed("what others suffered from it:", [group for group in others if group[0].order >= WAITED])
 
 
 def _listed(title: str, groups: list[list[Diagnosis]]) -> Iterator[str]:
     if groups:
         yield title
     for group in groups[:MAX_OTHERS]:
-        first = group[0]
-        yield f"  {_title(group)} ({_place(first)}{_times(group)}): {first.remedy if first.name else first.seen}"
+        yield f"  {_title(group)} ({_place(group)}): {group[0].remedy if group[0].name else group[0].seen}"
     if len(groups) > MAX_OTHERS:
         yield f"  and {len(groups) - MAX_OTHERS} more"
 
@@ -114,10 +111,7 @@ def _who(group: list[Diagnosis]) -> str:
     return " ".join(parts)
 
 
-def _place(diagnosis: Diagnosis) -> str:
-    return f"{diagnosis.file} line {diagnosis.line}".lstrip()
-
-
-def _times(group: list[Diagnosis]) -> str:
+def _place(group: list[Diagnosis]) -> str:
+    """The line of the first one, and how often there is such a line."""
     times = sum(each.times for each in group)
-    return f", {times} times" if times > 1 else ""
+    return f"{group[0].file} line {group[0].line}".lstrip() + (f", {times} times" if times > 1 else "")

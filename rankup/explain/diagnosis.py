@@ -1,7 +1,7 @@
 """Which faults the lines of logs show, and which of them is the root cause.
 
 Only a job that failed has a root cause. Any of these proves a failure: an exception after which its process made no
-progress; a XX
+progress; what a scheduler, kernel or launcher says of the end of a process; a fault in the last line of a process.
 """
 
 import re
@@ -15,7 +15,6 @@ from rankup.explain.logs import LogLine, has_time, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
-MAX_UNKNOWN = 50  # unknown exceptions of one source
 LAST_LINES = 6  # of a traceback that are quoted, beside the exception itself
 
 
@@ -84,13 +83,11 @@ class _Source:
 
     inside: bool = False  # the next lines are a traceback, up to its exception
     ignored: bool = False  # that traceback does not end the process
-    unknown: int = 0  # exceptions that are not in the table
     newest: "_Finding | None" = None  # the last exception
     bad: "_Finding | None" = None  # the last line that looks like an error
     ordinary: int = 0  # lines after which the process went on
     progress: int = 0  # those of them that show progress
     traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    clock: str = ""  # the last line that has a time
     summary: dict[str, str] = field(default_factory=dict)  # the paragraph of torchrun's summary that this is in
     summary_root: bool = False  # the next paragraph is that of the rank that failed first
     bars: dict[str, str] = field(default_factory=dict)  # by their totals: where each bar of tqdm stood
@@ -175,7 +172,7 @@ class Search:
             line = LogLine(line.text, rank if line.rank is None else line.rank, line.host or host, who)
             source = self._source(line)
             if has_time(raw):
-                self._clock = source.clock = raw[:200]
+                self._clock = raw[:200]
             if source.summary or source.summary_root or line.text.startswith((SUMMARY_ROOT, "  host")):
                 line = self._in_summary(line, source)
                 source = self._source(line)
@@ -240,8 +237,7 @@ class Search:
 
     def _raise(self, finding: _Finding | None, line: LogLine, source: _Source) -> None:
         """An exception, at the end of its traceback."""
-        if finding is None and source.unknown < MAX_UNKNOWN and len(self._findings) < MAX_KEPT:
-            source.unknown += 1
+        if finding is None and len(self._findings) < MAX_KEPT:
             finding = self._finding(UNKNOWN, line, source)
             self._findings.append(finding)
         if finding is not None:
@@ -257,7 +253,7 @@ class Search:
         progress = found is not None or PROGRESS.search(line.text) is not None
         if found and found["bar"]:  # tqdm draws its bar once more after an exception
             progress = source.bars.get(found[3], found[2]) != found[2]
-            if found[3] in source.bars or len(source.bars) < MAX_UNKNOWN:
+            if found[3] in source.bars or len(source.bars) < MAX_KEPT:
                 source.bars[found[3]] = found[2]
         source.ordinary += 1
         if progress:
@@ -296,7 +292,7 @@ class Search:
         return _Finding(
             title=title, seen=line.text.strip()[:MAX_SEEN], line=self._number, rank=line.rank, host=line.host, why=why,
             remedy=remedy, order=fault.order, harmless=fault.order == HARMLESS, name=fault.name, file=self._file,
-            time=time_of(source.clock or self._clock), fault=fault, source=source, ordinary=source.ordinary,
+            time=time_of(self._clock), fault=fault, source=source, ordinary=source.ordinary,
             progress=source.progress,
         )
 

@@ -123,7 +123,7 @@ class Group:
         """
         try:
             self.barrier()
-            self.watch.all_done()
+            self.watch.quiet = True
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.watch.report(FINISHED, "finished", together=True)
@@ -242,10 +242,10 @@ class Group:
                 )
 
     def collective(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which waits for the other ranks: not this rank is to blame if that takes long."""
-        self.watch.wait_for_others(True)
+        """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
+        self.record.wait(True)
         result = call()
-        self.watch.wait_for_others(False)
+        self.record.wait(False)
         return result
 
     def on_rank0(

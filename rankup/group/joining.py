@@ -36,21 +36,17 @@ def join(
 ) -> Group:
     """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
-    Returns a group that is a context manager. A block that ends well leaves the group together with all other ranks. A
-    block that ends with an error reports it to the others first, and raises in its place what stands behind it, where
-    it is another rank's end. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
+    Returns a context manager. A block that ends well leaves the group together with all other ranks. A block that ends
+    with an error reports it to the others first, and raises in its place what stands behind it, where it is another
+    rank's end. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
 
-    settings: what must be the same on all ranks, by name, as text. The versions of torch and rankup, and the backend,
-        are added.
-    timeout_s: how long ranks may take to meet, in seconds.
-    status, stop: files of this rank's end, and requests to stop. They are there before the ranks meet.
-    device: "cpu", "cuda" or "cuda:1". None: the accelerator of this rank, or the CPU where there is none.
-    backend: of torch, for the device's memory. None: torch's default.
-    longest_phase_s: the longest time limit of any phase; torch's own timeout is longer.
-    needs_process_group: even a rank alone gets one.
+    `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the backend,
+    are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU. `backend`: of
+    torch, for the device's memory; None takes torch's default. `longest_phase_s`: of all deadlines; torch's own timeout
+    is longer. `needs_process_group`: even a rank alone gets one.
 
-    Raises JoinError (code 170) where the ranks do not come together, PeerLost (171) where one is lost meanwhile,
-    UserError (2) where they differ, and LaunchError (2) for a device that is not there.
+    Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
+    lost meanwhile, UserError (2) where they differ, and LaunchError (2) for a device that is not there.
     """
     group = start(launch, settings=settings, device=device, backend=backend, status=status, stop=stop, log=log)
     with contextlib.ExitStack() as unless_joined:
@@ -117,7 +113,6 @@ def meet(group: Group, *, timeout_s: float) -> None:
 
 def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
     """Second step: torch's process group, with gloo for host memory always. Raises JoinError and PeerLost."""
-    assert group.store is not None, "the ranks have to meet first"
     # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
     form_s = min(timeout_s, FORM_S + group.world_size / 10)
     group.watch.enter("join", form_s + WATCHDOG_LATER_S)

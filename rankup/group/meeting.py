@@ -113,11 +113,6 @@ class MemberLine(Line):
             return said.get(timeout=SAY_S)
         return False
 
-    def close(self) -> None:
-        """Leave the others."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._attendance.close)
-
     # In the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:

@@ -55,7 +55,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name = ""
         self.watch: Any = None  # a Watchdog, which imports this file
-        self._log: logging.Logger | None = None
         self._finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
         self._held = threading.local()
@@ -122,10 +121,6 @@ class StopRequest:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
         return self
 
-    def print_through(self, log: logging.Logger) -> None:
-        """Print through the log of this rank from now on. Before the rank is known, lines go to stderr."""
-        self._log = log
-
     def finish_step_first(self) -> None:
         """From now on a signal only sets the flag: the caller looks at it, and there is something to save.
 
@@ -186,14 +181,9 @@ class StopRequest:
             self._leave(f"{name} again, {waited_s:.0f} s after {self.signal_name}: leaving without saving")
 
     def _leave(self, why: str) -> None:
-        last_word = self.watch.last_word if self.watch is not None else self._say
+        # A log that nobody has set up prints warnings to stderr
+        last_word = self.watch.last_word if self.watch is not None else logging.getLogger("rankup").warning
         leave(STOPPED, lambda: last_word(why), timeout_s=PARTING_S)
-
-    def _say(self, why: str) -> None:
-        if self._log is not None:
-            self._log.info(why)
-        else:
-            print(why, file=sys.stderr, flush=True)
 
 
 def start_worker(parent: int) -> None:

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
@@ -20,18 +20,6 @@ from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
 from rankup.group.line import Line, Suspect, describe, root_exit_code
 from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
-
-
-class Keeper(Protocol):
-    """Has the state that this process alone holds, and can write it to where the next attempt finds it."""
-
-    def keep(self) -> None:
-        """Write the state of the last finished step. Called once, from a thread of its own, while the main thread may
-        be blocked in a collective or be in the middle of a step."""
-
-    def keep_for_stop(self) -> str:
-        """The same where the job is to stop, and may go on elsewhere. Returns what to say of it; "" where this process
-        alone can not keep the state."""
 
 
 class Watchdog:
@@ -55,9 +43,9 @@ class Watchdog:
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self._line = Line(status.rank, stop)  # it reaches nobody until the ranks have met
         self._met = False
-        self._quiet = False  # all ranks are done
+        self.quiet = False  # all ranks are done: one that goes is no loss
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
-        self._keeper: Keeper | None = None
+        self._keeper: Any = None  # a `Saving`, of `rankup.loop.saving`
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._stopping = False  # it ends for a stop, and has kept the state for that
@@ -91,10 +79,8 @@ class Watchdog:
 
         `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
         """
-        if timeout_s == 0:
-            clear_hard_deadline()
-        elif phase != self.clock.present()[0]:  # no read of the whole record: this is called in every step
-            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
+        if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves the hard deadline now and then
+            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S) if timeout_s else clear_hard_deadline()
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
@@ -105,18 +91,15 @@ class Watchdog:
         """For messages: where this rank stands."""
         return f" at step {self.record.read().step}"
 
-    def wait_for_others(self, waiting: bool) -> None:
-        """Say that this rank is about to wait in a collective, or has left it: then the others are to blame."""
-        self.record.wait(waiting)
-
     def connect(self, line: Line, hosts: Sequence[str]) -> None:
         """The ranks have met: look for losses, and report to the others from now on."""
         self.hosts, self._line, self._met = hosts, line, True
         self.stop.wake()
 
-    def protect(self, keeper: Keeper, *, timeout_s: float) -> None:
-        """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline. It gets
-        `timeout_s` seconds."""
+    def protect(self, keeper: Any, *, timeout_s: float) -> None:
+        """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline, and
+        `keeper.keep_for_stop()` where the job is to stop: once, from a thread of its own, while the main thread may be
+        blocked in a collective or be in the middle of a step. It gets `timeout_s` seconds."""
         self._keeper, self._keep_timeout_s = keeper, timeout_s
 
     def settle(self) -> None:
@@ -133,10 +116,6 @@ class Watchdog:
         if stopping:
             threading.Event().wait()
 
-    def all_done(self) -> None:
-        """All ranks are done: one that goes is no loss from now on."""
-        self._quiet = True
-
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         self._leaving = code
@@ -149,7 +128,7 @@ class Watchdog:
 
     def end(self) -> None:
         """No more deadlines."""
-        self._quiet = True
+        self.quiet = True
         self.stop.watch = None
         clear_hard_deadline()
 
@@ -226,7 +205,7 @@ class Watchdog:
 
     def _patience_s(self, line: Line) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
-        if self._quiet:
+        if self.quiet:
             return math.inf
         now = self.record.read()
         waiting = now.waiting or now.phase == "join"

@@ -20,10 +20,7 @@ import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
-try:
-    import lightning.pytorch as L
-except ModuleNotFoundError:  # the same library under its older name
-    import pytorch_lightning as L  # type: ignore[no-redef, unused-ignore]
+import lightning.pytorch as L
 
 from rankup import Job
 

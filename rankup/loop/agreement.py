@@ -7,8 +7,7 @@ then end, and the next attempt goes on from the newest copy. The loop saves none
 | ranks        | who went wrong                                                                                   |
 |--------------|--------------------------------------------------------------------------------------------------|
 | three, more  | those whose digest is not that of the majority                                                   |
-| two          | not known from one comparison. The next attempt compares after each step until it is past that   |
-|              | place: where a fault comes again, a further attempt shows which rank differs from its repetition |
+| two          | not known: both are named                                                                        |
 
 What a comparison does not see: a gradient that is wrong before the exchange, as it reaches all ranks alike; tensors
 that are split among ranks without another replica (FSDP2 without hybrid sharding); what one rank rescued after it had
@@ -16,14 +15,12 @@ gone wrong, since the last comparison. `recompute` finds a machine that goes on 
 compute the same batch.
 """
 
-import json
 import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +30,10 @@ from torch.optim import Optimizer
 
 from rankup.errors import PeerLost
 from rankup.group.group import Group
-from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, random_state_kept, seed_everything
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and between two at least
-RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
 NONE = 0  # a rank without tensors of that kind
 
@@ -102,43 +97,24 @@ class Agreement:
     """Compares the state of the ranks. All ranks make the same calls at the same steps."""
 
     def __init__(
-        self, group: Group, items: dict[str, Any], *, run: str, every: int | None,
-        wrong: Callable[[], None], deciding: threading.Lock,
+        self, group: Group, items: dict[str, Any], *, every: int | None, wrong: Callable[[], None],
+        deciding: threading.Lock,
     ) -> None:
-        """`items`: the tracked ones. `run`: the id of the run, whose record counts. `every`: steps between two
-        comparisons; 0 for none, None for so many that they take `SHARE` of the time. `wrong`: called where there is a
-        difference, while `deciding` is held."""
+        """`items`: the tracked ones. `every`: steps from one comparison to the next; 0 for none, None for so many that
+        they take `SHARE` of the time. `wrong`: called where there is a difference, while `deciding` is held."""
         self._be_wrong, self._deciding = wrong, deciding
-        self.group, self._items, self._run = group, items, run
+        self.group, self._items = group, items
         self._every = 0 if group.world_size == 1 else every
-        self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
         self._compared = self._next = -1
         self._since_s = self._cost_s = 0.0
 
-    @property
-    def _path(self) -> Path:
-        return self.group.run_dir / RECORD
-
-    def begin(self, step: int, *, again: bool) -> None:
-        """The run stands at `step`. `again`: an earlier attempt may have left a record."""
+    def begin(self, step: int) -> None:
+        """The run stands at `step`."""
         self._next, self._since_s, self._compared = step + (self._every or FIRST), time.monotonic(), step
-        if self._every != 0 and again:
-            earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
-            self._earlier = {row["step"]: row for row in earlier if row["step"] > step}
-
-    def _read(self) -> list[dict[str, Any]]:
-        """The rows of this run and number of ranks."""
-        try:
-            with open_regular(self._path) as file:
-                rows = [json.loads(line) for line in file]
-            return [{name: row[name] for name in ("step", "sound", "digests", "odd")} for row in rows
-                    if row["run"] == self._run and len(row.get("digests", ())) == self.group.world_size]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it only helps to name a rank
-            return []
 
     def look(self, step: int) -> None:
         """Compare where it is time to: `step` is that of the last commit. Raises PeerLost as `compare` does."""
-        if self._every != 0 and (step >= self._next or self._earlier):
+        if self._every != 0 and step >= self._next:
             self.compare(step)
 
     def compare(self, step: int) -> None:
@@ -157,19 +133,15 @@ class Agreement:
             rows = self._exchange([own.whole, own.part, own.place, pause])
             if odd := self._differing(rows):
                 self._be_wrong()
-        values, sound, before = [hash((whole, part)) for whole, part, _, _ in rows], self._compared, None
         self._compared, self._next, self._since_s = step, step + max(row[3] for row in rows), time.monotonic()
         self._cost_s = self._since_s - began_s
-        if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:
-            # The states before this step were sound, so that each rank's own is compared with its repetition
-            before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
         if odd:
-            raise self._wrong(step, odd, before, {"digests": values, "sound": sound})
-        if before is not None and self.group.is_rank0:
-            self.group.log.warning(
-                f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
-                "wrong before: watch that machine, and run rankup doctor there"
-            )
+            verb = "is not in the state of the other ranks" if len(odd) == 1 else "are in different states"
+            raise self._lost(odd, (
+                f"silent corruption after step {step}: {self._names(odd)} {verb}. The job goes on from the newest "
+                "copy, which was compared. If it comes again, run rankup doctor there; machines of different kinds "
+                "need compare_every_steps=0"
+            ))
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any, *, step: int, split: bool) -> None:
         """Compare what every rank computes from rank 0's `batch`, see `Job.recompute`. `split`: FSDP2 has split a
@@ -192,12 +164,10 @@ class Agreement:
         odd = unsteady or odd
         with self._deciding:
             self._be_wrong()
-        self._note(step, odd, computed=[row[0] for row in first], again=[row[0] for row in second])
-        raise PeerLost(
+        raise self._lost(odd, (
             f"silent corruption before step {step + 1}: {self._names(odd)} computed other gradients from the same "
-            "batch. Earlier steps may be wrong too: run rankup doctor there. The job goes on from the newest copy.",
-            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
-        )
+            "batch. Earlier steps may be wrong too: run rankup doctor there. The job goes on from the newest copy."
+        ))
 
     def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
         """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are
@@ -229,36 +199,9 @@ class Agreement:
             odd |= {replicas[n] for n in odd_ones([rows[rank][1] for rank in replicas])}
         return sorted(odd)
 
-    def _names(self, ranks: list[int], between: str = ", ") -> str:
-        return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
 
-    def _wrong(self, step: int, odd: list[int], before: dict[str, Any] | None, more: dict[str, Any]) -> PeerLost:
-        """What to raise where the ranks `odd` differ from the others. `before`: the row of an earlier attempt."""
-        again = ""
-        if before is not None:
-            again = (
-                " It has been so before: a lasting fault, or machines of different kinds, for which "
-                "compare_every_steps=0 turns the comparison off."
-            )
-            if before["odd"] and len(odd) > 1:
-                odd = before["odd"]
-        alone = len(odd) == 1
-        self._note(step, odd, **more)
-        verb = "is not in the state of the other ranks" if alone else "are in different states"
-        return PeerLost(
-            f"silent corruption after step {step}: {self._names(odd)} {verb}. The job goes on from the newest copy, "
-            f"which was compared.{again}",
-            suspect=odd[0] if alone else None, nobody_died=True,
-        )
-
-    def _note(self, step: int, odd: list[int], **more: Any) -> None:
-        """Add a row to the record: the ranks `odd` differ from the others."""
-        group = self.group
-        row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts], "device": str(group.device),
-               "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        if group.is_rank0:
-            try:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(f"{json.dumps(row)}\n")
-            except OSError as error:  # then the next attempt knows nothing of it
-                group.log.warning(f"{self._path}: {error.strerror}")
+    @staticmethod
+    def _lost(odd: list[int], why: str) -> PeerLost:
+        return PeerLost(why, suspect=odd[0] if len(odd) == 1 else None, nobody_died=True)

@@ -1,7 +1,7 @@
 """The batches of a user's loader: which of them this rank gets, and how to go on in the middle.
 
 A batch of a DataLoader is a global batch: the loader's own batch sampler draws it, equally on all ranks, and each rank
-takes its part. What splits already (DistributedSampler) is left as it is. Nothing here knows the job.
+takes its part. What splits already (DistributedSampler) is left as it is.
 
 | the loader                                          | goes on in the middle by                    |
 |-----------------------------------------------------|---------------------------------------------|
@@ -23,6 +23,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
+from rankup.group.group import Group
+from rankup.loop.record import Position
 from rankup.loop.workers import Workers
 from rankup.seeds import derive_seed, drawn_apart, host_state, seed_host, set_host_state
 
@@ -34,50 +36,6 @@ ALIKE = (
 )
 # For evaluations, by the user's loader: the workers may outlive one
 _evaluating: "weakref.WeakKeyDictionary[Any, DataLoader[Any]]" = weakref.WeakKeyDictionary()
-
-
-class Source:
-    """A loader as `job.batches` uses it."""
-
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
-        """This rank's batches of an epoch with their weights, from number `skip` on.
-
-        `seed`: of this pass over the loader. `state`: what `state()` returned after batch `skip`, None at the
-        beginning. The weight is this rank's part of the global batch, times the number of ranks: 1.0 where all parts
-        are equal.
-        """
-        raise NotImplementedError
-
-    def state(self) -> Any:
-        """What to keep beside the number of the last batch; None for nothing."""
-        return None
-
-    def fingerprint(self) -> str:
-        """Of the order that was opened last, to be equal on all ranks; "" where ranks may differ."""
-        return ""
-
-
-def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
-    """How to read `loader`. Raises UserError, in one line, for what can't be replayed, and for what can't be split."""
-    if any_order:
-        return Whole(loader, rank, replays=False)
-    map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    own_iteration = map_style and type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict")
-    if map_style and not own_iteration:
-        return Split(loader, rank, world_size)
-    if _tells(loader):
-        return Whole(loader, rank)
-    if iter(loader) is loader:
-        raise UserError(
-            f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
-            f"which can be neither replayed nor asked for its state. Give it state_dict and load_state_dict. {NO_ORDER}"
-        )
-    if own_iteration and world_size > 1 and not splits(loader):
-        raise UserError(
-            f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
-            "its own way. Give it a DistributedSampler, or use torch's DataLoader."
-        )
-    return Whole(loader, rank)
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
@@ -95,17 +53,52 @@ def splits(loader: Any) -> bool:
     return any(hasattr(each, "num_replicas") and hasattr(each, "rank") for each in _samplers(loader))
 
 
+class Source:
+    """Any iterable: each rank gets what it yields there. `fingerprint`: of the order that was opened last, to be equal
+    on all ranks; "" where ranks may differ."""
+
+    fingerprint = ""
+
+    def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
+        """`replays`: False where the order does not matter, so that no batch has to be skipped."""
+        self.loader, self.rank, self.replays, self._tells = loader, rank, replays, replays and _tells(loader)
+
+    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
+        """This rank's batches of an epoch with their weights, from number `skip` on.
+
+        `seed`: of this pass over the loader. `state`: what `state()` returned after batch `skip`, None at the
+        beginning. The weight is this rank's part of the global batch, times the number of ranks: 1.0 where all parts
+        are equal.
+        """
+        _prepare(self.loader, seed, epoch)
+        own, first = derive_seed(seed, self.rank), 0
+        seed_host(own)  # workers get their seeds from it
+        # A copy that another rank has rescued holds the state of its loader alone
+        if self._tells and state is not None:
+            self.loader.load_state_dict(state)
+            first = skip
+        iterator: Iterator[Any] = Workers(self.loader)
+        if not getattr(self.loader, "num_workers", 0):
+            # Loading in this process may draw random numbers, whatever the training drew meanwhile
+            iterator = _seeded_by_number(iterator, own, first)
+        return ((batch, 1.0) for batch in islice(iterator, skip - first if self.replays else 0, None))
+
+    def state(self) -> Any:
+        """What to keep beside the number of the last batch; None for nothing."""
+        return self.loader.state_dict() if self._tells else None
+
+
 class Split(Source):
     """A DataLoader of a map-style data set. Its batch sampler is iterated here, in the main process."""
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         """Raises UserError for a loader that takes sample by sample, where there are several ranks."""
-        self.loader = loader
+        super().__init__(loader, rank)
+        self._tells = False  # its order is drawn again
         self._parts = _Parts()
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._own = _like(loader, self._parts)
         self._checked = False
-        self._fingerprint = ""
         if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
             raise UserError(
                 f"batches: the loader must have a batch_size or a batch_sampler, got batch_size=None, whose samples "
@@ -117,9 +110,6 @@ class Split(Source):
         self._parts.source = self._split(islice(self._draw(seed, epoch), skip, None), seed, weights)
         self._own.generator.manual_seed(seed)
         return ((batch, weights.popleft()) for batch in Workers(self._own))
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """The samples' numbers, a global batch at a time."""
@@ -138,7 +128,7 @@ class Split(Source):
                     f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
                 )
         self._checked = True
-        self._fingerprint = "" if self._share[1] == 1 else _digest(first)
+        self.fingerprint = "" if self._share[1] == 1 else _digest(first)
         return chain(first, chain.from_iterable(drawn))
 
     def _split(self, drawn: Iterable[Any], seed: int, weights: deque[float]) -> Iterator[Any]:
@@ -150,29 +140,27 @@ class Split(Source):
             yield _for_workers(part, seed, self.loader)
 
 
-class Whole(Source):
-    """Any other iterable: each rank gets what it yields there."""
-
-    def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
-        """`replays`: False where the order does not matter, so that no batch has to be skipped."""
-        self.loader, self.rank, self.replays, self._tells = loader, rank, replays, replays and _tells(loader)
-
-    def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
-        _prepare(self.loader, seed, epoch)
-        own, first = derive_seed(seed, self.rank), 0
-        seed_host(own)  # workers get their seeds from it
-        # A copy that another rank has rescued holds the state of its loader alone
-        if self._tells and state is not None:
-            self.loader.load_state_dict(state)
-            first = skip
-        iterator: Iterator[Any] = Workers(self.loader)
-        if not getattr(self.loader, "num_workers", 0):
-            # Loading in this process may draw random numbers, whatever the training drew meanwhile
-            iterator = _seeded_by_number(iterator, own, first)
-        return ((batch, 1.0) for batch in islice(iterator, skip - first if self.replays else 0, None))
-
-    def state(self) -> Any:
-        return self.loader.state_dict() if self._tells else None
+def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
+    """How to read `loader`. Raises UserError, in one line, for what can't be replayed, and for what can't be split."""
+    if any_order:
+        return Source(loader, rank, replays=False)
+    map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    own_iteration = map_style and type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict")
+    if map_style and not own_iteration:
+        return Split(loader, rank, world_size)
+    if _tells(loader):
+        return Source(loader, rank)
+    if iter(loader) is loader:
+        raise UserError(
+            f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
+            f"which can be neither replayed nor asked for its state. Give it state_dict and load_state_dict. {NO_ORDER}"
+        )
+    if own_iteration and world_size > 1 and not splits(loader):
+        raise UserError(
+            f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
+            "its own way. Give it a DistributedSampler, or use torch's DataLoader."
+        )
+    return Source(loader, rank)
 
 
 def _tells(loader: Any) -> bool:
@@ -305,3 +293,124 @@ def _prepare(loader: Any, seed: int, epoch: int) -> None:
 def _digest(batches: list[Any]) -> str:
     text = json.dumps(batches, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+# Passes over loaders -------------------------------------------------------------------------------------------------
+
+
+class Live:
+    """What the loop has done since the last commit, and what it has yet to do again after a resume.
+
+    `fetched`: batches since then. `weight`: of the last one. `active`: how many loops over batches or steps are
+    running. `unequal`: the newest batches of loops that run together have different weights.
+    """
+
+    def __init__(self, position: Position, states: list[Any]) -> None:
+        """`states`: of the loaders that can be asked for theirs, by pass; None for the others."""
+        self.epoch = position.epoch
+        self.streams: list[int] = []
+        self.fetched = self.active = 0
+        self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
+        self.changes_to_repeat = position.changes
+        self.line: dict[str, Any] | None = position.line
+        self.has_epochs = False
+        self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
+        self.running: list[Batches] = []
+        self._sources: list[Source] = []
+        self._skip, self._states = [*position.streams], states
+
+    def asked_weight(self) -> float:
+        """See `rankup.loop.job.Job.weight`."""
+        self.weight_asked = True
+        if self.unequal:
+            raise UserError(
+                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
+                "returns, as in real = job.batches(loader), and multiply by real.weight."
+            )
+        return self.weight
+
+    def after_step(self, group: Group) -> None:
+        self.fetched, self.behind = 0, False
+        if self.weight != 1.0 and not self.weight_asked and not self.weight_said:
+            self.weight_said = True
+            group.log.info(
+                f"batches  a batch does not divide among {group.world_size} ranks: multiply the loss by job.weight, or "
+                "the gradients are not exactly those of the whole batch"
+            )
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.streams, self._sources, self._skip, self._states = [], [], [], []
+
+    def open(self, source: Source) -> tuple[int, int, Any]:
+        """Another pass over a loader begins: its number in this epoch, how many batches to skip, and the loader's
+        state."""
+        number = len(self.streams)
+        skip = self._skip[number] if number < len(self._skip) else 0
+        state = self._states[number] if number < len(self._states) else None
+        self.streams.append(skip)
+        self._sources.append(source)
+        return number, skip, state
+
+    def states(self) -> list[Any]:
+        """What the loaders say of themselves, by pass."""
+        return [source.state() for source in self._sources]
+
+
+class Batches:
+    """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch.
+    `weight`: `job.weight` for the newest batch of this loader, where several are read together."""
+
+    def __init__(self, job: Any, loader: Any, *, any_order: bool) -> None:
+        """`job`: a `rankup.loop.job.Job`, which imports this."""
+        self._job, self._loader = job, loader
+        # The same for each epoch: a loader's workers may outlive it
+        known = job._sources.get(id(loader))
+        source = known[1] if known else source_of(loader, job.rank, job.world_size, any_order=any_order)
+        job._sources[id(loader)] = (loader, source)
+        self._source, self.weight = source, 1.0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        job, live, group = self._job, self._job.live, self._job.group
+        job.begin()
+        if not live.active and not live.fetched and live.streams and not live.has_epochs:
+            with job.changing:  # what follows the last batch of a pass has run
+                job._commit()
+        number, skip, state = live.open(self._source)
+        streams, clock, phases = live.streams, job.clock, group.watch.clock
+        seed = derive_seed(job.settings.seed, live.epoch, number)
+        pairs = self._source.open(seed, epoch=live.epoch, skip=skip, state=state)
+        if order := self._source.fingerprint:
+            group.must_match("batches: the order of the samples", order, remedy=(
+                "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
+            ))
+        live.active += 1
+        live.running.append(self)
+        try:
+            while True:
+                job.stop_here()
+                clock.start()
+                outer = phases.enter("data")  # for the status
+                try:
+                    found = next(pairs, None)
+                finally:
+                    phases.enter(outer)
+                clock.has_batch()
+                if found is None:
+                    live.behind |= 0 < skip == streams[number]
+                    return
+                job.tracked.check_unchanged()
+                batch, self.weight = found
+                live.weight = self.weight
+                together = [each for each in live.running if isinstance(each._source, Split)]
+                live.unequal = any(each.weight != self.weight for each in together)
+                live.fetched += 1
+                streams[number] += 1
+                job.seed_batch()
+                yield batch
+        finally:
+            live.active -= 1
+            live.running.remove(self)

@@ -49,7 +49,7 @@ class Figures:
             (self.group.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
         self._saving.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
-            tensorboard=self._settings.tensorboard, unit=self.course.unit, check_owner=self.run.check_owner,
+            tensorboard=self._settings.tensorboard, check_owner=self.run.check_owner,
         )
         if "basis" in commit and (commit["change"] or changed):
             used = len(commit["basis"]["used"])

@@ -11,9 +11,8 @@ from rankup.doctor import machine
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Source, evaluation_batches
+from rankup.loop.batches import Batches, Live, Source, evaluation_batches
 from rankup.loop.figures import Figures, number_of
-from rankup.loop.passes import Batches, Live
 from rankup.loop.record import Position, Settings
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, copied, fix_bucket_order
@@ -43,8 +42,8 @@ class Job:
             again=settings.again,
         )
         self.agreement = Agreement(
-            group, self.tracked.items, run=run.lineage.run, every=settings.compare_every_steps,
-            wrong=self.saving.distrust, deciding=self.saving.deciding,
+            group, self.tracked.items, every=settings.compare_every_steps, wrong=self.saving.distrust,
+            deciding=self.saving.deciding,
         )
         self.saving.agree = self.agreement.compare
         self.changing = self.saving.changing
@@ -53,7 +52,8 @@ class Job:
         self.live = Live(self.position, self.saving.loader_states)
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
-        self._begun = self._inside = self._broken = False
+        self.loop_is_over = self._begun = self._inside = self._broken = False
+        self._step_seed = 0
 
     @property
     def epoch(self) -> int:
@@ -163,7 +163,7 @@ class Job:
                     self._commit()
             if self.settings.save_every_steps is None:
                 self.save()
-        self._loop_is_over()
+        self.loop_is_over = True
 
     def steps(self, total: int) -> Iterator[int]:
         """The number of finished steps before each step of a run of `total`, from where the run stands: for a loop that
@@ -181,7 +181,7 @@ class Job:
                 yield self.step_number
         finally:
             self.live.active -= 1
-        self._loop_is_over()
+        self.loop_is_over = True
 
     def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
         """The batches of `loader` that this rank trains on, from the next one on after a resume.
@@ -210,8 +210,7 @@ class Job:
             self.live.weight, self.live.unequal = weight, False
             yield batch
 
-    @contextlib.contextmanager
-    def step(self, **values: Any) -> Iterator[None]:
+    def step(self, **values: Any) -> "Step":
         """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
         schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
 
@@ -223,31 +222,15 @@ class Job:
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
         finished step, and the job can't go on.
         """
-        self.begin()
-        if self._broken:
-            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        self.tracked.check_unchanged()
-        position, live = self.position, self.live
-        self.agreement.look(position.step)
-        live.changes_to_repeat = 0
-        self.clock.end_of_backward()
-        self.group.watch.wait_for_others(True)
-        self.tracked.share_buffers()
-        self.group.watch.wait_for_others(False)
-        line = self.figures.line(values, weight=live.weight)
-        self.clock.mark(WAITING)
-        self._broken = self._inside = True
-        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
-        with self.changing:
-            yield
-            position.step += 1
-            new_line, position.line = line is not position.line, line
-            self._commit()
-        self._broken = self._inside = False
+        return Step(self, values)
+
+    def _after_step(self, line: dict[str, Any] | None) -> None:
+        """The step is finished. `line`: a new one of training."""
+        step, live = self.position.step, self.live
         self.clock.mark(COMPUTE)
         live.after_step(self.group)
-        self.group.step = position.step
-        if new_line and line is not None:
+        self._enter_step()
+        if line is not None:
             self.figures.metrics.training(line)
         self._seed()
         self.run.saver.look()
@@ -255,9 +238,8 @@ class Job:
         every = self.settings.save_every_steps
         if every is None:
             every = 0 if live.has_epochs else WITHOUT_EPOCHS
-        if every and position.step % every == 0:
+        if every and step % every == 0:
             self.save()
-        self._enter_step()
         if not live.active:
             self.stop_here()
 
@@ -273,18 +255,17 @@ class Job:
         if self._begun:
             return
         self._begun = True
-        run, again = self.run, self.group.restarted or self.run.newest is not None
+        run = self.run
         commit = (self.group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
-        self.figures.metrics.unit = self.course.unit
         run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
         run.forget()  # its copy of the state would stay in the memory of every rank
         self.figures.follow()
         if self.tracked.items:
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         self.group.stop.finish_step_first()
-        self.agreement.begin(self.position.step, again=again)
+        self.agreement.begin(self.position.step)
         self.group.step = self.position.step
         self._seed()
         self._enter_step()
@@ -292,14 +273,14 @@ class Job:
     def _enter_step(self) -> None:
         self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
 
-    def _loop_is_over(self) -> None:
-        if self._ends is not None:
-            self._ends.over = True
-
     def _seed(self) -> None:
-        """A random state of each step's, rank's and batch's own: a resumed run needs none of the past."""
-        seed = derive_seed(self.settings.seed, self.position.step, self.rank, self.live.fetched)
-        seed_everything(seed, self.device)
+        """A random state of each step's and rank's own: a resumed run needs none of the past."""
+        self._step_seed = derive_seed(self.settings.seed, self.position.step, self.rank)
+        seed_everything(self._step_seed, self.device)
+
+    def seed_batch(self) -> None:
+        """A random state of the newest batch's own, whatever was drawn since the last step."""
+        seed_everything(self._step_seed + self.live.fetched, self.device)
 
     def stop_here(self) -> None:
         """Raises Stopped, after a save, where all ranks stop before the next step."""
@@ -313,21 +294,13 @@ class Job:
         return Stopped(self.saving.stopped())
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Around the wait for a batch, in a loop that does without `job.batches`: a slow loader shows in the status."""
-        self.clock.start()
-        with self.group.watch.clock.during("data"):
-            yield
-        self.clock.has_batch()
-
-    @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around the backward pass of `loss`, in a loop whose module `job.track` can't find in DDP: a rank that waits
         there for the others is not taken for a slow one."""
-        self.group.watch.wait_for_others(True)
+        self.group.record.wait(True)
         self.clock.split_backward(loss)
         yield
-        self.group.watch.wait_for_others(False)
+        self.group.record.wait(False)
         self.clock.mark(WAITING)
 
     # Beside the loop ------------------------------------------------------------------------------------------
@@ -387,8 +360,7 @@ class Job:
         ranks, device = self.group.launch.local_world_size, self.device
         if self.local_rank == 0:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            lines = machine.before_training(ranks=ranks or 1, threads=num_threads)
-            for line in [*lines, *machine.idle_devices(ranks, devices)]:
+            for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
 
     def check_shared_folder(self) -> None:
@@ -409,3 +381,45 @@ class Job:
                 folder = self.group.run_dir
                 self.group.log.info(f"finished after {self.position.step} steps: {folder}/; rankup status {folder}")
             self._ends.close()
+
+
+class Step:
+    """See `Job.step`. No generator: every step enters one, when no code is in the processor's caches any more."""
+
+    def __init__(self, job: Job, values: dict[str, Any]) -> None:
+        self._job, self._values = job, values
+
+    def __enter__(self) -> None:
+        job, position = self._job, self._job.position
+        job.begin()
+        if job._broken:
+            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        job.tracked.check_unchanged()
+        job.agreement.look(position.step)
+        job.live.changes_to_repeat = 0
+        job.clock.end_of_backward()
+        if job.tracked.shared:
+            job.group.collective(job.tracked.share_buffers)
+        self._line = job.figures.line(self._values, weight=job.live.weight)
+        if job.tracked.shared or self._line is not position.line:
+            job.clock.mark(WAITING)
+        job._broken = job._inside = True
+        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+        job.changing.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        job, position, line = self._job, self._job.position, self._line
+        new_line = line is not position.line
+        try:
+            if kind is None:
+                position.step += 1
+                position.line = line
+                job._commit()
+        except BaseException as error:
+            kind = type(error)
+            raise
+        finally:
+            job.changing.__exit__(kind)
+        if kind is None:
+            job._broken = job._inside = False
+            job._after_step(line if new_line else None)

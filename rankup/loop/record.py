@@ -11,15 +11,10 @@ from rankup.errors import UserError
 from rankup.state.copies import STATE, to_json
 from rankup.state.saver import Options
 
-# Raise it when a field is added, removed or changes its meaning. A copy of another format is refused, because guessing
-# what a missing field was would change the weights of the resumed run without a word.
+# Raise it when a field is added, removed or changes its meaning, and when random numbers are drawn in another way: no
+# generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
+# because the weights of the resumed run would change without a word.
 FORMAT = 6
-# How random numbers are drawn. No generator's state is saved: each step, epoch and sample derives its own seed. So a
-# run that is resumed under another scheme would draw other numbers and end with other weights.
-RANDOM_SCHEME = (
-    "blake2b(seed, step, rank) each step; blake2b(seed, epoch) orders; splitmix64(seed, epoch, sample) augments"
-)
-BEGIN_ANEW = "set fresh=True to begin anew, or another run"
 
 
 @dataclass(slots=True)
@@ -65,37 +60,22 @@ def write_record(
     """The contents of `state.json`. `about`: what the program says of itself, its settings for one."""
     return to_json({
         "format": FORMAT, **asdict(position), "seed": seed, "world_size": world_size, "versions": versions(),
-        "random": RANDOM_SCHEME, "run": run, "attempt": attempt, "written_by": written_by, **about,
+        "run": run, "attempt": attempt, "written_by": written_by, **about,
     })
 
 
-NAMES = {*Position.names(), "seed", "world_size", "versions", "random", "written_by"}
+NAMES = {*Position.names(), "seed", "world_size", "versions", "written_by"}
 
 
-def check_record(
-    path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None, *, begin_anew: str = BEGIN_ANEW
-) -> None:
-    """Raises UserError where the copy `path` is of another format, and ValueError where a field is missing.
-
-    `begin_anew`: how the user of this program does so.
-    """
+def check_record(path: Path, record: dict[str, Any]) -> None:
+    """Raises UserError where the copy `path` is of another format, and ValueError where a field is missing."""
     if (found := record.get("format")) != FORMAT:
         raise UserError(
-            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of "
-            f"this program that wrote it, or {begin_anew}."
+            f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of this "
+            "program that wrote it, or begin anew."
         )
     if missing := sorted(NAMES - record.keys()):
         raise ValueError(f"{STATE}: {', '.join(missing)} missing")
-
-
-def check_random_scheme(path: Path, record: dict[str, Any], *, begin_anew: str = BEGIN_ANEW) -> None:
-    """Raises UserError where a run that goes on from the copy `path` would draw other random numbers."""
-    if record["random"] != RANDOM_SCHEME:
-        raise UserError(
-            f"checkpoint: {path} must draw random numbers by the scheme of this program ({RANDOM_SCHEME}), got "
-            f"another scheme ({record['random']}). Go on with the version of this program that wrote it, or "
-            f"{begin_anew}."
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,5 +96,5 @@ class Settings(Options):
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
-    begin_anew: str = BEGIN_ANEW
+    begin_anew: str = "set fresh=True to begin anew, or another run"
     again: str = "The same command"

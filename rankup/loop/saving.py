@@ -106,10 +106,10 @@ LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, 
 class Saving:
     """Saves and restores `tracked`, as of the last commit, at which `position` stands.
 
-    It is the watchdog's `Keeper` too. `about`: what the program says of itself in each copy. `can_rescue`: whether this
-    rank alone holds all that the next attempt needs. `loader_states`: as of the last commit. `total`: steps of the
-    whole run, None where nobody knows. `agree`: called with the step before its state is saved, see
-    `rankup.loop.agreement`.
+    At the end of a process the watchdog calls it, see `Watchdog.protect`. `about`: what the program says of itself in
+    each copy. `can_rescue`: whether this rank alone holds all that the next attempt needs. `loader_states`: as of the
+    last commit. `total`: steps of the whole run, None where nobody knows. `agree`: called with the step before its
+    state is saved, see `rankup.loop.agreement`.
     """
 
     def __init__(
@@ -298,7 +298,8 @@ class Saving:
             self.run.saver.wait()
 
     def keep_for_stop(self) -> str:
-        """Write it, on rank 0 as a copy in its place: the job may go on on other machines."""
+        """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
+        "" where this process alone can't keep the state."""
         if self.tracked.split:
             return ""
         if self._wrong:

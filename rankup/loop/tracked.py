@@ -14,7 +14,6 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,13 +46,15 @@ class Tracked:
         self._gather, self._share_all = gather, share_all
         self._names: dict[str, dict[str, str]] = {}  # of a module: the live name -> the bare one
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # of a module: prefix and dictionary of buffers
-        self._shared: list[dict[str, Any]] = []  # the dictionaries of buffers that rank 0's replace
+        self.shared: list[dict[str, Any]] = []  # the dictionaries of buffers that rank 0's replace
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}  # as of the last commit, like the two below
         self._schedules: dict[str, dict[str, Any]] = {}
         self._settings: dict[str, list[dict[str, Any]]] = {}
-        self._versions: list[int] = []  # of the parameters, as torch counts changes in place
+        self._versions: list[tuple[str, int]] = []  # of the parameters, as torch counts changes in place
         self._contents: dict[str, str] = {}  # digests of what is no module, optimizer or schedule
         self._checks = CHECKS
+        self._schedulers: dict[str, LRScheduler] = {}
+        self._optimizers: dict[str, Optimizer] = {}
 
     def add(self, items: dict[str, Any]) -> None:
         """Raises UserError, by its path, for a value that can't be kept."""
@@ -71,6 +72,10 @@ class Tracked:
         for name, item in items.items():
             if isinstance(item, nn.Module):
                 self._look_at(name, item)
+            elif isinstance(item, LRScheduler):
+                self._schedulers[name] = item
+            elif isinstance(item, Optimizer):
+                self._optimizers[name] = item
         self.split |= any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(items))[1].values())
         self.commit()
 
@@ -89,27 +94,29 @@ class Tracked:
         state = module.state_dict()
         self._names[name] = {key: bare(key) for key in [*state, *getattr(state, "_metadata", {})]}
         # The modules' own dictionaries: a forward pass may put another tensor in a buffer's place
-        self._holders[name] = [
+        holders = [
             (f"{bare(path)}." if bare(path) else "", each._buffers)
             for path, each in module.named_modules() if each._buffers
         ]
+        if holders:
+            self._holders[name] = holders
         if self._share_all and dist.is_initialized() and dist.get_world_size() > 1:
-            self._shared += [each._buffers for each in module.modules() if each._buffers]
+            self.shared += [each._buffers for each in module.modules() if each._buffers]
             return
         for each in module.modules():
             if isinstance(each, DistributedDataParallel) and each.broadcast_buffers and dist.is_initialized():
                 each.broadcast_buffers = False  # `share_buffers` does it
-                self._shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
+                self.shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
 
     # Saving ---------------------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
-        """Give all ranks rank 0's buffers of the modules in DDP. All ranks call this, after their backward passes.
+        """Give all ranks rank 0's buffers that are `shared`. All ranks call this, after their backward passes.
 
         DDP would do it before the next forward pass, with the same result for the training. But in between an
         evaluation would see the buffers of several models, and only rank 0 could be rescued.
         """
-        buffers = [buffer for held in self._shared for buffer in held.values() if buffer is not None]
+        buffers = [buffer for held in self.shared for buffer in held.values() if buffer is not None]
         if buffers:
             with torch.no_grad():
                 dist._broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)  # type: ignore[attr-defined, arg-type]
@@ -124,16 +131,13 @@ class Tracked:
             elif buffers:
                 with torch.no_grad():
                     torch._foreach_copy_([*kept.values()], [*buffers.values()])
-        for name, item in self.items.items():
-            if isinstance(item, LRScheduler):
-                self._schedules[name] = item.state_dict()
-            elif isinstance(item, Optimizer):
-                self._settings[name] = [
-                    {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()
-                     if key != "params"}
-                    for group in item.param_groups
-                ]
-
+        for name, schedule in self._schedulers.items():
+            self._schedules[name] = schedule.state_dict()
+        for name, optimizer in self._optimizers.items():
+            self._settings[name] = [group.copy() for group in optimizer.param_groups]
+            for settings in self._settings[name]:
+                if isinstance(settings["lr"], torch.Tensor):  # which schedules fill in place
+                    settings["lr"] = settings["lr"].clone()
         if self._checks:
             self._versions, self._contents = self._count_changes(), self._digests()
 
@@ -146,9 +150,9 @@ class Tracked:
                 raise self._changed(name)
         if self._checks:
             self._checks -= 1
-            for (name, _), now, before in zip(self._parameters(), self._count_changes(), self._versions, strict=False):
+            for before, now in zip(self._versions, self._count_changes(), strict=False):
                 if now != before:
-                    raise self._changed(name)
+                    raise self._changed(now[0])
             for name, digest in self._digests().items():
                 if digest != self._contents.get(name):
                     raise self._changed(name)
@@ -158,11 +162,6 @@ class Tracked:
             f"track: {name} must change inside job.step alone, got a change between two steps, which a copy would "
             "lose. Move the change into the block, or behind the last batch of an epoch into job.change."
         )
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, item in self.items.items():
-            if isinstance(item, nn.Module):
-                yield from ((name, parameter) for parameter in item.parameters())
 
     def _digests(self) -> dict[str, str]:
         others = {name: item for name, item in self.items.items()
@@ -174,8 +173,9 @@ class Tracked:
             digests[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
         return digests
 
-    def _count_changes(self) -> list[int]:
-        return [parameter._version for _, parameter in self._parameters()]
+    def _count_changes(self) -> list[tuple[str, int]]:
+        return [(name, parameter._version) for name, item in self.items.items() if isinstance(item, nn.Module)
+                for parameter in item.parameters()]
 
     def state(self, *, gather: bool = True) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live

@@ -4,32 +4,37 @@ It reads the files `logs/rank-N.log` alone, so it works while the run trains, an
 size. Times have whole seconds: within one the ranks take turns, and each rank's lines keep their order.
 """
 
-import heapq
 import json
 import os
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
 from functools import lru_cache
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
 from rankup.timing import FOLLOW_S, SAME_S
 
-MOST = 4096  # lines that are compared at once
 TAIL = 1 << 12  # bytes of each file that --follow begins with
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 HEAD = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) (\S+) r\d+ ")
 
-Record = tuple[bytes, int, int, bytes, bytes]  # time, number in that second, rank, host, text of one line
+
+class Record(NamedTuple):
+    """A line of a rank. `number`: its place among that rank's lines of the same second."""
+
+    stamp: bytes
+    number: int
+    rank: int
+    host: bytes
+    text: bytes
 
 
 def logs(
@@ -44,21 +49,22 @@ def logs(
     wanted, first_s = wanted_ranks(rank), moment(since)
     folder = find_logs(runs, run)
     found: dict[int, RankLog] = {}
-    skip = follow and not since
+    shown = _as_json if as_json else _as_text
 
-    def look() -> Iterator[bytes]:
+    def print_new() -> None:
         """What was not read yet, also of ranks that have begun to write."""
         for number, path in _files(folder).items():
             if number not in found and (not wanted or number in wanted):
-                found[number] = RankLog(path, number, TAIL if skip else None)
-        merged = heapq.merge(*(log.records(whole=not follow) for log in found.values()))
-        return (line.as_json() if as_json else line.labelled() for line in folded(merged, first_s))
+                found[number] = RankLog(path, number, TAIL if follow and not since else None)
+        records = [log.records(whole=not follow, first_s=first_s) for log in found.values()]
+        sys.stdout.buffer.writelines(map(shown, folded(records)))
+        sys.stdout.buffer.flush()
 
     try:
-        _write(look())
+        print_new()
         while follow:
             time.sleep(FOLLOW_S)
-            _write(look())
+            print_new()
     except BrokenPipeError:  # the reader has had enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -143,8 +149,8 @@ class RankLog:
                 file.readline()  # most likely the rest of one
                 self._offset = file.tell()
 
-    def records(self, *, whole: bool) -> Iterator[Record]:
-        """What was not read yet. `whole`: also the last line, if it has no end yet."""
+    def records(self, *, whole: bool, first_s: float) -> Iterator[Record]:
+        """What was not read yet, from the time `first_s` on. `whole`: also the last line, if it has no end yet."""
         number = 0
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:
@@ -158,60 +164,36 @@ class RankLog:
                 if found := HEAD.match(line):
                     number = number if found[1] == self._stamp else 0
                     self._stamp, self._host = found.groups()
-                yield self._stamp, number, self.rank, self._host, line[found.end() if found else 0 :].rstrip(b"\n")
+                if _seconds(self._stamp) >= first_s:
+                    text = line[found.end() if found else 0 :].rstrip(b"\n")
+                    yield Record(self._stamp, number, self.rank, self._host, text)
 
 
-@dataclass(slots=True)
-class Line:
-    """A line that one or several ranks, each with its host, wrote at `stamp`. `number`: its place among all."""
-
-    stamp: bytes
-    number: int
-    text: bytes
-    who: list[tuple[int, bytes]]
-
-    def labelled(self) -> bytes:
-        return b"%b %b%b\n" % (self.stamp, _label(tuple(sorted(self.who))), self.text)
-
-    def as_json(self) -> bytes:
-        ranks, hosts = zip(*((rank, host.decode(errors="replace")) for rank, host in sorted(self.who)), strict=True)
-        text = self.text.decode(errors="replace")
-        return json.dumps({"time": self.stamp.decode(), "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"
+def folded(logs: Iterable[Iterator[Record]]) -> Iterator[Sequence[Record]]:
+    """The records of all ranks by time; those with which several ranks go on alike, at about the same time, as one."""
+    following = {log: record for log in logs if (record := next(log, None))}
+    while following:
+        first = min(following.values())
+        until_s = _seconds(first.stamp) + SAME_S
+        alike = {log: record for log, record in following.items()
+                 if record.text == first.text and _seconds(record.stamp) <= until_s}
+        yield sorted(alike.values(), key=lambda record: record.rank)
+        for log in alike:
+            if record := next(log, None):
+                following[log] = record
+            else:
+                del following[log]
 
 
-def folded(records: Iterable[Record], first_s: float) -> Iterator[Line]:
-    """The lines, which are in the order of time: equal ones of several ranks as one, where the order allows it."""
-    pending = deque[Line]()
-    newest: dict[bytes, Line] = {}  # of those that are pending, by text
-    last: dict[int, int] = {}  # by rank: the number of its last line
-    count = 0
-    for stamp, _, rank, host, text in records:
-        now_s = _seconds(stamp)
-        if now_s < first_s:
-            continue
-        while pending and (_seconds(pending[0].stamp) < now_s - SAME_S or len(pending) > MOST):
-            line = pending.popleft()
-            if newest.get(line.text) is line:
-                del newest[line.text]
-            yield line
-        found = newest.get(text)
-        if found is None or found.number <= last.get(rank, -1):
-            found = newest[text] = Line(stamp, count, text, [])
-            pending.append(found)
-            count += 1
-        found.who.append((rank, host))
-        last[rank] = found.number
-    yield from pending
+def _as_text(alike: Sequence[Record]) -> bytes:
+    """Such as b"2026-11-22T14:05:00 rank 3 on node1: saved"; several hosts are not named."""
+    hosts = {record.host for record in alike}
+    host = b" on " + alike[0].host if len(hosts) == 1 and alike[0].host else b""
+    who = f"rank{'s' if len(alike) > 1 else ''} {ranges(record.rank for record in alike)}".encode()
+    return b"%b %b%b: %b\n" % (min(alike).stamp, who, host, alike[0].text)
 
 
-@lru_cache(maxsize=4096)
-def _label(who: tuple[tuple[int, bytes], ...]) -> bytes:
-    """b"rank 3 on node1: "; several hosts are not named."""
-    ranks, hosts = [rank for rank, _ in who], {host for _, host in who}
-    host = b" on " + min(hosts) if len(hosts) == 1 and b"" not in hosts else b""
-    return f"rank{'s' if len(who) > 1 else ''} {ranges(ranks)}".encode() + host + b": "
-
-
-def _write(lines: Iterable[bytes]) -> None:
-    sys.stdout.buffer.writelines(lines)
-    sys.stdout.buffer.flush()
+def _as_json(alike: Sequence[Record]) -> bytes:
+    text, hosts = alike[0].text.decode(errors="replace"), [record.host.decode(errors="replace") for record in alike]
+    ranks, stamp = [record.rank for record in alike], min(alike).stamp.decode()
+    return json.dumps({"time": stamp, "ranks": ranks, "hosts": hosts, "text": text}).encode() + b"\n"

@@ -34,17 +34,16 @@ class Metrics:
     """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers.
 
     `progress`: where the run goes on, `saved`: where it stood at its newest checkpoint. What a killed attempt wrote
-    past `progress` is cut off, for those steps are done again; what it had no time to write is added. `unit`: what a
-    sample is called, in the plural. `check_owner`: raises PeerLost where another attempt owns the run by now; called
-    before each line. Every method raises UserError where the disk is full.
+    past `progress` is cut off, for those steps are done again; what it had no time to write is added. `check_owner`:
+    raises PeerLost where another attempt owns the run by now; called before each line. Every method raises UserError
+    where the disk is full.
     """
 
     def __init__(
-        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool, unit: str = "images",
+        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool,
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
-        self.directory, self.unit, self._check_owner = directory, unit, check_owner
-        self.last: dict[str, Any] = {}
+        self.directory, self._check_owner = directory, check_owner
         self._writer: Any = None
         self._file = None
         if directory is None:
@@ -67,7 +66,6 @@ class Metrics:
 
     def training(self, entry: dict[str, Any]) -> None:
         """`entry`: of the function `entry`."""
-        self.last = entry
         self._write(entry)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -83,27 +81,6 @@ class Metrics:
             for name, picture in pictures.items():
                 if self._writer is not None:
                     self._writer.add_image(name, picture, step)
-
-    def hyperparameters(self, settings: dict[str, Any]) -> None:
-        """TensorBoard's HPARAMS tab: `settings`, such as `batch_size`, beside the newest values of the run's curves.
-
-        Without the list of columns that torch writes: of several runs' lists the tab shows the first one's alone.
-        """
-        if self._writer is None:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        _, *session = hparams(settings, {})  # type: ignore[no-untyped-call]
-        with self._disk():
-            for summary in session:
-                self._writer.file_writer.add_summary(summary)
-
-    def line(self, step: int, total_steps: int) -> str:
-        """Where the run stands, as one line for the terminal."""
-        if not self.last:
-            return f"step {step}/{total_steps}"
-        loss, per_s = _number(self.last["train/loss"]), self.last[f"train/{self.unit}_per_s"]
-        return f"step {step}/{total_steps}  loss {loss:.4f}  {per_s:,.0f} {self.unit}/s"
 
     def flush(self) -> None:
         """Make TensorBoard's values survive a kill of this process; the lines of `metrics.jsonl` do already."""

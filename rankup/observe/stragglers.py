@@ -16,20 +16,19 @@ in a row in which both measures say so: its own part of a step takes LEAST longe
 and downs of 8 % chance alone called no healthy rank slow in 20,000 windows of 2, 3, 4 and 16 ranks.
 """
 
-import bisect
 import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from rankup.env.rank_env import ranges
 from rankup.group.group import Group
 
 DATA, COMPUTE, WAITING = range(3)
@@ -44,26 +43,22 @@ WIDTH = len(PARTS)  # numbers of one rank
 # Measured by each rank ------------------------------------------------------------------------------------------------
 
 
-class Link(Protocol):
-    """What two ranks of one host exchange gradients through. `waited_s`: how long this rank waited there so far."""
-
-    waited_s: float
-
-
 class StepClock:
     """Adds up the seconds of each part. The loop says when a part ends; it costs about 5 µs a step.
 
     On the CPU everything is done when the call returns, so the host's clock is right. For a GPU the host only queues
     work and goes on: marks are events in that queue, and nothing waits for them.
 
-    `link`: through it two ranks of one host exchange gradients in the middle of backward, and wait there.
+    `link`: through it two ranks of one host exchange gradients in the middle of backward. Its `waited_s` says how long
+    this rank has waited there so far.
     """
 
-    def __init__(self, device: torch.device, link: Link | None = None, *, world_size: int) -> None:
+    def __init__(self, device: torch.device, *, world_size: int) -> None:
         """With a `world_size` of 1 it measures nothing: one process is compared with nobody."""
-        self._device, self.link, self._on = device, link, world_size > 1
+        self._device, self._on = device, world_size > 1
+        self.link: Any = None
         self._seconds = [0.0, 0.0, 0.0]
-        self._lap_s = self.linked_s = 0.0
+        self._lap_s = self._linked_s = 0.0
         self._backward_seen = False
         self._events: deque[tuple[int | None, torch.Event]] = deque()  # with the part that each one ends
 
@@ -76,7 +71,7 @@ class StepClock:
         now_s = time.perf_counter()
         took_s, self._lap_s = now_s - self._lap_s, now_s
         if self.link is not None:
-            linked_s, self.linked_s = self.link.waited_s - self.linked_s, self.link.waited_s
+            linked_s, self._linked_s = self.link.waited_s - self._linked_s, self.link.waited_s
             if part == COMPUTE:
                 took_s -= linked_s
                 self._seconds[WAITING] += linked_s
@@ -162,14 +157,13 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The steps from `first` to `last`, and the mean seconds of a step by rank.
+    """The steps from `first` on that are looked at together, and the mean seconds of each part of a step by rank.
 
     `load`: how much more than its exact part of the batch each rank takes; of 4 samples for three ranks the first takes
     2, and is not slow for that. Empty: all take theirs.
     """
 
     first: int
-    last: int
     seconds: Sequence[Sequence[float]]
     load: Sequence[float] = ()
 
@@ -181,9 +175,11 @@ class Window:
         pairs = zip(own, _others(own), waits, _others(waits), strict=True)
         return [min(mine - theirs, their_wait - wait) / max(theirs, 1e-9) for mine, theirs, wait, their_wait in pairs]
 
-    def median(self, part: int) -> float:
-        """Seconds of this part: the median of the ranks."""
-        return statistics.median_low(rank[part] for rank in self.seconds)
+
+def _others(values: list[float]) -> list[float]:
+    """For each value the median of all others. With itself a rank would be compared with a part of itself: of two
+    ranks, by half of the difference."""
+    return [statistics.median(values[:place] + values[place + 1 :]) for place in range(len(values))]
 
 
 class Stragglers:
@@ -192,51 +188,38 @@ class Stragglers:
     def __init__(self, hosts: Iterable[str]) -> None:
         """`hosts`: by rank."""
         self._hosts = list(hosts)
-        self._windows = deque[tuple[Window, list[float]]](maxlen=ROW)  # the newest, each with its gaps
+        self._windows = deque[Window](maxlen=ROW)  # the newest
         self._rows = [0] * len(self._hosts)  # of each rank: for how many windows it has been what it is not called
         self._called = set[int]()  # slow, in a line
 
     def look(self, window: Window) -> list[str]:
         """What there is to say after this window: nothing in a healthy job."""
-        gaps, lines = window.gaps(), []
-        self._windows.append((window, gaps))
-        found: dict[tuple[str, str], list[int]] = {}  # ranks of one host that are slow alike share a line
-        for rank, gap in enumerate(gaps):
+        self._windows.append(window)
+        lines = []
+        for rank, gap in enumerate(window.gaps()):
             self._rows[rank] = self._rows[rank] + 1 if (gap >= LEAST) != (rank in self._called) else 0
-            if self._rows[rank] < ROW:
-                continue
-            self._called ^= {rank}
-            self._rows[rank] = 0
-            if rank in self._called:
-                found.setdefault((self._hosts[rank], self._reason(rank)), []).append(rank)
-            else:
-                lines.append(f"{self._name([rank])} keeps up again")
-        others = "the median" if len(self._hosts) > 2 else "the other"
-        for (_, reason), ranks in found.items():
-            much = statistics.median(gaps[ranks[0]] for _, gaps in self._windows)
-            lines.append(f"{self._name(ranks)} {'is' if len(ranks) == 1 else 'are'} {100 * much:.0f} % slower than "
-                         f"{others}, since step {self._windows[0][0].first}: {reason}")
+            if self._rows[rank] == ROW:
+                self._called ^= {rank}
+                self._rows[rank] = 0
+                now = self._how_slow(rank) if rank in self._called else "keeps up again"
+                lines.append(f"rank {rank} ({self._hosts[rank]}) {now}")
         return lines
 
-    def _name(self, ranks: list[int]) -> str:
-        return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} ({self._hosts[ranks[0]]})"
-
-    def _reason(self, rank: int) -> str:
-        """The part of a step in which this rank loses most, with its own time and the median of all ranks."""
-        own, median = (
-            [statistics.median(of(window, part) for window, _ in self._windows) for part in (DATA, COMPUTE)]
-            for of in (lambda window, part: window.seconds[rank][part], Window.median)
+    def _how_slow(self, rank: int) -> str:
+        """And in which part of a step this rank loses most, with its own time and the median of all ranks."""
+        gap = statistics.median(window.gaps()[rank] for window in self._windows)
+        own, usual = [0.0, 0.0], [0.0, 0.0]
+        for part in (DATA, COMPUTE):
+            own[part] = statistics.median(window.seconds[rank][part] for window in self._windows)
+            usual[part] = statistics.median(
+                statistics.median_low(each[part] for each in window.seconds) for window in self._windows
+            )
+        part = max((DATA, COMPUTE), key=lambda part: own[part] - usual[part])
+        others = "the median" if len(self._hosts) > 2 else "the other"
+        return (
+            f"is {100 * gap:.0f} % slower than {others}, since step {self._windows[0].first}: {PARTS[part]} takes "
+            f"{1000 * own[part]:.3g} ms of a step, median {1000 * usual[part]:.3g}"
         )
-        part = max((DATA, COMPUTE), key=lambda part: own[part] - median[part])
-        return f"{PARTS[part]} takes {1000 * own[part]:.3g} ms of a step, median {1000 * median[part]:.3g}"
-
-
-def _others(values: Sequence[float]) -> list[float]:
-    """For each value the median of all others. With itself a rank would be compared with a part of itself: of two
-    ranks, by half of the difference."""
-    ordered = sorted(values)
-    places = (bisect.bisect_left(ordered, value) for value in values)
-    return [statistics.median([*ordered[:place], *ordered[place + 1 :]]) for place in places]
 
 
 class RankReports:
@@ -245,9 +228,7 @@ class RankReports:
     def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float] = ()) -> None:
         """`step`: where the run is. `load`: see `Window`."""
         self.group, self._clock, self.load = group, clock, load
-        self._window_s = max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size)
         # Rank 0's
-        self._hosts: list[str] = []
         self._stragglers: Stragglers | None = None
         self._seconds = torch.zeros(group.world_size, WIDTH, dtype=torch.float64)
         self._began_s, self._first, self._saving = -math.inf, step + 1, False
@@ -261,37 +242,29 @@ class RankReports:
         none. `saving`: rank 0 writes a copy beside the training.
         """
         group, count = self.group, len(values)
-        numbers = torch.zeros(count + WIDTH * group.world_size, dtype=torch.float64)
-        numbers[:count] = torch.tensor(values, dtype=torch.float64)
-        ranks = numbers[count:].view(group.world_size, WIDTH)
-        ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
+        places = [[0.0] * WIDTH for _ in range(group.world_size)]
+        places[group.rank] = self._clock.take()
+        numbers = torch.tensor([*values, *chain(*places)], dtype=torch.float64)
         group.sum(numbers)
+        ranks = numbers[count:].view(group.world_size, WIDTH)
         means = [number / group.world_size for number in numbers[:count].tolist()]
-        return means, self._looked_at(ranks, step, saving) if group.is_rank0 else {}
+        return means, self._look(ranks, step, saving) if group.is_rank0 and group.world_size > 1 else {}
 
-    def _looked_at(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
+    def _look(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
         self._seconds += ranks
         self._saving |= saving
         now_s = time.monotonic()
-        if now_s - self._began_s < self._window_s:
+        if now_s - self._began_s < max(WINDOW_S, WINDOW_S_PER_RANK * self.group.world_size):
             return {}
-        self._hosts = self._hosts or list(self.group.hosts)
-        window = Window(self._first, step, (self._seconds / (step + 1 - self._first)).tolist(), self.load)
-        values = {}
-        if self.group.world_size > 1:
-            values = {
-                f"ranks/{name}_s/{rank}": round(own[part], 6)
-                for rank, own in enumerate(window.seconds) for part, name in enumerate(PARTS)
-            }
-            self._judge(window)
-        self._seconds.zero_()
-        self._began_s, self._first, self._saving = now_s, step + 1, saving
-        return values
-
-    def _judge(self, window: Window) -> None:
-        """Say what there is to say. The first window is of set-up and first steps; in a save rank 0 works for two."""
-        if self._stragglers is None:
-            self._stragglers = Stragglers(self._hosts)
-        elif not self._saving:
+        window = Window(self._first, (self._seconds / (step + 1 - self._first)).tolist(), self.load)
+        if self._stragglers is None:  # the first window is of set-up and first steps
+            self._stragglers = Stragglers(self.group.hosts)
+        elif not self._saving:  # in a save rank 0 works for two
             for line in self._stragglers.look(window):
                 self.group.log.info(line)
+        self._seconds.zero_()
+        self._began_s, self._first, self._saving = now_s, step + 1, saving
+        return {
+            f"ranks/{name}_s/{rank}": round(own[part], 6)
+            for rank, own in enumerate(window.seconds) for part, name in enumerate(PARTS)
+        }

@@ -108,7 +108,7 @@ class Place:
         """The object in JSON under `name`; {} where there is none, or where it is damaged."""
         try:
             values = json.loads(self.read(name) or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
 

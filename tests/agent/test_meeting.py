@@ -626,7 +626,7 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone(monkey
         await get_ready(puppets)
         await asked.wait()
         await here.pass_time(12.0, *puppets)
-        what = "all 3 ranks have joined, but rank 0's process that imports torch and serves the store is not ready"
+        what = "all 3 ranks have joined, but rank 0 still imports torch"
         for puppet in puppets:
             assert (await puppet.hears("waiting"))["text"] == f"{what} after 10 s"
         for puppet in puppets:

@@ -15,7 +15,6 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from rankup.loop.agreement import RECORD
 from tests.rigs.fork_server import Forks
 
 SCRIPT = Path(__file__).parents[1] / "job" / "corrupt_script.py"
@@ -37,13 +36,13 @@ def run(forks: Forks, dice: random.Random, number: int, kinds: list[str], rate: 
         job = Path(folder) / "run"
         codes, output = forks.run("launch", f"--nproc={ranks}", *(["--max-restarts=0"] if lasts else []), SCRIPT, job,
                                   cwds=[Path(folder)], timeout_s=900, env=env)
-        record = job / RECORD
-        rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     digest = next((line.split()[-1] for line in output.splitlines() if " digest " in f" {line}"), "")
+    said = re.findall(r"silent corruption after step (\d+): (.*?) (?:is not|are) in", output)
+    found = sorted({(int(at) - step, *map(int, re.findall(r"rank (\d+) on", names))) for at, names in said})
     computed = re.search(r"silent corruption before step (\d+): (.*) computed other", output)
     return {"kind": kind if number % 2 else "none", "group": f"{ranks} ranks{', fsdp' if split else ''}",
             "ranks": ranks, "rank": rank, "step": step, "bit": bit, "codes": codes, "digest": digest,
-            "words": output.count("silent corruption"), "found": [[row["step"] - step, row["odd"]] for row in rows],
+            "words": output.count("silent corruption"), "found": [[at, ranks] for at, *ranks in found],
             "recomputed": [int(computed[1]) - 1, re.findall(r"rank (\d+)", computed[2])] if computed else None}
 
 

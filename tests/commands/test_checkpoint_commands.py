@@ -1,8 +1,7 @@
-"""evaluate and predict: with the settings of the training, on any number of ranks, in files of two forms."""
+"""evaluate and predict: with the settings of the training, on any number of ranks."""
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,6 @@ from train.data.sources.mnist_family import FAMILIES, read_half
 # Settings unlike the defaults: an evaluation without them would get another model, or other data
 TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101",
            "--eval-batch-size", "10", "--epochs", "4", "--tensorboard=false")
-
-
-def stdin_from_file() -> None:
-    """Preloaded: what stands in the file that INPUT names comes from standard input."""
-    os.dup2(os.open(os.environ["INPUT"], os.O_RDONLY), 0)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +83,6 @@ def test_checkpoint_that_is_not_there_or_does_not_fit_is_one_line(forks: Forks, 
 
 
 def predicted(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines()]
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -107,11 +99,9 @@ def test_prediction_is_of_the_test_data_in_order(forks: Forks, trained: Path, tm
 
 
 def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
-    for name, world_size in (("1.csv", 1), ("2.csv", 2), ("3.csv", 3), ("3.jsonl", 3)):
-        command(forks, trained, "predict", "--output", tmp_path / name, world_size=world_size)
+    for world_size in (1, 2, 3):
+        command(forks, trained, "predict", "--output", tmp_path / f"{world_size}.csv", world_size=world_size)
     assert len({(tmp_path / f"{world_size}.csv").read_bytes() for world_size in (1, 2, 3)}) == 1
-    as_csv, as_json = predicted(tmp_path / "1.csv"), predicted(tmp_path / "3.jsonl")
-    assert [{**row, "probability": float(row["probability"])} for row in as_csv] == as_json
 
 
 @pytest.fixture
@@ -128,32 +118,20 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Path, tmp_path: Path) -> None:
-    command(forks, trained, "predict", "--input", pictures, "--output", tmp_path / "out.jsonl", world_size=2)
-    rows = predicted(tmp_path / "out.jsonl")
+    command(forks, trained, "predict", "--input", pictures, "--output", tmp_path / "out.csv", world_size=2)
+    rows = predicted(tmp_path / "out.csv")
+    one = ("--input", pictures / "even/2.png", "--output", tmp_path / "one.csv")
+    command(forks, trained, "predict", *one, world_size=2)  # one of two ranks has nothing to do
+    assert [row["label"] for row in predicted(tmp_path / "one.csv")] == [rows[1]["label"]]
     assert [Path(row["input"]).relative_to(pictures).as_posix() for row in rows] == [
         "even/0.png", "even/2.png", "even/4.png", "odd/1.png", "odd/3.png"
     ]
-    command(forks, trained, "predict", "--output", tmp_path / "test.jsonl")
-    test = predicted(tmp_path / "test.jsonl")
+    command(forks, trained, "predict", "--output", tmp_path / "test.csv")
+    test = predicted(tmp_path / "test.csv")
     for row in rows[:4]:  # the same pixels: the same answer
         same = test[int(Path(row["input"]).stem)]
-        assert (row["label"], row["probability"]) == (same["label"], pytest.approx(same["probability"], abs=0.02))
-
-
-def test_image_from_a_file_and_from_standard_input_is_predicted(
-    forks: Forks, trained: Path, pictures: Path, tmp_path: Path
-) -> None:
-    """By two ranks too: one of them has nothing to do."""
-    image = pictures / "even/2.png"
-    command(forks, trained, "predict", "--input", image, "--output", tmp_path / "file.csv")
-    (row,) = predicted(tmp_path / "file.csv")
-    assert row["input"] == str(image)
-    words = ("predict", "--name=run", "--run-dir", trained.parent, "--input", "-", "--output", tmp_path / "stdin.csv")
-    preload = f"{__name__}:stdin_from_file"
-    forks.ends(*words, world_size=2, env={"INPUT": str(image)}, preload=preload)
-    assert predicted(tmp_path / "stdin.csv") == [{**row, "input": "-"}]
-    output = forks.ends(*words, env={"INPUT": str(pictures / "notes.txt")}, preload=preload, code=2)
-    assert "error: standard input" in output
+        assert row["label"] == same["label"]
+        assert float(row["probability"]) == pytest.approx(float(same["probability"]), abs=0.02)
 
 
 @pytest.mark.parametrize(("flag", "given", "said"), [
@@ -161,7 +139,7 @@ def test_image_from_a_file_and_from_standard_input_is_predicted(
     ("input", "empty", "--input must be an image or a folder of images, got {0}/empty, where there is none."),
     ("input", "notes.png", "{0}/notes.png"),
     ("output", "notes.png/out.csv", "--output must be a file that can be written, got {0}/notes.png/out.csv"),
-    ("output", "out.xlsx", '--output must be a .csv or .jsonl file, got "{0}/'),
+    ("output", "out.xlsx", '--output must be a .csv file, got "{0}/'),
 ])
 def test_prediction_that_cannot_be_is_one_line(
     forks: Forks, trained: Path, tmp_path: Path, flag: str, given: str, said: str

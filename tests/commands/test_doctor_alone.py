@@ -7,12 +7,10 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from rankup.doctor import machine, stages
-from rankup.doctor.report import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code
+from rankup.doctor import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, machine, stages
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 
@@ -116,24 +114,16 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
     ]
 
 
-def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine.MIB)
-    monkeypatch.setattr(machine.os, "statvfs", lambda folder: free)
-    (few,) = machine.shared_memory(num_workers=1, folder="/")
-    (many,) = machine.shared_memory(num_workers=2, folder="/")
-    assert (few.level, many.level) == (OK, WARNING)
-
-
 # Links ----------------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_measures_a_ring_of_nodes_and_one_in_each_node() -> None:
-    plan = stages.rounds(["a", "a", "b", "b", "c", "d", "e"])
-    ring = [(0, 2), (0, 6), (2, 4), (4, 5), (5, 6)]
-    assert sorted(pair for pairs, between in plan if between for pair in pairs) == ring
-    assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3)]
-    for pairs, _ in plan:  # nobody is in two measurements at a time
-        members = [member for pair in pairs for member in pair]
+def test_doctor_measures_each_rank_with_the_next_and_no_node_twice_at_a_time() -> None:
+    hosts = ["a", "a", "b", "b", "b", "c", "d"]
+    plan = list(stages.rounds(hosts))
+    assert sorted(pair for pairs, between in plan if between for pair in pairs) == [(1, 2), (4, 5), (5, 6)]
+    assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3), (3, 4)]
+    for pairs, between in plan:
+        members = [hosts[rank] if between else rank for pair in pairs for rank in pair]
         assert len(members) == len(set(members))
 
 

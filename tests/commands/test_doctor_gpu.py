@@ -10,8 +10,7 @@ import pynvml
 import pytest
 import torch
 
-from rankup.doctor import machine, stages
-from rankup.doctor.report import NOTE, OK, UNFIT, WARNING, Finding, exit_code
+from rankup.doctor import NOTE, OK, UNFIT, WARNING, Finding, exit_code, machine, stages
 from tests.rigs.fork_server import Forks
 from tests.rigs.nvml import H100, Driver
 
@@ -61,12 +60,6 @@ def test_one_bad_gpu_among_good_ones_is_named(answers: dict[str, Any], level: st
     assert (finding.level, finding.seen) == (level, seen)
     assert finding.why
     assert finding.remedy
-
-
-def test_a_fault_that_several_gpus_have_is_told_once() -> None:
-    lost = H100 | {"nvmlDeviceGetTotalEccErrors": pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)}
-    (finding,) = found(Driver(lost, H100, lost, lost))
-    assert finding.seen == "GPU 0, 2-3: does not answer: GPU is lost"
 
 
 def test_gpus_that_this_process_may_not_use_are_not_asked() -> None:

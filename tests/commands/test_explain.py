@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankup.explain import diagnose_files, format_report
-from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, diagnose
+from rankup.explain.diagnosis import MAX_KEPT, MAX_SEEN, diagnose
 from rankup.explain.faults import HARMLESS, Fault, known_faults
 from tests.rigs.jobs import ROOT, environment
 
@@ -100,7 +100,7 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
 
 def test_endless_kinds_of_exceptions_are_bounded() -> None:
     text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
-    assert len(diagnose(line for lines in text for line in lines.splitlines())) == MAX_UNKNOWN
+    assert len(diagnose(line for lines in text for line in lines.splitlines())) == MAX_KEPT
 
 
 # The command --------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
 from train.data import MapSamples
-from train.data.loader import load_batches
-from train.data.order import Order
+from train.data.loader import Order, load_batches
 
 
 class Noisy:
@@ -179,14 +178,18 @@ def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
     [
         (1, 2, 1.5, ""),  # half a CPU is no CPU less
         (4, 2, 8.0, ""),
-        (4, 2, 4.0, "Set --num-threads 2"),
-        (1, 1, 0.5, "1 process x 1 threads on this node, but only 0.5 CPUs to use"),
-        (1, 2, 1.2, "2 processes x 1 threads on this node, but only 1.2 CPUs"),
+        (4, 2, 4.0, "2 x 4 threads on this node, but only 4 CPUs to use"),
+        (1, 1, 0.5, "1 x 1 threads on this node, but only 0.5 CPUs to use"),
+        (1, 2, 1.2, "2 x 1 threads on this node, but only 1.2 CPUs"),
     ],
 )
-def test_more_threads_than_cpus_are_said(threads: int, ranks: int, cpus: float, said: str) -> None:
-    line = machine.crowded_cpus(ranks, threads, cpus)
-    assert said in line if said else line == ""
+def test_more_threads_than_cpus_are_said(
+    monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int, cpus: float, said: str
+) -> None:
+    monkeypatch.setattr(machine, "cpu_quota", lambda root: cpus)
+    finding = next(machine.limits(ranks=ranks, threads=threads))
+    assert said in finding.seen
+    assert finding.is_problem == bool(said)
 
 
 def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path) -> None:
@@ -197,6 +200,5 @@ def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path)
 
 @pytest.mark.parametrize(("ranks", "devices", "said"), [(1, 0, 0), (8, 8, 0), (None, 8, 0), (2, 4, 1)])
 def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
-    lines = machine.idle_devices(ranks, devices)
-    assert [line for line in lines if "2 will stay idle" in line and "--nproc-per-node 4" in line] == lines
-    assert len(lines) == said
+    lines = machine.before_training(ranks=ranks, threads=1, devices=devices)
+    assert len([line for line in lines if "2 will stay idle" in line and "--nproc-per-node 4" in line]) == said

@@ -144,7 +144,7 @@ def test_signal_while_a_process_alone_or_one_that_rescues_nothing_waits_for_data
 
 def no_rescue() -> None:
     """As with Horovod."""
-    from train.parallel.ddp import DDP
+    from train.parallel.methods import DDP
 
     DDP.every_rank_has_all = False  # type: ignore[assignment]
 

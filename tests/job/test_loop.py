@@ -73,6 +73,8 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert logs.keys() == {f"rank-{rank}.log" for rank in range(RANKS)}
     assert all("no finished step was lost" in text for text in logs.values())
+    # What the script prints itself is there too, and what rankup prints stands there once
+    assert [logs["rank-0.log"].count(line) for line in (f" r0 digest {undisturbed}\n", " finished after ")] == [1, 1]
 
 
 @pytest.mark.parametrize("launcher", BY)

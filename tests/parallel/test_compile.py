@@ -4,12 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
-from train.parallel import model as models
 
 DIGITS = ("--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
           "--schedule", "constant", "--warmup-steps", "5", "--log-every-steps", "1")
@@ -53,12 +50,4 @@ def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) ->
     codes, output = forks.run("train", *DIGITS, "--compile", "--run-dir", tmp_path, env={"PATH": ""})
     assert codes == [2]
     assert "error: compile needs a C++ compiler" in output
-    assert "Install it, or leave --compile out." in output
     assert "Traceback" not in output
-
-
-def test_compile_without_headers_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(models.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(models.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(UserError, match=r"compile needs Python's headers \(.*Python\.h\) on this machine"):
-        models._check_compiler(torch.device("cpu"))

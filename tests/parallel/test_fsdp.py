@@ -20,7 +20,7 @@ from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from train.config import Config
-from train.parallel import fsdp
+from train.parallel import methods
 from train.parallel.model import prepare
 from train.workloads import Workload
 
@@ -75,16 +75,16 @@ def test_fsdp_refuses_a_parameter_without_dimensions() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(UserError, match="needs parameters with at least one dimension, got scale"):
-        fsdp.FSDP(Config(), None).split(model)  # type: ignore[arg-type]
+        methods.FSDP(Config(), None).split(model)  # type: ignore[arg-type]
 
 
 def test_parts_that_share_a_parameter_stay_together() -> None:
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert len(fsdp.layers_of(tied)) == 2
+    assert len(methods.layers_of(tied)) == 2
     tied[1].weight = tied[0].weight
-    assert fsdp.layers_of(tied) == []
+    assert methods.layers_of(tied) == []
     layers = nn.ModuleDict({"stack": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]), "head": nn.Linear(2, 2)})
-    assert len(fsdp.layers_of(layers)) == 2
+    assert len(methods.layers_of(layers)) == 2
 
 
 class Unmovable(nn.Sequential):
@@ -139,7 +139,7 @@ def test_gpu_holds_the_shard_and_no_more_than_two_layers_while_the_model_is_spli
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         plain = prepare(workload, Config(parallel="fsdp"), group, split=True)
-        fsdp.FSDP(Config(parallel="fsdp"), group).split(plain)
+        methods.FSDP(Config(parallel="fsdp"), group).split(plain)
         gc.collect()  # a process's first call of fully_shard leaves its layer in a cycle
         assert torch.cuda.memory_allocated(device) - before == 16 * layer // 4
         assert torch.cuda.max_memory_allocated(device) - before <= 16 * layer // 4 + 2 * layer

@@ -16,8 +16,8 @@ from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
 from train.config import Config, load_config
 from train.parallel import METHODS, load_method, method_name
-from train.parallel.method import Method
-from train.parallel.warm_up import warm_up
+from train.parallel.methods import Method
+from train.parallel.model import warm_up
 from train.run import CHOICES
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify

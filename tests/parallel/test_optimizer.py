@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.config import Config
-from train.parallel.optimizer import build_optimizer, rate_at
+from train.parallel.model import build_optimizer, rate_at
 
 
 def half_a_wave(steps: int) -> list[float]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
-from train.parallel import ddp
+from train.parallel import methods
 from train.parallel.shared_gradients import PART, SharedGradients, average, share_gradients
 
 # A part of shared memory and a bit, half of one, and a single number; in one bucket or in several
@@ -120,13 +120,13 @@ def near() -> None:
         os.write(2, f"{EXCHANGED}\n".encode())
         return average(shared, bucket)
 
-    ddp.average = counted
+    methods.average = counted
 
 
 def far() -> None:
     """Preloaded: the same for ranks that find no link to each other, as on two hosts."""
     near()
-    ddp.share_gradients = lambda group: None
+    methods.share_gradients = lambda group: None
 
 
 # A rank that ends, and strangers -------------------------------------------------------------------------------------

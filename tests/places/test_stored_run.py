@@ -45,10 +45,11 @@ def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path
         open_store(url).lineage()
 
 
-def test_a_run_whose_id_leads_out_of_its_folder_is_no_run(url: str) -> None:
+@pytest.mark.parametrize("content", [json.dumps(Lineage("../..", "", "", [], 1).values()), "[" * 100_000],
+                         ids=["id", "nested"])
+def test_a_run_whose_id_leads_out_of_its_folder_or_that_can_not_be_read_is_no_run(url: str, content: str) -> None:
     store = open_store(url)
-    values = Lineage("../..", "", "", [], 1).values()
-    store.place.write("00000001/run.json", json.dumps(values).encode())
+    store.place.write("00000001/run.json", content.encode())
     assert store.lineage() is None
 
 

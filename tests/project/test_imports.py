@@ -16,7 +16,7 @@ import pytest
 
 import rankup
 from tests.rigs.jobs import ROOT, environment
-from train.commands.table import without_collections
+from train.commands import without_collections
 
 FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "commands", "main",
            "examples"]

@@ -13,8 +13,7 @@ from rankup.group.group import Group
 def group_of(rank: int, world_size: int) -> Group:
     launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0)
     watch = SimpleNamespace(
-        wait_for_others=lambda waiting: None, record=RecordWriter(None), status=SimpleNamespace(run_dir=Path()),
-        hosts=["here"] * world_size,
+        record=RecordWriter(None), status=SimpleNamespace(run_dir=Path()), hosts=["here"] * world_size
     )
     parts: dict[str, Any] = {"watch": watch, "stop": None, "log": SimpleNamespace(host="here")}
     return Group(launch, torch.device("cpu"), **parts)  # type: ignore[arg-type]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from rankup.job import _checked
-from rankup.loop.record import FORMAT, RANDOM_SCHEME, Position, versions
+from rankup.loop.record import FORMAT, Position, versions
 from rankup.state import copies, reading
 from rankup.state.copies import STATE, Content, list_copies, to_json
 from rankup.state.tree import to_files
 from train.config import Config
-from train.run.run_directory import BEGIN_ANEW, check
+from train.run.run_directory import check
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
 SETTINGS = (
@@ -25,12 +25,12 @@ SETTINGS = (
 
 def load_checkpoint(path: Path) -> reading.Copy:
     """Read one checkpoint folder as the program does. Raises UserError where it is damaged, or not the program's."""
-    return reading.load(path, _checked(check, BEGIN_ANEW))
+    return reading.load(path, _checked(check))
 
 
 def load_newest(directory: Path, warn: Callable[[str], None]) -> reading.Copy | None:
     """The newest checkpoint in `directory` that verifies."""
-    return reading.load_newest(directory, warn, _checked(check, BEGIN_ANEW))
+    return reading.load_newest(directory, warn, _checked(check))
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def training_state(step: int, **fields: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "format": FORMAT, **asdict(Position(step)), "steps_per_epoch": 8, "data": "made-up points", "seed": 0,
         "config": Config().model_dump(), "world_size": 1, "run": "0123456789abcdef", "versions": versions(),
-        "random": RANDOM_SCHEME, "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
+        "attempt": "20200101T000000-abcdef", "written_by": "rank 0 on node0",
     }
     return usual | fields
 

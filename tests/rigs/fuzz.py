@@ -34,7 +34,6 @@ from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
 from rankup.explain import explain_logs
 from rankup.group.meeting import read_place
-from rankup.loop.agreement import Agreement
 from rankup.observe.metrics import cut_after
 from rankup.observe.status import status
 from rankup.places.lease import Lease, Lineage
@@ -156,8 +155,7 @@ def sharded_copy() -> Files:
 
 
 def weights() -> Files:
-    return {"model.safetensors": b"".join(map(bytes, tree.TensorFile(MODEL))),
-            "model.safetensors.index.json": b'{"weight_map": {"w": "model.safetensors"}}'}
+    return {"model.safetensors": b"".join(map(bytes, tree.TensorFile(MODEL)))}
 
 
 def run_folder() -> Files:
@@ -176,7 +174,6 @@ def run_folder() -> Files:
         "lease.json": {"attempt": "a", "token": "t", "beat": 3, "host": "h", "pid": 1, "kernel": "k", "released": True},
         "result.json": {"digest": "d", "steps": 9}, f"{at}/progress-t.json": report, f"{at}/rank-1.json": end,
         "metrics.jsonl": {"step": 7, "ranks/compute_s/0": 0.5, "ranks/data_s/1": 0.1},
-        "disagreements.jsonl": {"run": "abc", "step": 3, "sound": 2, "digests": [1, 2], "odd": [1]},
     }
     files = {name: json.dumps(value).encode() + b"\n" for name, value in values.items()}
     return {**files, "logs/rank-0.log": log.encode()}
@@ -188,8 +185,6 @@ def read_run(folder: Path) -> None:
     with contextlib.suppress(UserError):
         explain_logs([folder], as_json=False)
     Lineage.read(folder)
-    two = SimpleNamespace(world_size=2)
-    Agreement._read(SimpleNamespace(_path=folder / "disagreements.jsonl", _run="abc", group=two))  # type: ignore[arg-type]
     with contextlib.suppress(OSError):
         cut_after(folder / "metrics.jsonl", 5, 5)
     with contextlib.suppress(OSError), Lease(folder, "next", life_s=0.0, beat_s=9.0):  # lease.json may be a folder

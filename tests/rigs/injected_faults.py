@@ -36,8 +36,7 @@ def few_files() -> None:
 
 def broken_gpu() -> None:
     """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup.doctor import machine
-    from rankup.doctor.report import UNFIT, Finding
+    from rankup.doctor import UNFIT, Finding, machine
 
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
@@ -48,14 +47,14 @@ def hangs_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    stages.wrong_collectives = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    stages.wrong_sums = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
 
 
 def dies_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    stages.wrong_collectives = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    stages.wrong_sums = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
 
 
 def adds_wrongly() -> None:

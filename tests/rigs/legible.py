@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from train.workloads.pictures import WIDTH, to_tensor
+from train.workloads.classification import WIDTH, to_tensor
 
 SMALLEST = 15.5  # of WIDTH; a phone shows a figure at about a third of it
 

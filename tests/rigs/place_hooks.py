@@ -128,7 +128,7 @@ def _hook_candidates(candidates: Any) -> None:
 def _hook_loop(loop: Any) -> None:
     _wrap(loop, "build", before="before building", after="ready")
     _wrap(loop, "load", after="data loaded")
-    _wrap(loop, "_warm_up", before="warming up")
+    _wrap(loop, "warm_up", before="warming up")
     _hook_optimizers()
     step, evaluate = loop.step, loop.evaluate_and_report
 

@@ -11,7 +11,6 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.job import _checked
-from rankup.loop.record import check_random_scheme
 from rankup.places.lease import Lineage
 from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
@@ -19,7 +18,7 @@ from rankup.state.copies import list_copies
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, save, training_state
 from train.config import Config
-from train.run.run_directory import BEGIN_ANEW, _check_settings, check
+from train.run.run_directory import _check_settings, check
 
 RUN = "0123456789abcdef"
 
@@ -67,13 +66,12 @@ class Node:
             save(self.run_dir / "checkpoints", newest[0], attempt=newest[1])
 
         def fits(path: Path, record: dict[str, Any]) -> None:
-            check_random_scheme(path, record)
             _check_settings(path, record, Config())
 
         group: Any = self
         return find_origin(
             group, self.run_dir, known, line(0, run="new"), "", found_in(list_copies(self.run_dir / "checkpoints")), {},
-            Options(check=_checked(check, BEGIN_ANEW), fits=fits),
+            Options(check=_checked(check), fits=fits),
         )
 
 
@@ -123,7 +121,7 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
 
 
 @pytest.mark.parametrize("fields", [
-    {"run": "fedcba9876543210"}, {"attempt": "another"}, {"random": "dice"}, {"config": Config(lr=0.5).model_dump()},
+    {"run": "fedcba9876543210"}, {"attempt": "another"}, {"config": Config(lr=0.5).model_dump()},
     {"format": 1},
 ])
 def test_rescue_of_other_origin_is_never_taken(node: Node, fields: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Weights: their digest, starting from given ones, and the same ones on every rank at the start."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -59,21 +58,13 @@ def test_weights_load_whatever_wrapped_the_model(tmp_path: Path, prefix: str, en
 
 def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> None:
     given = plain_model().state_dict()
-    for folder in ("whole", "parts"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "whole").mkdir()
     save_file(given, tmp_path / "whole" / "model.safetensors")
-    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(given)}
-    for file in {*names.values()}:
-        save_file({name: given[name] for name in given if names[name] == file}, tmp_path / "parts" / file)
-    index = tmp_path / "parts" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": names}))
-    for place in ("whole", "whole/model.safetensors", "parts"):
+    for place in ("whole", "whole/model.safetensors"):
         assert weights.digest(started_from(tmp_path / place)[0]) == weights.digest(given)
-    os.truncate(tmp_path / "parts" / names["2.bias"], 100)
-    for _ in range(2):
-        with pytest.raises(UserError, match="must hold safetensors, or weights that"):
-            started_from(tmp_path / "parts")
-        index.write_text(json.dumps({"weight_map": {"2.bias": "../whole/model.safetensors"}}))
+    os.truncate(tmp_path / "whole" / "model.safetensors", 100)
+    with pytest.raises(UserError, match="must hold safetensors, or weights that"):
+        started_from(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -138,11 +129,11 @@ def other_weights_on_rank_1() -> None:
 
 
 def other_weights_that_ddp_leaves() -> None:
-    import train.parallel.ddp
+    import train.parallel.methods
 
     other_weights_on_rank_1()
-    ddp = train.parallel.ddp.DistributedDataParallel
-    train.parallel.ddp.DistributedDataParallel = (  # type: ignore
+    ddp = train.parallel.methods.DistributedDataParallel
+    train.parallel.methods.DistributedDataParallel = (  # type: ignore
         lambda *given, **more: ddp(*given, **more, init_sync=False)
     )
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.rigs.jobs import ROOT, environment
 from tests.rigs.legible import assert_legible
-from train.workloads import pictures
-from train.workloads.pictures import NAMED, WIDTH, confusion_pictures, shorten
+from train.workloads import classification
+from train.workloads.classification import NAMED, WIDTH, confusion_pictures, shorten
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
@@ -36,8 +37,13 @@ def test_matrix_of_few_classes_has_all_names(
     classes: tuple[str, ...], samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[list[str]] = []
-    usual = pictures.to_tensor
-    monkeypatch.setattr(pictures, "to_tensor", lambda figure: drawn.append(assert_legible(figure)) or usual(figure))
+    usual = classification.to_tensor
+
+    def record(figure: Figure) -> torch.Tensor:
+        drawn.append(assert_legible(figure))
+        return usual(figure)
+
+    monkeypatch.setattr(classification, "to_tensor", record)
     (picture,) = confusion_pictures(confused(len(classes), samples), classes).values()
     assert (picture.dtype, picture.shape) == (torch.uint8, (3, WIDTH + 60, WIDTH))
     assert {shorten(name, 15) for name in classes} - {""} <= set(drawn[0])
@@ -55,7 +61,7 @@ def test_matrix_of_many_classes_is_not_drawn() -> None:
 DRAW = """
 import os, torch
 os.environ.pop("MPLCONFIGDIR")
-from train.workloads.pictures import confusion_pictures
+from train.workloads.classification import confusion_pictures
 print(*confusion_pictures(torch.eye(3, dtype=torch.int64), ("plain", "\U00010600", "a\\tb $_$")), flush=True)
 os._exit(0)
 """

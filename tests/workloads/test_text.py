@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ import torch
 
 from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, environment, result
+from tests.rigs.jobs import result
 from train.config import Config
-from train.data.order import Order
+from train.data.loader import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.workloads.classification import class_scores, macro_f1
 from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples
@@ -200,7 +198,7 @@ def predicted(path: Path) -> list[tuple[str, str]]:
         return [(row["input"], row["label"]) for row in csv.DictReader(file)]
 
 
-def test_texts_of_a_file_and_of_standard_input_are_predicted_alike(forks: Forks, trained: Path, tmp_path: Path) -> None:
+def test_texts_of_a_file_are_predicted(forks: Forks, trained: Path, tmp_path: Path) -> None:
     lines = (SAMPLE / "test.txt").read_text(encoding="utf-8").splitlines()[:40]
     texts = [line.partition("\t")[2] for line in lines]
     (tmp_path / "in.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
@@ -212,18 +210,6 @@ def test_texts_of_a_file_and_of_standard_input_are_predicted_alike(forks: Forks,
     assert [text for text, _ in rows] == texts
     right = sum(label == line.partition("\t")[0] for (_, label), line in zip(rows, lines, strict=True))
     assert right > 20
-    with (tmp_path / "in.txt").open("rb") as source:
-        subprocess.run(
-            [sys.executable, MAIN, "predict", *where, "--input", "-", "--output", tmp_path / "stdin.csv"], stdin=source,
-            env=environment(), cwd=tmp_path, check=True, timeout=300,
-        )
-    assert (tmp_path / "stdin.csv").read_bytes() == (tmp_path / "file.csv").read_bytes()
-
-
-def test_input_without_texts_is_one_line(forks: Forks, trained: Path, tmp_path: Path) -> None:
-    """Standard input is empty here."""
-    output = forks.ends(
-        "predict", "--name", "run", "--run-dir", trained.parent, "--input", "-", "--output", tmp_path / "out.csv",
-        code=2,
-    )
-    assert "got standard input, which is empty." in output
+    (tmp_path / "empty.txt").touch()
+    output = forks.ends("predict", *where, "--input", tmp_path / "empty.txt", "--output", tmp_path / "no.csv", code=2)
+    assert f"got {tmp_path}/empty.txt, which is empty." in output

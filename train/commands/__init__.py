@@ -1,37 +1,97 @@
-"""What every command gets: the settings, which rank this process is, and where its run lies. No torch here."""
+"""The commands by name: each gets the settings, this process and its own options, and returns its exit code, or None
+for success. Each imports what it needs inside, so that only those pay for torch that use it.
+"""
 
-import logging
+import contextlib
+import gc
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from rankup import Program, RankEnv
+import rankup
+from rankup import Program
 
-from ..config import Config
-from ..config.options import Request
+from ..config import Config, check_world_size, options, refuse_foreign, to_yaml
+from ..run import CHOICES
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """`request`: the command line. `program`: this process."""
+def run_dir_of(config: Config, program: Program) -> Path:
+    """The folder of the run: named by the settings, by the scheduler's job, or by what is trained."""
+    dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER
+    default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
+    return program.runs_folder(config.run_dir) / (config.name or program.rank_env.run_name or default)
 
-    config: Config
-    request: Request
-    program: Program
 
-    @property
-    def log(self) -> logging.Logger:
-        return self.program.log
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Around slow imports: no garbage is collected in the block, nor ever in what it imported.
 
-    @property
-    def launch(self) -> RankEnv:
-        """Which rank this is. Raises LaunchError where the environment describes none, which `show` need not know."""
-        return self.program.rank_env
+    torch and what belongs to it are 350,000 objects, which live as long as the process. Importing them triggers
+    collections, which take a fifth of the time to find 8 MB; each full one later would walk them again, 0.15 s in the
+    middle of a step, and in a forked process it would copy the pages that it marks.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
-    @property
-    def run_dir(self) -> Path:
-        """The folder of the run: named by the settings, by the scheduler's job, or by what is trained."""
-        config = self.config
-        dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER
-        default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-        return self.program.runs_folder(config.run_dir) / (config.name or self.launch.run_name or default)
+
+def _train(config: Config, program: Program, given: options.TrainOptions) -> None:
+    refuse_foreign(config)
+    check_world_size(config, program.rank_env.world_size)
+    run_dir = _start(config, program, stacks=True)
+    with without_collections():
+        from ..loop import train
+
+    train(config, program, run_dir=run_dir)
+
+
+def _evaluate(config: Config, program: Program, given: options.EvaluateOptions) -> None:
+    run_dir = _start(config, program)
+    with without_collections():
+        from .checkpoint import evaluate_checkpoint
+
+    evaluate_checkpoint(config, program, run_dir, given)
+
+
+def _predict(config: Config, program: Program, given: options.PredictOptions) -> None:
+    run_dir = _start(config, program)
+    with without_collections():
+        from .checkpoint import predict
+
+    predict(config, program, run_dir, given)
+
+
+def _start(config: Config, program: Program, *, stacks: bool = False) -> Path:
+    run_dir = run_dir_of(config, program)
+    program.start(run_dir, stacks=stacks)
+    return run_dir
+
+
+def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> int:
+    from ..group import join_options, same_settings
+
+    try:
+        check_world_size(config, program.rank_env.world_size)
+        run_dir = run_dir_of(config, program)
+    except rankup.UserError as error:
+        program.found, run_dir = error, Path()
+    program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
+    return program.doctor(
+        run_dir, as_json=given.as_json, settings=same_settings(config), num_threads=config.num_threads,
+        num_workers=config.num_workers, join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s,
+        **join_options(config),
+    )
+
+
+def _show(config: Config, program: Program, given: options.ShowOptions) -> None:
+    text = f"{config.model_dump_json()}\n" if given.as_json else to_yaml(config, choices=CHOICES)
+    rankup.cli.print_whole(text)
+
+
+COMMANDS: dict[str, Callable[[Config, Program, Any], int | None]] = {
+    "train": _train, "evaluate": _evaluate, "predict": _predict, "show": _show, "doctor": _doctor,
+}

@@ -1,11 +1,8 @@
-"""A trained model from its checkpoint, and the command `evaluate`."""
+"""A trained model from its checkpoint, and the commands `evaluate` and `predict`."""
 
-import contextlib
 import csv
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from typing import Any
 import torch
 
 import rankup
-from rankup import Copy, Group, UserError
+from rankup import Copy, Group, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from ..config import Config
@@ -29,7 +26,6 @@ from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
 from ..run.run_directory import check
 from ..workloads import Workload, load
-from . import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +40,20 @@ class CheckpointModel:
 
 
 @contextmanager
-def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
+def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) -> Iterator[CheckpointModel]:
     """Join the group and load the checkpoint on all ranks. Collective: every rank calls it.
 
     `path`: a folder or an address, or the newest good one of the run if it is empty; rank 0 alone reads it. Raises
     UserError for a checkpoint that can't be read, or that does not fit the data or the model, and JoinError and
     PeerLost as training does.
     """
-    config, log, run_dir = context.config, context.log, context.run_dir
     if not path and rankup.urls.is_url(config.run_dir):
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
-    with join_group(config, context.program, run_dir / "evaluations", needs_process_group=False, trains=False) as group:
+    with join_group(config, program, run_dir / "evaluations", needs_process_group=False, trains=False) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
-            path, run_dir=run_dir, group=group, check=check, warn=log.warning, timeout_s=config.setup_timeout_s
+            path, run_dir=run_dir, group=group, check=check, warn=program.log.warning, timeout_s=config.setup_timeout_s
         )
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)
@@ -66,7 +61,7 @@ def open_checkpoint(context: Context, path: str) -> Iterator[CheckpointModel]:
         seed_everything(derive_seed(settings.seed), group.device)
         workload = load(settings, pretrained=False)
         for note in workload.notes:
-            log.info(note)
+            program.log.info(note)
         _refuse_other_data(checkpoint, workload, settings, given=config.model_fields_set)
         try:
             workload.model.load_state_dict(checkpoint.tracked["model"])
@@ -99,12 +94,12 @@ def _refuse_other_data(checkpoint: Copy, workload: Workload, settings: Config, *
         )
 
 
-def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
+def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: EvaluateOptions) -> None:
     """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs.
 
     Raises what `open_checkpoint` raises.
     """
-    with open_checkpoint(context, options.checkpoint) as opened:
+    with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
         batches = rankup.Workers(evaluation_loader(opened.config, group, workload.evaluation, own=True))
         result = evaluate(opened.config, group, workload, workload.model, batches)
@@ -115,57 +110,39 @@ def evaluate_checkpoint(context: Context, options: EvaluateOptions) -> None:
                 "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
                 "count": result.count, "digest": digest, "world_size": group.world_size, **details,
             }
-            path = context.run_dir / "evaluation.json"
+            path = run_dir / "evaluation.json"
             path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
-            context.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
+            program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
 
-# The command `predict`: input, label and probability of each sample, in a CSV or JSONL file -------------------------
+# Input, label and probability of each sample, in a CSV file ---------------------------------------------------------
 
 
-def predict(context: Context, options: PredictOptions) -> None:
+def predict(config: Config, program: Program, run_dir: Path, options: PredictOptions) -> None:
     """Write a line for each sample, in the samples' order, whatever the number of ranks.
 
     Raises UserError for input or output that can't be used, and what `open_checkpoint` raises.
     """
-    output = Path(options.output)
-    with (
-        open_checkpoint(context, options.checkpoint) as opened,
-        _open_samples(opened, options.input) as (samples, name_of),
-    ):
+    with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
+        samples, name_of = _samples(opened, options.input)
         own = _predict_share(opened, samples)
         rows = sorted(row for part in opened.group.gather(own) for row in part)
         lines = [(name_of(index), label, probability) for index, label, probability in rows]
-        opened.group.on_rank0(lambda: _write(output, lines))
-        context.log.info(f"{len(rows)} predictions in {output}")
+        opened.group.on_rank0(lambda: _write(Path(options.output), lines))
+        program.log.info(f"{len(rows)} predictions in {Path(options.output)}")
 
 
-@contextlib.contextmanager
-def _open_samples(opened: CheckpointModel, path: str) -> Iterator[tuple[Samples, Callable[[int], str]]]:
-    """The samples in `path` ("-": standard input, "": the test data), and the name of each by its number."""
+def _samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:
+    """The samples in `path`, "": the test data, and the name of each by its number."""
     workload, name = opened.workload, opened.config.workload
     if workload.predict is None:
         raise UserError(f"workload {name} must have a predict function, got none. Give its Workload one.")
     if not path:
-        yield workload.evaluation, workload.input_name
-        return
+        return workload.evaluation, workload.input_name
     if workload.open_input is None:
         raise UserError(f"workload {name} must have open_input for --input, got none. Give its Workload one.")
-    if path != "-":
-        yield workload.open_input(path)
-        return
-    # Launchers connect standard input to rank 0 only
-    content = opened.group.broadcast_bytes(sys.stdin.buffer.read() if opened.group.is_rank0 else b"")
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(content)
-        file.flush()
-        try:
-            # An image is read when a batch asks for it: the file is there until the caller's block ends
-            samples, name_of = workload.open_input(file.name)
-            yield samples, lambda index: name_of(index).replace(file.name, "-")
-        except UserError as error:
-            raise UserError(str(error).replace(file.name, "standard input")) from None
+    return workload.open_input(path)
 
 
 @torch.no_grad()
@@ -188,18 +165,13 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
 
 def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
     """The complete file or none. Raises UserError if it can't be written."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging = path.with_name(f".{path.name}.{os.getpid()}")
         with staging.open("w", encoding="utf-8", newline="") as file:
-            if path.suffix == ".csv":
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(("input", "label", "probability"))
-                writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
-            else:
-                for name, label, probability in rows:
-                    line = {"input": name, "label": label, "probability": round(probability, 6)}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("input", "label", "probability"))
+            writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
         staging.replace(path)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None

@@ -113,7 +113,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
     compile: bool = _result(False, "torch.compile the model.")
     channels_last: bool | Literal["auto"] = _result(
-        "auto", "Memory format NHWC, faster for convolutions; auto: where the model has some.",
+        "auto", "Memory format NHWC, faster for convolutions; auto: for the models of images.",
         rule="true, false or auto")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")

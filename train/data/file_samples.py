@@ -90,16 +90,28 @@ class FileSamples:
         return images, self.labels[indices]
 
     def _middle(self, index: int) -> torch.Tensor:
-        """The middle of one image, uint8 [3, S, S]."""
+        """The middle of one image, uint8 [3, S, S], once its shorter side is resized."""
         # ImageNet's recipe says how each pixel is made: nothing is decoded at a reduced size for it
         size = self.image_size
         whole = self._decode(index, at_least=None if self.margin else size)
-        return center_crop(whole, shorter_side=round(size * 256 / 224) if self.margin else size, size=size)
+        height, width = whole.shape[1:]
+        shorter = round(size * 256 / 224) if self.margin else size
+        longer = shorter * max(height, width) // min(height, width)
+        height, width = (shorter, longer) if height <= width else (longer, shorter)
+        top, left = round((height - size) / 2), round((width - size) / 2)
+        return resize(whole, height, width)[:, top : top + size, left : left + size]
 
     def _random_part(self, index: int, epoch: int) -> torch.Tensor:
+        """A random part of one image, uint8 [3, S, S]; half are mirrored. https://arxiv.org/abs/1409.4842
+
+        The numbers come from torch's random state, in torchvision's order, so RandomResizedCrop and
+        RandomHorizontalFlip with the same state give the same pixels.
+        """
         image = self._decode(index)
         seed_host(derive_seed(self.seed, epoch, index))
-        part = random_crop(image, size=self.image_size)
+        top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
+        part = resize(image[:, top : top + height, left : left + width], self.image_size, self.image_size)
+        part = part.flip(2) if torch.rand(1) < 0.5 else part
         return part if self._change is None else self._change(part)
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
@@ -132,26 +144,6 @@ def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
         return image
     size = (height, width)
     return torch.nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
-
-
-def center_crop(image: torch.Tensor, *, shorter_side: int, size: int) -> torch.Tensor:
-    """Resize the shorter side of uint8 [3, H, W], and cut out the middle: uint8 [3, size, size]."""
-    height, width = image.shape[1:]
-    longer_side = shorter_side * max(height, width) // min(height, width)
-    height, width = (shorter_side, longer_side) if height <= width else (longer_side, shorter_side)
-    top, left = round((height - size) / 2), round((width - size) / 2)
-    return resize(image, height, width)[:, top : top + size, left : left + size]
-
-
-def random_crop(image: torch.Tensor, *, size: int) -> torch.Tensor:
-    """ImageNet's crop for training: a random part of uint8 [3, H, W], resized to [3, size, size]; half are mirrored.
-
-    The numbers come from torch's random state, in torchvision's order, so RandomResizedCrop and RandomHorizontalFlip
-    with the same state give the same pixels. https://arxiv.org/abs/1409.4842 has the recipe.
-    """
-    top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
-    cropped = resize(image[:, top : top + height, left : left + width], size, size)
-    return cropped.flip(2) if torch.rand(1) < 0.5 else cropped
 
 
 def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float], *, mirror: bool) -> torch.Tensor:

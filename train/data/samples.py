@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
-from rankup import UserError
 from rankup.seeds import derive_seed, seed_host
 
 # The constants of splitmix64 as signed 64-bit integers: torch cannot multiply uint64, and int64 wraps in the same way.
@@ -69,20 +68,10 @@ class TensorSamples:
         return replace(self, images=self.images[:count].clone(), labels=self.labels[:count].clone())
 
     def scaled(self, size: int | None) -> "TensorSamples":
-        """Images uint8 [N, C, size, size], bilinear with antialiasing; None: as they are.
-
-        Raises UserError if they do not fit in memory.
-        """
+        """Images uint8 [N, C, size, size], bilinear with antialiasing; None: as they are."""
         if size is None or self.images.shape[2:] == (size, size):
             return self
-        try:
-            scaled = torch.empty((*self.images.shape[:2], size, size), dtype=torch.uint8)
-        except RuntimeError as error:
-            needed = self.images.shape[0] * self.images.shape[1] * size * size / 1e9
-            raise UserError(
-                f"image_size must let {len(self)} images fit in memory, got {size} ({needed:.1f} GB). "
-                "Choose a smaller one, or set limit_train and limit_eval."
-            ) from error
+        scaled = torch.empty((*self.images.shape[:2], size, size), dtype=torch.uint8)
         # In pieces: float32, which interpolation needs, takes four times the memory of uint8.
         for start in range(0, len(self), 1024):
             piece = self.images[start : start + 1024].float()

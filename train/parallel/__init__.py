@@ -15,15 +15,15 @@ from ..config import Config
 if TYPE_CHECKING:
     from rankup import Group
 
-    from .method import Method
+    from .methods import Method
 
 # `parallel` -> module in this folder, and the subclass of Method in it. A new method is a new file here and a line in
 # this table.
 METHODS = {
-    "none": "method:OneProcess",
-    "ddp": "ddp:DDP",
-    "dp": "ddp:DataParallelMethod",
-    "fsdp": "fsdp:FSDP",
+    "none": "methods:OneProcess",
+    "ddp": "methods:DDP",
+    "dp": "methods:DataParallelMethod",
+    "fsdp": "methods:FSDP",
     "horovod": "horovod:Horovod",
 }
 

@@ -20,7 +20,7 @@ from torch import nn
 from rankup import Group, JoinError, UserError
 
 from ..group import longest_phase_s
-from .method import Method
+from .methods import Method
 
 INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."
 

@@ -1,23 +1,22 @@
-"""The plain model: on its device, in its precision, compiled, and the same on all ranks."""
+"""The plain model, on its device and compiled; its warm-up; its optimizer and learning rate."""
 
 import ctypes
+import math
 import shutil
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rankup import Group, UserError
 
 from ..config import Config
 from ..config.load import NOT_WITH
-from ..data.samples import to_device
 from ..workloads import Workload
 
-VIEW_FAILED = "view size is not compatible"  # how torch's message begins
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and AdamW
 
 
 def prepare(workload: Workload, config: Config, group: Group, *, split: bool = False) -> nn.Module:
@@ -37,36 +36,14 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
         model = model.to(group.device)
     if config.channels_last is True or (config.channels_last == "auto" and _gains_from_channels_last(model, config)):
         model = model.to(memory_format=torch.channels_last)
-        # The models for images are known to work in it; nothing is known of your own
-        if config.channels_last == "auto" and config.workload != "images" and _needs_contiguous(model, workload, group):
-            model = model.to(memory_format=torch.contiguous_format)
-            group.log.info(
-                "channels_last is off: the model calls view() on what a convolution returned. With reshape() or "
-                "flatten() in its place the model may run faster."
-            )
     return model
 
 
 def _gains_from_channels_last(model: nn.Module, config: Config) -> bool:
-    """Whether the model has 2-D convolutions, whose kernels read all channels of a pixel together, and the method of
-    training in parallel takes parameters in this memory format."""
-    taken = "channels_last" not in NOT_WITH.get(config.parallel, {})
+    """Whether it is a model for images with 2-D convolutions, whose kernels read all channels of a pixel together, and
+    the method of training in parallel takes parameters in this memory format. An own model may call view()."""
+    taken = config.workload == "images" and "channels_last" not in NOT_WITH.get(config.parallel, {})
     return taken and any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-@torch.no_grad()
-def _needs_contiguous(model: nn.Module, workload: Workload, group: Group) -> bool:
-    """Whether a pass with two samples fails because the model calls view() where tensors are in NHWC now.
-
-    Any other failure is left to the training, where it is reported as it is without this test.
-    """
-    batch = to_device(workload.train.batch(torch.arange(min(2, len(workload.train))), None), group.device)
-    with eval_mode(model):  # a batch norm keeps its statistics
-        try:
-            workload.loss(model, batch)
-        except Exception as error:
-            return VIEW_FAILED in str(error)
-    return False
 
 
 @contextmanager
@@ -103,31 +80,83 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     It has to happen inside DDP: around it, dynamo breaks the graph at DDP's own forward and leaves an nn.Sequential
     uncompiled without a word.
     """
-    _check_compiler(device)
+    if device.type in ("cpu", "cuda") and not (shutil.which("g++") or shutil.which("clang++")):  # torch: 200 lines
+        raise UserError("compile needs a C++ compiler on this machine. Install it, or leave --compile out.")
     compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
     return compiled
 
 
-def _check_compiler(device: torch.device) -> None:
-    """torch.compile writes C++ for the CPU: say in one line what a missing compiler would say in two hundred."""
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    missing = [] if shutil.which("g++") or shutil.which("clang++") or shutil.which("cl") else ["a C++ compiler"]
-    missing += [] if header.exists() else [f"Python's headers ({header})"]
-    if device.type in ("cpu", "cuda") and missing:
-        raise UserError(f"compile needs {' and '.join(missing)} on this machine. Install it, or leave --compile out.")
+def warm_up(plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool) -> None:
+    """A throwaway pass before the first step, on every start: run `loss()`, a scalar, forward and backward once. Then
+    put back the buffers of `plain` and drop its gradients.
+
+    DDP's first backward pass finds out in which order the gradients become ready, and DDP rebuilds its buckets in that
+    order when the next forward pass begins. Other buckets mean another order of sums on three or more ranks: without
+    the warm-up the first step after a resume would differ in its last bits. Most memory and kernels are set up on the
+    way.
+
+    Raises UserError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
+    says so a step later, by number.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
+    loss().backward()  # type: ignore[no-untyped-call]
+    unused = [name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None]
+    if unused and not unused_allowed:
+        raise UserError(
+            f"the loss must depend on every parameter, got none from {', '.join(unused[:8])}. Freeze them "
+            "(requires_grad=False), or set --find-unused-parameters, which is slower."
+        )
+    with torch.no_grad():
+        for name, buffer in plain.named_buffers():
+            buffer.copy_(buffers[name])
+    for parameter in plain.parameters():
+        parameter.grad = None
 
 
-def check_same_shapes(group: Group, model: nn.Module) -> None:
-    """Raises UserError where ranks built different models, as with other code on one node. Before anything is
-    exchanged: DDP would compare sizes only, and name a parameter by its number."""
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    for rank, other in enumerate(group.gather(shapes)):
-        if other != shapes:
-            name = next(n for n in [*shapes, *other] if shapes.get(n) != other.get(n))
-            raise UserError(
-                f"the model must be the same on all ranks, got {name} {shapes.get(name)} on rank {group.rank} and "
-                f"{other.get(name)} on rank {rank} ({group.hosts[rank]}). Put the same code on all nodes."
-            )
+# The optimizer. Its rate is a pure function of the step, so that a resumed run needs no state to go on with it --------
+
+
+def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
+    """SGD or AdamW over two groups of parameters: matrices and kernels with weight decay, norms and biases without.
+
+    Decay would pull a norm's scale to zero (Goyal et al. 2017, section 5.2). Build it once the parameters are where
+    they stay: on their device, and split if the method splits them.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    fused = device.type in FUSED and all(p.is_floating_point() for p in trained)
+    # torch has no fused SGD for parameters that are split over ranks
+    fused_sgd = fused and not any(isinstance(p, DTensor) for p in trained)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=peak_rate(config), fused=fused)
+    return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused_sgd)
+
+
+def peak_rate(config: Config) -> float:
+    """`lr`, multiplied by how many times the global batch is `lr_base_batch`, by the square root of that, or by 1.
+
+    Linear: Goyal et al. 2017. Square root: Krizhevsky 2014.
+    """
+    ratio = config.batch_size / config.lr_base_batch
+    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+
+
+def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
+    """The learning rate of step `step`, from 0: a linear warm-up to the peak, then constant, in steps, or half a cosine
+    to 0."""
+    peak = peak_rate(config)
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.schedule == "step":
+        return float(peak * config.step_gamma ** (step // (config.step_epochs * steps_per_epoch)))
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+        return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return peak
 
 
 # glibc's malloc -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import nn
 from rankup import Group
 
 from ..config import Config
-from ..parallel.method import Method
+from ..parallel.methods import Method
 from ..parallel.model import autocast, has_bf16
 from ..workloads import Workload
 
@@ -27,10 +27,19 @@ MOST_THREADS = 16  # of a process: few models gain from more
 LEAST_GAIN = 1.1
 
 
-def advise(
+def advise(config: Config, group: Group, *more: Any) -> None:
+    """Print what `lines` finds."""
+    try:
+        for line in lines(config, group, *more):
+            group.log.info(f"advice: {line}")
+    except Exception as error:  # an operation without bf16, too little memory: no reason to end a training
+        group.log.debug(f"no advice: {type(error).__name__}: {error}")
+
+
+def lines(
     config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, make_batch: Callable[[], Any]
 ) -> Iterator[str]:
-    """Lines for rank 0 to print. `plain`: the user's module; its weights, buffers and gradients stay as they are.
+    """For rank 0 to print. `plain`: the user's module; its weights, buffers and gradients stay as they are.
     `make_batch` prepares a micro-batch, on the device."""
     # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A compiled
     # model would be compiled once more

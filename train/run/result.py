@@ -1,8 +1,8 @@
 """What the loop works with; what a run says at its start and on its way; and the end of one that succeeded: pictures,
 `result.json`, and the table."""
 
-import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -17,19 +17,13 @@ from torch.utils.data import DataLoader
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.order import Order
+from ..data.loader import Order
 from ..parallel import method_name
-from ..parallel.method import Method
-from ..parallel.optimizer import peak_rate
+from ..parallel.methods import Method
+from ..parallel.model import peak_rate
 from ..workloads import Workload
 from . import weights
 from .evaluation import Result
-
-# Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
-ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")
-OF_IMAGES = ("dataset", "model")  # other workloads train on something else
-# They say where a run is kept and how it is watched. Its row has its name
-NEVER = ("name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +36,7 @@ class Training:
     workload: Workload
     plain: nn.Module  # the user's module, without wrappers: what is evaluated and saved
     model: nn.Module  # the same, wrapped for training with the other ranks
+    loss: Callable[[nn.Module, Any], torch.Tensor]  # of a batch, in the precision that was asked for
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     train_loader: DataLoader[Any]
@@ -87,7 +82,6 @@ def write_result(t: Training, *, seconds: float) -> None:
     if workload.pictures is not None and t.tables and config.tensorboard:
         job.figures.metrics.pictures(job.step_number, workload.pictures(t.tables))
     method = method_name(config, group.world_size)
-    job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
     result = job.figures.result(
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
@@ -96,21 +90,13 @@ def write_result(t: Training, *, seconds: float) -> None:
     group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
 
 
-def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
-    """ALWAYS, OF_IMAGES, the method of training in parallel, the world size, and whatever differs from its default.
-
-    Free options of an own workload are columns of their own.
-    """
-    fields = type(config).model_fields
-    always = (*ALWAYS, *OF_IMAGES) if config.workload == "images" else ALWAYS
-    found: dict[str, Any] = {name: getattr(config, name) for name in always}
-    found |= {"parallel": method, "world_size": world_size}
-    for name, value in config.model_dump().items():
-        if name == "options":
-            found |= {f"options.{key}": option for key, option in value.items()}
-        elif name not in (*found, *NEVER) and value != fields[name].get_default(call_default_factory=True):
-            found[name] = value
-    return {name: v if isinstance(v, bool | int | float | str) else json.dumps(v) for name, v in found.items()}
+def progress_line(t: Training) -> str:
+    """Where the run stands, for the terminal."""
+    step, line, unit = f"step {t.job.step_number}/{t.total_steps}", t.job.position.line, t.workload.unit
+    if line is None:
+        return step
+    loss = math.nan if line["train/loss"] is None else line["train/loss"]
+    return f"{step}  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
 
 
 def _peak_memory_mb(device: torch.device) -> float:

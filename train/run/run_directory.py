@@ -13,7 +13,7 @@ import rankup
 from rankup import Copy, Group, Job, UserError
 
 from ..config import Config, changed_settings, to_yaml
-from ..parallel.method import Method
+from ..parallel.methods import Method
 from . import CHOICES
 
 BEGIN_ANEW = "set --fresh to start anew, or another --name"

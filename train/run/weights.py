@@ -1,7 +1,6 @@
 """Weights without the rest of a checkpoint: their digest, and starting a run from given weights."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from rankup import Group, UserError
 from ..config import Config
 from .run_directory import check
 
-HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
+HUGGING_FACE = "model.safetensors"  # in a folder of theirs
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -60,35 +59,19 @@ def _read(path: Path, place: str) -> Any:
     """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
     from safetensors.torch import load_file
 
-    ours = (path / "manifest.json").exists() or not any((path / name).exists() for name in HUGGING_FACE)
-    if path.is_dir() and ours:
+    if path.is_dir() and ((path / "manifest.json").exists() or not (path / HUGGING_FACE).is_file()):
         return rankup.open_checkpoint(path, check=check).tracked["model"]
+    file = path / HUGGING_FACE if path.is_dir() else path
     try:
-        if path.is_dir():
-            return {name: tensor for file in _files_of(path) for name, tensor in load_file(file).items()}
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"init_from must name an existing file or checkpoint directory, got {place}.") from None
     except Exception as error:  # torch.load raises half a dozen unrelated types for a damaged file
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         text = f"init_from: {place} must hold safetensors, or weights that load with weights_only, got: {reason}"
         raise UserError(text) from None
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """The files of weights in a folder of Hugging Face's. Raises OSError and ValueError, LookupError or TypeError."""
-    index = folder / HUGGING_FACE[1]
-    names = [HUGGING_FACE[0]]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    if any(Path(name).name != name for name in names):
-        raise ValueError(f"{index.name} names files elsewhere")
-    files = [folder / name for name in names]
-    if not all(file.is_file() for file in files):  # a pipe or a device may never end
-        raise FileNotFoundError
-    return files
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:

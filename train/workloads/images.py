@@ -14,8 +14,7 @@ from ..config.settings import Augment
 from ..data import Samples, TensorSamples
 from ..data.sources import load
 from . import Workload
-from .classification import Classification
-from .pictures import confusion_pictures
+from .classification import Classification, confusion_pictures
 from .vision_models import build_model
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
 from . import Sums, Workload
 from .bert import WordPieceTokenizer, build_bert
-from .classification import Classification, class_scores, macro_f1, report
-from .pictures import confusion_pictures
+from .classification import Classification, class_scores, confusion_pictures, macro_f1, report
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character

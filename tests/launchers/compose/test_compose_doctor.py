@@ -26,7 +26,7 @@ def test_compose_doctor_names_the_container_that_has_too_little(tmp_path: Path) 
     assert codes == [10, 10], said
     for warning in (
         "limits rank 1 on node1: 700 MiB of memory for 1 ranks",
-        "limits rank 1 on node1: 1 process x 1 threads on this node, but only 0.4 CPUs to use",
+        "limits rank 1 on node1: 1 x 1 threads on this node, but only 0.4 CPUs to use",
         "memory rank 1 on node1: /dev/shm: 16 of 16 MiB free",
     ):
         assert f"WARNING {warning}" in said

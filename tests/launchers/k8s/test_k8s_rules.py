@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from rankup import errors
-from rankup.doctor.report import CODES
+from rankup.doctor import CODES
 from tests.rigs.kube import K8S, rendered
 from tests.rigs.kubeflow import OWNERS, Object, verdict
 

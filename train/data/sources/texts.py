@@ -96,9 +96,7 @@ def read_lines(path: str) -> tuple[str, ...]:
     """
     lines = tuple(text for line in _lines(Path(path)) if (text := line.strip()))
     if not lines:
-        raise UserError(
-            f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
-        )
+        raise UserError(f"--input must be a file with one text a line, got {path}, which is empty.")
     return lines
 
 

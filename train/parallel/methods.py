@@ -1,0 +1,217 @@
+"""The methods of training in parallel, by what each decides. The loop calls these hooks and knows no method by name."""
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from rankup import Group, UserError
+
+from ..config import Config
+from .shared_gradients import average, share_gradients
+
+HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class Method:
+    """A method by which several ranks train one model. What a subclass does not override works as in one process.
+
+    The loop calls the hooks in this order: `refuse`, `running`, `split`, `wrap`, `after_warm_up`; then `micro_batch`
+    and `step` in every step. What a checkpoint holds is no matter of the method, see `rankup.loop.tracked`.
+
+    `plain` is always the user's module without wrappers: its names are those in a checkpoint.
+    """
+
+    # Whether each rank holds all weights and the whole optimizer state. If not, no single rank can save them or compute
+    # their digest without the others.
+    replicates_state: ClassVar[bool] = True
+    # Whether it needs torch's process group also where there is one rank only.
+    needs_process_group: ClassVar[bool] = False
+    # Whether a rank trains on one device. If not, one process takes all devices of its node.
+    one_device_per_rank: ClassVar[bool] = True
+
+    def __init__(self, config: Config, group: Group) -> None:
+        self.config, self.group = config, group
+        # What exchanges gradients beside torch, in the middle of backward: its `waited_s` says how long it waited there
+        self.exchange: Any = None
+
+    @property
+    def every_rank_has_all(self) -> bool:
+        """Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the
+        weights. If not, a lost rank costs the steps since the newest checkpoint."""
+        return self.replicates_state
+
+    def refuse(self) -> None:
+        """Raise UserError for what the method can't do with these settings, this device and so many ranks, which have
+        met. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """What has to be up for the length of the run. Raises JoinError."""
+        return nullcontext()
+
+    # Before the first step ------------------------------------------------------------------------------------
+
+    def split(self, plain: nn.Module) -> None:
+        """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
+        keeps to the device. Raises UserError.
+
+        The model is the same on all ranks, where it was built. A checkpoint's weights are loaded later.
+        """
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module whose forward and backward train with the other ranks. Raises UserError.
+
+        `model` may be compiled already. Ranks may still differ here; where state is replicated they are compared next.
+        """
+        return model
+
+    def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer to step with, once the warm-up's passes are over."""
+        return optimizer
+
+    # Each step ------------------------------------------------------------------------------------------------
+
+    def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch. Gradients are exchanged in the step's `last` one only:
+        before, they add up locally, which sends `accumulate` times less. `model` is what `wrap` returned."""
+        return nullcontext()
+
+    def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Clip the averaged gradients, update the weights, and drop the gradients."""
+        if self.config.clip_norm > 0:
+            # Clipping compares with the true norm, so the loss scale has to be taken out first
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(plain.parameters(), self.config.clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+class OneProcess(Method):
+    """The defaults of `Method`. `train.config.check_world_size` refuses several ranks before torch is imported."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.config.compress != "none":  # a run that was scaled down keeps its settings
+            self.group.log.info("compress  one process sends no gradients: nothing to compress")
+        return model
+
+
+class DDP(Method):
+    """DistributedDataParallel, one device for each rank."""
+
+    needs_process_group: ClassVar[bool] = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model in DDP, which sends rank 0's weights to all ranks while it is made."""
+        config, device = self.config, self.group.device
+        # A kernel of one input channel can be laid out in two equal ways, and backward picks the other one: harmless
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        # From 2.14 on it has another name beside, which torch before does not know
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            # On the CPU device_ids must be absent; on a GPU they keep everything off cuda:0.
+            device_ids=None if device.type == "cpu" else [device.index],
+            # Gradients live in the buckets that are sent: one copy of all gradients less, in memory and in time
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # the job shares them, at the end of a step
+            find_unused_parameters=config.find_unused_parameters,
+        )
+        if config.compress != "none":
+            wrapped.register_comm_hook(None, HOOKS[config.compress])
+        elif self.group.world_size == 2 and device.type == "cpu":
+            # Not for more ranks: their sums would be others than gloo's, and than those of ranks on several hosts
+            self.exchange = share_gradients(self.group)
+            if self.exchange is not None:
+                wrapped.register_comm_hook(self.exchange, average)
+        return wrapped
+
+    def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """DDP decides in forward whether the next backward exchanges gradients: forward has to be inside as well."""
+        assert isinstance(model, DistributedDataParallel)
+        return nullcontext() if last else model.no_sync()
+
+
+class DataParallelMethod(Method):
+    """Copies the module to each GPU in every step and gathers the outputs on one: no second process is involved."""
+
+    one_device_per_rank: ClassVar[bool] = False
+
+    def refuse(self) -> None:
+        """Devices that are not there, or named twice."""
+        count, ids = self._num_devices(), self._device_ids()
+        on_gpus = self.group.device.type == "cuda"
+        out_of_range = on_gpus and any(number >= count for number in ids)
+        if out_of_range or len(set(ids)) != len(ids):
+            raise UserError(
+                f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
+                "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model over `device_ids`, in that order, or as it is where there is one device."""
+        group, ids = self.group, self._device_ids()
+        if group.device.type == "cuda" and len(ids) > 1:
+            return DataParallel(model, device_ids=ids)
+        group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
+        return model
+
+    def _num_devices(self) -> int:
+        return torch.cuda.device_count() if self.group.device.type == "cuda" else 1
+
+    def _device_ids(self) -> list[int]:
+        if self.config.device_ids:
+            return [int(word) for word in self.config.device_ids.split(",")]
+        return list(range(self._num_devices()))
+
+
+class FSDP(Method):
+    """FSDP2, for models too large for one device. A parameter [N, ...] becomes a DTensor of which rank r holds the r-th
+    of `world_size` slices along the first dimension."""
+
+    replicates_state: ClassVar[bool] = False
+    needs_process_group: ClassVar[bool] = True
+
+    def split(self, plain: nn.Module) -> None:
+        """Split each layer by itself, then what is left. Raises UserError for parameters that can't be split."""
+        scalars = [name for name, parameter in plain.named_parameters() if parameter.ndim == 0]
+        if scalars:
+            raise UserError(
+                f"parallel fsdp needs parameters with at least one dimension, got {', '.join(scalars[:8])}. Use ddp."
+            )
+        mesh = init_device_mesh(self.group.device.type, (self.group.world_size,))
+        bf16 = self.config.precision == "bf16"
+        # Batch norms keep their statistics in fp32, and torch has no kernel for these beside weights in bf16
+        norms = [module for module in plain.modules() if bf16 and isinstance(module, _BatchNorm)]
+        # Each call moves what it splits to the device first: no more than a layer is ever whole there. By default FSDP2
+        # keeps the root's own parameters gathered after forward, which saves a gather in backward. An evaluation has no
+        # backward: it would leave them whole.
+        for part in dict.fromkeys([*norms, *layers_of(plain), plain]):
+            precision = MixedPrecisionPolicy()
+            if bf16 and part not in norms:
+                precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+
+    def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers to split and gather one after the other: the children, and in place of a child that holds a list of
+    modules that list's members. Empty where two layers share a parameter: it would have to be in two places."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        lists = isinstance(child, nn.ModuleDict) or any(isinstance(module, nn.ModuleList) for module in child.modules())
+        found += layers_of(child) if lists else [child]
+    found = [layer for layer in found if next(layer.parameters(), None) is not None]
+    held = [id(parameter) for layer in found for parameter in layer.parameters()]
+    return found if len(held) == len(set(held)) else []
