@@ -190,7 +190,7 @@ class Server:
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
 
     def __init__(self, channel: socket.socket, *, fork: bool) -> None:
-        self.channel, self.fork, self.pid = channel, fork, os.getpid()
+        self.channel, self.fork, self.pid, self._given = channel, fork, os.getpid(), [*os.environ]
         self._running: dict[int, int] = {}  # process id -> local rank, or STORE
         # The handlers wake `serve` when a child ends, and keep this process from dying of a signal that a batch system
         # sends to every process of a job: the agent has it too
@@ -315,7 +315,8 @@ class Server:
         self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
-        os.environ.clear()
+        for name in {*self._given} - request["env"].keys():  # what imports have set stays, as where they are anew
+            os.environ.pop(name, None)
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         for number, handler in self._usual.items():
