@@ -7,8 +7,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from rankup.doctor import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, machine, stages
 from tests.rigs.fork_server import Forks
@@ -112,6 +115,24 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
         "300 MiB of memory for 1 ranks",
         "processes of this container or job killed because the memory was not enough: 2",
     ]
+
+
+def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine.MIB)
+    monkeypatch.setattr(machine.os, "statvfs", lambda folder: free)
+    (few,) = machine.shared_memory(num_workers=1, folder="/")
+    (many,) = machine.shared_memory(num_workers=2, folder="/")
+    assert (few.level, many.level) == (OK, WARNING)
+
+
+def test_doctor_warns_where_wheels_of_nccl_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    group: Any = SimpleNamespace(
+        device=torch.device("cuda"), rank=0, gather=lambda own: [own, {**own, "nccl": "2.21.5"}]
+    )
+    (found,) = stages.versions(group)
+    assert (found.level, found.seen) == (WARNING, "nccl differs: 2.27.5 on rank 0, 2.21.5 on rank 1")
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
