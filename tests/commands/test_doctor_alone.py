@@ -8,10 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from rankup.doctor import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, machine, stages
 from tests.rigs.fork_server import Forks
@@ -123,16 +121,6 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
     (few,) = machine.shared_memory(num_workers=1, folder="/")
     (many,) = machine.shared_memory(num_workers=2, folder="/")
     assert (few.level, many.level) == (OK, WARNING)
-
-
-def test_doctor_warns_where_wheels_of_nccl_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    group: Any = SimpleNamespace(
-        device=torch.device("cuda"), rank=0, gather=lambda own: [own, {**own, "nccl": "2.21.5"}]
-    )
-    (found,) = stages.versions(group)
-    assert (found.level, found.seen) == (WARNING, "nccl differs: 2.27.5 on rank 0, 2.21.5 on rank 1")
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
