@@ -310,7 +310,8 @@ class Agent:
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
                 if said["is"] == "leads" and int(said["n"]) >= basis["n"] and same_job(said, basis):
-                    self._elsewhere = link.remote_ip, int(said["port"])
+                    port = int(said["port"])
+                    self._elsewhere = (link.remote_ip, port) if port else self._elsewhere
         link.close()
 
     def yield_to(self, ip: str, port: int) -> None:
