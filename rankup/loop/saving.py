@@ -303,18 +303,20 @@ class Saving:
     def keep_for_stop(self) -> str:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
         "" where this process alone can't keep the state."""
-        if self.tracked.split or not (self.can_rescue or self._wrong):
+        if self.tracked.split:
             return ""
         if self._wrong:
             return f"{self.group.stop.signal_name}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
+            if not self.can_rescue:
+                return ""  # it leaves where rank 0 does
             self.keep()
             return self.stopped()
         saver = self.run.saver
         saver.wait()
         position = self.changing.stop()
-        if position is None and self.changing.busy and self.group.world_size == 1:
-            return ""  # no other rank waits: it stops once this long step is done
+        if position is None and self.changing.busy and (self.group.world_size == 1 or not self.can_rescue):
+            return ""  # a long step, or one in which ranks wait for each other: it stops once that is done
         if position is None:
             return f"{self.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)
