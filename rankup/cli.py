@@ -383,7 +383,22 @@ def overview() -> str:
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
     return (
         f"Start PyTorch jobs anywhere, and keep them alive: rankup COMMAND [OPTIONS]\n{lines}"
-        "`rankup COMMAND --help` shows options and examples. Also: --version\n"
+        "`rankup COMMAND --help` shows options and examples. Also: --version, completion\n"
+    )
+
+
+def completion() -> str:
+    """What `rankup completion` prints: a script for bash, and for zsh with bashcompinit."""
+    options = {
+        name: [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+        for name, command in COMMANDS.items()
+    }
+    cases = "".join(f"    {name}) words='{' '.join(found)}' ;;\n" for name, found in options.items())
+    return (
+        f"_rankup() {{\n  local words='{' '.join([*COMMANDS, *OF_PROGRAM, 'help'])}'\n"
+        f"  ((COMP_CWORD == 1)) || case ${{COMP_WORDS[1]}} in\n    help) ;;\n{cases}    *) words= ;;\n  esac\n"
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))\n}\n'
+        "complete -o default -F _rankup rankup  # where none fits: files\n"
     )
 
 
@@ -402,6 +417,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return FINISHED if first else USER_MISTAKE
     if first in ("-V", "--version"):
         print_whole(f"rankup {_version('rankup')}, torch {_version('torch')}, Python {sys.version.split()[0]}\n")
+        return FINISHED
+    if first == "completion":
+        print_whole(completion())
         return FINISHED
     from rankup.agent.logs import setup_logging
 

@@ -119,6 +119,8 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
                 job.figures.close(type(error))
             raise
+        finally:
+            job.tracked.stop_looking()
         job.figures.close(None)
 
 

@@ -83,7 +83,7 @@ def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
             chunk, samples = [], 0
             while samples < AHEAD and (batch := next(iterator, None)) is not None:
                 chunk.append(batch)
-                samples += len(batch) if hasattr(batch, "__len__") else 1
+                samples += len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
             state = host_state()
         finally:
             set_host_state(outer)

@@ -230,6 +230,7 @@ class Agent:
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Task[None] | None = None  # the ranks of a membership, once the server is ready
         self._asked_s = 0.0  # when a signal came to this agent
         self._over: asyncio.Future[Verdict]
 
@@ -310,7 +311,8 @@ class Agent:
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
                 if said["is"] == "leads" and int(said["n"]) >= basis["n"] and same_job(said, basis):
-                    self._elsewhere = link.remote_ip, int(said["port"])
+                    port = int(said["port"])
+                    self._elsewhere = (link.remote_ip, port) if port else self._elsewhere
         link.close()
 
     def yield_to(self, ip: str, port: int) -> None:
@@ -352,12 +354,15 @@ class Agent:
             elif event["is"] == "commit":
                 known = event["basis"]["known"] if self.limits is not None else []
                 self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-                if self.limits is None:  # else it is, where this node has ranks; what the leader says next waits
-                    await self.ranks.server.ready.wait()
-                self.ranks.start(event, token=self.attendance.me.token)
+                if self.ranks.server.ready.is_set() or self.limits is not None:
+                    self.ranks.start(event, token=self.attendance.me.token)
+                else:  # beside this loop: the leader may say meanwhile that the job is over
+                    self._starting = self.begin(self._start_later(event))
             elif event["is"] in ("lost", "gone", "ranks", "leave"):
                 self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
                 if event["is"] in ("lost", "gone"):
+                    if self._starting is not None:
+                        self._starting.cancel()
                     self.ranks.leave_soon(node_lost=event["is"] == "gone" or bool(event.get("node")))
             elif event["is"] == "stop":
                 self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
@@ -370,6 +375,10 @@ class Agent:
                 self.begin(self.ranks.show_stacks())
             elif event["is"] in ("over", "refused"):
                 self.finish(Verdict(event["code"], event["text"]))
+
+    async def _start_later(self, commit: dict[str, Any]) -> None:
+        await self.ranks.server.ready.wait()
+        self.ranks.start(commit, token=self.attendance.me.token)
 
     def finish(self, verdict: Verdict) -> None:
         """The job is over for this agent."""

@@ -338,11 +338,14 @@ async def elect(
     """
     basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
+    # No leader: a new node 0 that hears it knows that there is a job
+    words = {"n": basis["n"], "running": False, "token": me.token, "port": 0, "job": basis["job"]}
 
     async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
         new = dict.fromkeys(place for place in places if place not in said)
         while new:
-            said.update(zip(new, await asyncio.gather(*(who_leads(*place) for place in new)), strict=True))
+            found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
+            said.update(zip(new, found, strict=True))
             told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
             new = dict.fromkeys(place for place in told if place not in said)
         for place, each in said.items():

@@ -139,12 +139,15 @@ class _Copied:
         return self.plain.write(text)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "plain":  # of one that is only being made, as by copy.copy
+            raise AttributeError(name)
         return getattr(self.plain, name)
 
 
 def copy_prints(rank: int, file: Output) -> None:
     """From now on what this process prints stands in the rank's file too."""
-    sys.stdout = _Copied(sys.stdout, file_head(rank), file)
+    plain = sys.stdout.plain if isinstance(sys.stdout, _Copied) else sys.stdout
+    sys.stdout = _Copied(plain, file_head(rank), file)
 
 
 # Logging --------------------------------------------------------------------------------------------------------------

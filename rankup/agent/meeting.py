@@ -90,6 +90,7 @@ class Leader:
         """
         self._limits, self._outdone, self._claim = limits, outdone, claim
         self._beaten_s = -math.inf  # when another part of the job owned what is next
+        self._foreign_s = -math.inf  # when somebody called who knows a newer membership
         self.basis, self._next = NONE, NONE  # of the last membership, and what this leader has proposed last
         self.changing = False  # the ranks have been asked to stop, for another membership
         self._chosen: list[_Seat] = []  # of the membership that runs or is proposed, by rank
@@ -170,7 +171,9 @@ class Leader:
             async with asyncio.timeout(timing.HELLO_S):
                 hello = await link.receive()
             if hello["is"] == "leads" and self._limits is not None:
-                if self.yields_to(hello):
+                if not int(hello["port"]):  # a member of a job, which looks for its leader
+                    self._foreign_s = self._clock() if int(hello["n"]) > self.knows else self._foreign_s
+                elif self.yields_to(hello):
                     self._outdone(link.remote_ip, int(hello["port"]))
                 return
             if hello["is"] != "hello" or self._over:  # it may be early, and wait for the next leader
@@ -423,6 +426,8 @@ class Leader:
             return []  # this leader goes, and the next one chooses
         if self._clock() - self._beaten_s < timing.NOTICE_S:
             return []
+        if not self.basis["n"] and self._clock() - self._foreign_s < timing.FOUND_S:
+            return []  # a new node 0 founds no job beside one that looks for its leader
         order = {token: place for place, token in enumerate(self.basis["used"])}
         # At the start all import torch. Later nobody waits for a node that does, other than the one that leads
         first = not self.basis["n"]

@@ -8,7 +8,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |----------------------------------------------------|------------------------------------------------------------|
 | hello: a Member, version, n (last known membership)| leader(version, over, ...): it speaks first                |
 |   basis: of that one, see `rankup.agent.meeting`   | leads(n, running, token, port): in place of a hello, from  |
-|                                                    | the leader of a job whose number of nodes may change       |
+|                                                    | the leader of a job whose number of nodes may change; port |
+|                                                    | 0: from a member that looks for the leader                 |
 |   settings: what must be the same for all          |                                                            |
 | alive(ranks, warm): where its ranks are, see Sign;   | alive                                                      |
 | ask: where is everybody?                           | ranks(ranks, nodes): the newest Sign of each, with host    |

@@ -218,6 +218,7 @@ class Ranks:
             "MASTER_ADDR": node.master_addr, "MASTER_PORT": commit["port"],
             "TORCHELASTIC_RESTART_COUNT": commit["restarts"],
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
+            # A script's @record (torch) writes its error there, for the user: nothing here reads it
             "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
             "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
         }

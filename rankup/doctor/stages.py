@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rankup.agent.ends import StatusFile
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
+from rankup.agent.protocol import HINT
 from rankup.doctor import NOTE, OK, WARNING, Finding, Report, problem
 from rankup.doctor.machine import check_machine
 from rankup.env.rank_env import RankEnv, describe, ranges
@@ -164,7 +165,9 @@ class _Doctor:
         if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
             return problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
         if isinstance(error, UserError | JoinError):
-            return problem("refused", of=self.stage, why=error)
+            # A user's mistake says itself what to do, and so does HINT
+            missing = isinstance(error, JoinError) and HINT not in str(error)
+            return problem("missing" if missing else "refused", of=self.stage, why=error)
         return problem("check-failed", of=self.stage, why=reason(error))
 
 
@@ -205,11 +208,12 @@ def work(device: torch.device) -> int:
 
 
 def versions(group: Group) -> Iterator[Finding]:
-    """What joining does not compare. nccl and CUDA come with torch, which it does compare."""
+    """What joining does not compare. Wheels of nccl differ with equal torch; CUDA comes with torch."""
     on_gpu = group.device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
     gathered = group.gather({
-        "Python": platform.python_version(), "GPU driver": driver_version(), "CPU": cpu_model(),
-        "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
+        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "GPU driver": driver_version(),
+        "CPU": cpu_model(), "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
     })
     for name in gathered[0] if group.rank == 0 else ():
         holders: dict[str, list[int]] = {}

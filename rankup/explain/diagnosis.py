@@ -15,6 +15,7 @@ from rankup.explain.logs import LogLine, has_time, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
+MAX_UNKNOWN = 50  # unknown exceptions of one source: those of one rank must not hide another's fault
 LAST_LINES = 6  # of a traceback that are quoted, beside the exception itself
 
 
@@ -85,6 +86,7 @@ class _Source:
     ignored: bool = False  # that traceback does not end the process
     newest: "_Finding | None" = None  # the last exception
     bad: "_Finding | None" = None  # the last line that looks like an error
+    unknown: int = 0  # exceptions of it that are kept
     ordinary: int = 0  # lines after which the process went on
     progress: int = 0  # those of them that show progress
     traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
@@ -237,7 +239,8 @@ class Search:
 
     def _raise(self, finding: _Finding | None, line: LogLine, source: _Source) -> None:
         """An exception, at the end of its traceback."""
-        if finding is None and len(self._findings) < MAX_KEPT:
+        if finding is None and source.unknown < MAX_UNKNOWN and len(self._findings) < MAX_KEPT:
+            source.unknown += 1
             finding = self._finding(UNKNOWN, line, source)
             self._findings.append(finding)
         if finding is not None:

@@ -54,6 +54,7 @@ class Changing:
     def __init__(self, progress: Position, device: torch.device) -> None:
         self.progress, self.device = progress, device
         self._lock = threading.Lock()
+        self.busy = False
         self._failed = False  # in the middle of a change, which so never ends
         # GPUs only: the host queues work and goes on. It may be steps ahead of a GPU that waits for a dead rank.
         self._queue: deque[_Queued] = deque()
@@ -77,10 +78,12 @@ class Changing:
         self._lock.release()
 
     def stop(self) -> Position | None:
-        """Allow no further change, and say where the run stands; None where that can't be known. From any thread."""
+        """Allow no further change, and say where the run stands; None where that can't be known, as where a change is
+        under way that may end well (`busy`). From any thread."""
         until_s = time.monotonic() + CHANGE_S
         while not (held := self._lock.acquire(timeout=0.05)) and not self._failed and time.monotonic() < until_s:
             pass
+        self.busy = not held and not self._failed
         if self._on_host:
             return self.progress if held else None
         # Without the lock too: the thread that has it waits for the GPU, in whose queue nothing of its change has begun
@@ -300,7 +303,7 @@ class Saving:
     def keep_for_stop(self) -> str:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
         "" where this process alone can't keep the state."""
-        if self.tracked.split:
+        if self.tracked.split or not (self.can_rescue or self._wrong):
             return ""
         if self._wrong:
             return f"{self.group.stop.signal_name}: this rank's state may be wrong, so it was not saved"
@@ -310,6 +313,8 @@ class Saving:
         saver = self.run.saver
         saver.wait()
         position = self.changing.stop()
+        if position is None and self.changing.busy and self.group.world_size == 1:
+            return ""  # no other rank waits: it stops once this long step is done
         if position is None:
             return f"{self.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)

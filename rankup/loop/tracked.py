@@ -31,6 +31,7 @@ from rankup.state.tree import ITEM, TensorFile, decode, encode
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
 CHECKS = 40  # so often parameters and other objects are looked at: a mistake in a loop is one of every step
 LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
+KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # that hold no optimizer
 WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "module"}
 
 
@@ -55,6 +56,7 @@ class Tracked:
         self._versions: list[tuple[str, int]] = []  # of the parameters, as torch counts changes in place
         self._contents: dict[str, str] = {}  # digests of what is no module, optimizer or schedule
         self._checks = CHECKS
+        self._looking: Any = None  # the hook of `warn_of_others`
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
 
@@ -82,7 +84,9 @@ class Tracked:
         self.commit()
 
     def warn_of_others(self, say: Callable[[str], None]) -> None:
-        """From now on `say`, once each, which optimizer steps that no copy has, and keeps more than its settings."""
+        """In the first steps `say`, once each, which optimizer steps that no copy has, and that keeps a state."""
+        if any(not isinstance(item, KINDS) for item in self.items.values()):
+            return  # which may hold optimizers
         seen = set[int]()
 
         def look(optimizer: Optimizer, *_: Any) -> None:
@@ -94,7 +98,12 @@ class Tracked:
                 kind = type(optimizer).__name__
                 say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
 
-        register_optimizer_step_post_hook(look)
+        self._looking = register_optimizer_step_post_hook(look)
+
+    def stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.remove()
+            self._looking = None
 
     def _look_at(self, name: str, module: nn.Module) -> None:
         wrapped = {
@@ -153,7 +162,7 @@ class Tracked:
         for name, optimizer in self._optimizers.items():
             self._settings[name] = [group.copy() for group in optimizer.param_groups]
             for settings in self._settings[name]:
-                if isinstance(settings["lr"], torch.Tensor):  # which schedules fill in place
+                if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
                     settings["lr"] = settings["lr"].clone()
         if self._checks:
             self._versions, self._contents = self._count_changes(), self._digests()
@@ -167,6 +176,8 @@ class Tracked:
                 raise self._changed(name)
         if self._checks:
             self._checks -= 1
+            if not self._checks:
+                self.stop_looking()
             for before, now in zip(self._versions, self._count_changes(), strict=False):
                 if now != before:
                     raise self._changed(now[0])

@@ -22,6 +22,7 @@ from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
 from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, is_dense, own_parts
+from rankup.timing import POLL_S
 
 T = TypeVar("T")
 Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
@@ -127,6 +128,7 @@ class Saver:
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
         self._writing, self._count = Writing("save", options.save_timeout_s), 0
+        self._stands = threading.Event()  # the newest copy is published
         # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
         self._staging: Path | None = None  # rank 0's
         self._part: Part | None = None
@@ -149,6 +151,7 @@ class Saver:
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
             self.second.save(step, record, tracked, wait=wait)
         self.step, self._count = step, self._count + 1
+        self._stands.clear()
         self._part, self._join_parts = None, None
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
@@ -183,10 +186,11 @@ class Saver:
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
 
-        Shards are not waited for, which other ranks have to write too.
+        Shards are not waited for, which other ranks have to write too, nor an upload: the next attempt makes it.
         """
-        if self._join_parts is None:  # any thread may call this
-            self._writing.join(self._writing.left_s)
+        while self._join_parts is None and self.writing and self._writing.left_s:  # any thread may call this
+            if self._stands.wait(POLL_S):
+                return
 
     def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
         """Write a copy of these files, and upload it where that is wanted: this process ends. Raises as `save` does.
@@ -195,6 +199,7 @@ class Saver:
         def publish() -> None:
             path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
             if self.upload is not None:
+                self._writing.join(self._writing.left_s)  # the upload of the copy before
                 self.upload(path, timeout_s=self.timeout_s)
 
         self._write(publish)
@@ -203,6 +208,7 @@ class Saver:
         """Upload a copy that is published, beside the training; `look` notices the end. All ranks know of the step, and
         rank 0 alone does it."""
         self.step = step
+        self._stands.set()
         if self.group.is_rank0 and (upload := self.upload) is not None:
             self._writing.start(lambda: self._write(lambda: upload(path, timeout_s=self._writing.left_s)))
 
@@ -241,6 +247,7 @@ class Saver:
             stands(copies.publish(staging, files, entries, **how))
 
         def stands(path: Path) -> None:
+            self._stands.set()
             # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
             if self.upload is not None and self._copies.how == "sync":
                 self.upload(path, timeout_s=self._writing.left_s)

@@ -427,6 +427,24 @@ def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
 
 
+def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
+    """Nodes are drained one after the other."""
+    with ended(nodes(tmp_path, HANDLES + WAITS)) as job:
+        folders = [tmp_path / f"node{node}" for node in TWO]
+        for rank in TWO:
+            pid_of(folders[rank], rank)
+        job.processes[0].send_signal(signal.SIGTERM)
+        for rank in TWO:
+            pid_of(folders[rank], rank, name="SIGTERM")
+        time.sleep(REPEAT_S + 0.2)
+        job.processes[1].send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.processes[1].wait(1)  # it would have ended by then
+        for rank in TWO:
+            (folders[rank] / f"saved-{rank}").touch()
+        assert job.wait() == [143, 143], job.output
+
+
 def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):

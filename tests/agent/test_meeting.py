@@ -133,6 +133,23 @@ async def test_new_node_0_does_not_begin_alone_before_the_leader_of_a_job_that_g
 
 
 @asynchronous
+async def test_new_node_0_founds_no_job_while_a_member_of_one_looks_for_its_leader():
+    """That one may be cut off from node 0."""
+    async with room(member(0, of=3), Limits(1, 3, wait_s=0.0)) as here:
+        puppet = await here.enter(member(0, of=3))
+        for _ in range(2):
+            link = await here.connect()
+            await link.receive()
+            link.send("leads", n=2, running=False, token="token2", port=0, job="job")
+            with pytest.raises(ConnectionError):
+                await link.receive()  # it was heard
+            await here.pass_time(FOUND_S - 1, puppet)
+        await here.nothing_is_said_to(puppet)
+        await here.pass_time(2.0, puppet)
+        assert (await puppet.hears("propose"))["n"] == 1
+
+
+@asynchronous
 async def test_ranks_do_not_stop_for_a_newcomer_that_still_imports():
     async with room(member(0, of=2), Limits(1, 2, wait_s=0.0)) as here:
         first = await here.enter(member(0, of=2))
@@ -257,8 +274,9 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
     asked: list[str] = []
     alive = {f"10.0.0.{node}": f"token{node}" for node in range(2, 64)}
 
-    async def who_leads(ip: str, port: int) -> dict[str, Any] | None:
+    async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
         asked.append(ip)
+        assert (answer["n"], answer["port"], answer["job"]) == (7, 0, "job")
         said = {"token": alive.get(ip), "over": "this node does not lead", "n": 7, "at": [], "job": "job"}
         return said if ip in alive else None
 

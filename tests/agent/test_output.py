@@ -59,6 +59,31 @@ def test_output_that_nobody_reads_drops_lines_and_says_how_many(
     assert os.read(reader, 2**20) == b"\n[3 lines were not printed: nobody read them]\nfour\nfive\n"
 
 
+def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "PRINT_S", 600.0)
+    reader, writer = pipe
+    out, found = Output(writer), bytearray()
+
+    def read() -> None:
+        while not found.endswith(b"end\n"):
+            found.extend(os.read(reader, 512))
+
+    def say(name: str) -> None:
+        for number in range(500):
+            out.write(f"{name} {number}\n".encode() * 10)
+
+    threads = [threading.Thread(target=say, args=[name]) for name in "ab"]
+    reading = threading.Thread(target=read, daemon=True)
+    for thread in (reading, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    out.write(b"end\n")
+    reading.join()
+    wanted = [f"{name} {number}" for name in "ab" for number in range(500) for _ in range(10)]
+    assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
+
+
 def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -230,6 +255,28 @@ os._exit(7)
 def test_thread_that_hangs_in_the_log_does_not_hold_the_others() -> None:
     done = run(HANGS)
     assert (done.returncode, done.stderr) == (7, "one\ntwo\n")
+
+
+def test_rank_whose_disk_hangs_waits_at_its_pipe(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = pipe
+    fill(writer)
+    monkeypatch.setattr(logs.stat, "S_ISREG", lambda mode: True)
+    (out, printed), (error, failed) = os.pipe(), os.pipe()
+    pump = Pump(out, error, rank=1, world_size=2, file=Output(os.dup(writer)))
+    os.set_blocking(printed, False)
+    taken = 0
+    for _ in range(2000):
+        with contextlib.suppress(BlockingIOError):
+            taken += os.write(printed, b"x" * 1023 + b"\n")
+    assert 2**16 <= taken < 2**18  # a pipe, and what was read before the disk hung
+    os.close(printed)
+    os.close(failed)
+    assert not pump.drained(0.1)
+    found = b""
+    while not pump.drained(0.0) or select.select([reader], [], [], 0)[0]:
+        if select.select([reader], [], [], 0.01)[0]:
+            found += os.read(reader, 2**20)
+    assert found.count(b"x\n") == taken // 1024
 
 
 # How a rank failed ---------------------------------------------------------------------------------------------------

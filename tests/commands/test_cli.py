@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.cli import COMMANDS, OF_PROGRAM, main, parser
+from rankup.cli import COMMANDS, OF_PROGRAM, completion, main, parser
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -123,6 +123,16 @@ def test_results_are_json_for_programs(run: Path, capfd: pytest.CaptureFixture[s
     first, second = map(json.loads, capfd.readouterr().out.splitlines())
     assert first == {"time": "2026-11-22T10:00:01", "ranks": [0, 1], "hosts": ["vm", "vm"], "text": "ready"}
     assert second["text"] == "CUDA out of memory"
+
+
+@pytest.mark.parametrize(("line", "offered"), [
+    ("rankup st", "status stacks"), ("rankup status --w", "--watch"), ("rankup launch --nn", "--nnodes"),
+    ("rankup help exp", "explain export"), ("rankup train --", ""),
+])
+def test_completion_offers_commands_and_their_options(line: str, offered: str) -> None:
+    script = f"{completion()}COMP_WORDS=({line})\nCOMP_CWORD={line.count(' ')}\n_rankup\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == (offered, "")
 
 
 def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:

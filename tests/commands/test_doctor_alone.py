@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,14 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
         "300 MiB of memory for 1 ranks",
         "processes of this container or job killed because the memory was not enough: 2",
     ]
+
+
+def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine.MIB)
+    monkeypatch.setattr(machine.os, "statvfs", lambda folder: free)
+    (few,) = machine.shared_memory(num_workers=1, folder="/")
+    (many,) = machine.shared_memory(num_workers=2, folder="/")
+    assert (few.level, many.level) == (OK, WARNING)
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

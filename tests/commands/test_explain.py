@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankup.explain import diagnose_files, format_report
-from rankup.explain.diagnosis import MAX_KEPT, MAX_SEEN, diagnose
+from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, diagnose
 from rankup.explain.faults import HARMLESS, Fault, known_faults
 from tests.rigs.jobs import ROOT, environment
 
@@ -100,7 +100,15 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
 
 def test_endless_kinds_of_exceptions_are_bounded() -> None:
     text = (f"Traceback (most recent call last):\nKeyError: {number}\n" for number in range(3000))
-    assert len(diagnose(line for lines in text for line in lines.splitlines())) == MAX_KEPT
+    assert len(diagnose(line for lines in text for line in lines.splitlines())) == MAX_UNKNOWN
+
+
+def test_endless_exceptions_of_one_rank_do_not_hide_the_fault_of_another() -> None:
+    begin, out = "[rank0]: Traceback (most recent call last):", f"[rank1]: torch.OutOfMemoryError: {OUCH}. Tried"
+    lines = (
+        line for n in range(600) for line in (begin, f"[rank0]: KeyError: {n}", f"[rank0]: step {n} loss 0.1")
+    )
+    assert diagnose([*lines, "[rank1]: Traceback (most recent call last):", out])[0].name == "cuda-memory"
 
 
 # The command --------------------------------------------------------------------------------------------------

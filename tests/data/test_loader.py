@@ -32,8 +32,11 @@ class Noisy:
 
 
 class Faulty(Noisy):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        raise UserError("file 99: UserError: no image")
+        raise self.error
 
 
 def batches(dataset: Any, num_workers: int) -> list[Any]:
@@ -54,10 +57,12 @@ def test_any_number_of_workers_gives_the_same_batches_in_order() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_unreadable_sample_is_one_line(num_workers: int) -> None:
+def test_unreadable_sample_is_one_line_and_a_fault_keeps_its_type(num_workers: int) -> None:
     with pytest.raises(UserError) as caught:
-        batches(Faulty(), num_workers)
+        batches(Faulty(UserError("file 99: UserError: no image")), num_workers)
     assert str(caught.value) == "file 99: UserError: no image"
+    with pytest.raises(ZeroDivisionError, match="a fault of the data set"):
+        batches(Faulty(ZeroDivisionError("a fault of the data set")), num_workers)
 
 
 # Jobs ---------------------------------------------------------------------------------------------------------

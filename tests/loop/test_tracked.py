@@ -1,6 +1,7 @@
 """Live objects as a copy keeps them: the state of the last commit, and errors by path. That what was restored goes on
 with the same bits: tests/job/test_loop.py."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +76,10 @@ def test_change_between_two_steps_is_noticed() -> None:
 
 def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
     model, said = nn.Linear(2, 1), list[str]()
-    tracked = Tracked()
+    tracked, holding = Tracked(), Tracked()
     tracked.add({"model": model, "adam": (adam := torch.optim.Adam(model.parameters()))})
+    holding.add({"trainer": SimpleNamespace(state_dict=dict, load_state_dict=print)})  # it may have all optimizers
+    holding.warn_of_others(said.append)
     tracked.warn_of_others(said.append)
     plain = torch.optim.SGD(nn.Linear(2, 1).parameters())  # nothing of it is lost
     other = torch.optim.AdamW(nn.Linear(2, 1).parameters())
@@ -86,3 +89,15 @@ def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert said == ["track: AdamW steps and is not tracked: after a restart it begins anew, and the weights differ"]
+    tracked.stop_looking()
+    (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
+    torch.optim.AdamW([weight]).step()
+    assert len(said) == 1
+
+
+def test_optimizer_may_name_its_settings_as_it_likes() -> None:
+    class Line(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"most_steps": 3})
+
+    Tracked().add({"line": Line(nn.Linear(2, 1).parameters())})

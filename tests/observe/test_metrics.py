@@ -150,6 +150,10 @@ def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> 
         forks.ends(*MADE_UP, "--schedule", "constant", "--epochs", epochs, *at(run))
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 17))
+    assert session(run).keys() == {  # of a workload of one's own: no data set or model of images
+        "workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed", "parallel", "world_size",
+        "schedule", "log_every_steps", "eval_batch_size", "join_timeout_s",
+    }
 
 
 # Units --------------------------------------------------------------------------------------------------------

@@ -70,6 +70,13 @@ def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_
     assert "tried again for" in bucket.said[0]
 
 
+def test_of_two_that_create_a_name_in_a_folder_one_has_it(tmp_path: Path) -> None:
+    """Of two nodes that are cut apart one goes on."""
+    one, other = (Place.open(str(tmp_path), warn=print) for _ in range(2))
+    created = [one.create("x.json", b"1"), other.create("x.json", b"2"), one.create("x.json", b"1")]
+    assert (created, one.read("x.json")) == ([True, False, True], b"1")
+
+
 def test_a_store_that_is_deaf_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))

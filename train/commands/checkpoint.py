@@ -112,8 +112,9 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
                 "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
                 "count": result.count, "digest": digest, "world_size": group.world_size, **details,
             }
-            path = run_dir / "evaluation.json"
-            path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+            staging = run_dir / f".evaluation.json.{os.getpid()}"
+            staging.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+            staging.replace(run_dir / "evaluation.json")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
@@ -153,15 +154,16 @@ def _open_samples(opened: CheckpointModel, path: str) -> Iterator[tuple[Samples,
         return
     # Launchers connect standard input to rank 0 only
     content = opened.group.broadcast_bytes(sys.stdin.buffer.read() if opened.group.is_rank0 else b"")
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.TemporaryFile() as file:  # of which nothing is left, however this process ends
         file.write(content)
         file.flush()
+        here = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         try:
             # An image is read when a batch asks for it: the file is there until the caller's block ends
-            samples, name_of = workload.open_input(file.name)
-            yield samples, lambda index: name_of(index).replace(file.name, "-")
+            samples, name_of = workload.open_input(here)
+            yield samples, lambda index: name_of(index).replace(here, "-")
         except UserError as error:
-            raise UserError(str(error).replace(file.name, "standard input")) from None
+            raise UserError(str(error).replace(here, "standard input")) from None
 
 
 @torch.no_grad()
