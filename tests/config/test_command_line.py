@@ -43,7 +43,7 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
         ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
         ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
         # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
-        ("train --data-dir -", {"data_dir": "-"}), ("train --options.x", {"options.x": "True"}),
+        ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
         ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
     ],
 )
@@ -113,14 +113,19 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
 @pytest.mark.parametrize(
     ("line", "messages"),
     [
-        ("train --epoch 100",
-         ['unknown setting "--epoch"; did you mean "--epochs"? (python -m train.main show lists all)']),
+        ("train --stpes 100",
+         ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
+        ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
         ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
         ("train --no-lr", ['--lr must be a valid number, *, got "False".']),
         ("--zzz", ['unknown setting "--zzz". (*']),
         ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
         ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
         ("train --lr --epochs 3", ["--lr must be followed by a value."]),
+        ("train --options.x", ["--options.x must be followed by a value, such as true."]),
+        ("train --options. 1", ['unknown setting "--options."*']),
+        *((f"train {word}", ["--config must be followed by a file's name."])
+          for word in ("--config", "--config=", "--no-config", "--config --lr 1")),
         ("train --options x", ["--options must be a mapping*"]),
         ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
         ("train --config nowhere.yaml", ["nowhere.yaml: cannot be read: No such file or directory."]),
@@ -129,7 +134,7 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
         ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
         ("train --rank", ["--rank must be followed by a value."]),
         ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
-        ("predict --output x.txt", ['--output must be a .csv file, got "x.txt".']),
+        ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
         ("train --output x.csv", ['unknown setting "--output"*']),
         ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
         ("train --stpes 3 --lr -1 --dataset 3 --bogus",

@@ -191,6 +191,15 @@ def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str) -> None
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["csv", "imagefolder"])
+def test_name_of_a_format_does_not_read_the_working_directory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=f"got hf:{name}, which is the name of a format"):
+        load_hf(Path(name))
+
+
 def test_without_the_package_the_line_says_how_to_install_it(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"without the package datasets.*pip install 'rankup\[hf\]'"):

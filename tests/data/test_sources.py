@@ -19,7 +19,7 @@ from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data import TensorSamples
-from train.data.sources import load
+from train.data.sources import load, mnist_family
 from train.data.sources.cifar10 import FOLDER
 from train.data.sources.mnist_family import FAMILIES, locate
 
@@ -121,9 +121,13 @@ def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
         struct.pack(">4I", 0x803, 0, 28, 28),
         struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100),
         b"<!DOCTYPE html><html>Please log in",
+        struct.pack(">4I", 0x803, 1, 28, 100) + bytes(2800),
     ],
 )
-def test_damaged_idx_file_is_named(tmp_path: Path, content: bytes, packed: bool) -> None:
+def test_damaged_idx_file_is_named_and_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, packed: bool
+) -> None:
+    monkeypatch.setattr(mnist_family, "MOST_BYTES", 2000)
     (write_set(tmp_path) / IMAGES).write_bytes(gzip.compress(content) if packed else content)
     with pytest.raises(UserError, match=f"^{tmp_path}/{IMAGES}: is no whole IDX file of images. ") as caught:
         load(Config(dataset="mnist", data_dir=str(tmp_path)))

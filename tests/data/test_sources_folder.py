@@ -117,6 +117,13 @@ def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, i
     assert "\n" not in str(caught.value)
 
 
+def test_link_to_nothing_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "a", 2)
+    (tmp_path / "a" / "link.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/a/link\.png: cannot be read \(No such file or directory\)\. "):
+        halves(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["text", "truncated.jpg", "truncated.png", "bomb", "gone"])
 def test_file_that_is_no_image_is_named_when_loaded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(tmp_path / "train" / "a", 1, size=(300, 300), suffix="jpg" if kind.endswith("jpg") else "png")

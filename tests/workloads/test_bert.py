@@ -165,9 +165,13 @@ def test_weights_in_several_files_and_in_halves_are_read(made: Path, folder: Pat
         build(folder)
 
 
-def test_heads_that_are_left_out_and_a_pooler_that_is_missing_are_told(made: Path, folder: Path) -> None:
+def test_weights_that_are_left_out_and_a_pooler_that_is_missing_are_told(made: Path, folder: Path) -> None:
     (note,) = build(made)[2]
-    assert note.startswith(f"{made}: left out what belongs to other heads (cls.predictions.bias, ")
+    assert note.startswith(f"{made}: left out what config.json does not describe (cls.predictions.bias, ")
+    change_json(folder / "config.json", num_hidden_layers=1)
+    change_weights(folder, lambda w: {key: value for key, value in w.items() if not key.startswith("cls.")})
+    (note,) = build(folder)[2]
+    assert note.startswith(f"{folder}: left out what config.json does not describe (bert.encoder.layer.1.")
     change_weights(folder, lambda w: {key: value for key, value in w.items() if "pooler" not in key})
     assert "no pooler.dense.bias, pooler.dense.weight, which start at random as the head does" in build(folder)[2][1]
 
@@ -177,6 +181,12 @@ def test_heads_that_are_left_out_and_a_pooler_that_is_missing_are_told(made: Pat
 
 def drop(*keys: str) -> Callable[[Path], None]:
     return lambda folder: change_weights(folder, lambda w: {k: v for k, v in w.items() if not k.endswith(keys)})
+
+
+def drop_tokens(folder: Path, *tokens: str) -> None:
+    path = folder / "vocab.txt"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(line for line in lines if line not in tokens) + "\n", encoding="utf-8")
 
 
 def add_token(folder: Path) -> None:
@@ -193,6 +203,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
                       r"must hold vocab.txt or tokenizer.json, got neither. A BERT's folder holds"),
     "damaged tokenizer": (lambda f: ((f / "vocab.txt").unlink(), (f / "tokenizer.json").write_text("{}")),
                           r"tokenizer.json: must be a vocabulary of word pieces, got: "),
+    "no token that begins a text": (lambda f: drop_tokens(f, "[CLS]"),
+                                    r"vocab.txt: must hold the tokens of a BERT, got no \[CLS\]\."),
+    "no tokens of a BERT": (lambda f: drop_tokens(f, "[PAD]", "[UNK]", "[SEP]"),
+                            r"must hold the tokens of a BERT, got no \[SEP\], \[UNK\], \[PAD\]\."),
     "larger vocabulary": (
         add_token, r"vocab.txt: must have at most the \d+ tokens that config.json says \(vocab_size\), got \d+\."),
     "embeddings of another size": (lambda f: change_json(f / "config.json", vocab_size=900),

@@ -56,6 +56,7 @@ def test_texts_in_windows_files_are_the_same(tmp_path: Path) -> None:
 
 
 def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
+    (tmp_path / "._cnews.train.txt").write_bytes(b"\0\5\x16")  # what macOS leaves beside a file
     for name, text in (("train", GOOD), ("val", "food\tval\n"), ("test", "food\ttest\n"), ("vocab", "a\n")):
         (tmp_path / f"cnews.{name}.txt").write_text(text, encoding="utf-8")
     for split, text in (("dev", "val"), ("test", "test")):
@@ -80,7 +81,8 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
     ("files", "message"),
     [({"dev": GOOD}, "got no file train.txt"), ({"train": GOOD}, "got no dev or test beside train.txt"),
      ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
-     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels")],
+     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
+     ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt")],
 )
 def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:

@@ -18,6 +18,10 @@ from .yaml_text import describe, dump_value, read_yaml, scalar
 # How this program is called: an installed rankup has it inside
 PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
 
+# What people type who come from elsewhere
+SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "output_dir": "run_dir",
+            "num_epochs": "epochs"}
+
 Model = TypeVar("Model", bound=BaseModel)
 
 # Setting -> its possible values, where a room above this one knows them. One with a colon, such as hf:NAME, stands for
@@ -80,6 +84,9 @@ def validate(
     # First, and not by a rule of each field: no message may repeat such a value
     wrong = {name: must_hold_no_secrets(label(name)) for name, value in values.items()
              if isinstance(value, str) and secrets_in(value.removeprefix("hf:"))}
+    # pydantic would take true for 1
+    wrong |= {name: f"{label(name)} must be a number, got {describe(value)}." for name, value in values.items()
+              if isinstance(value, bool) and {int, float} & set(_types(fields_of(model)[name]))}
     try:
         found = model(**{name: value for name, value in values.items() if name not in wrong})
         return (model() if wrong else found), wrong
@@ -96,8 +103,12 @@ def validate(
 
 def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> str:
     """The message for a name that no setting has; `show` writes a name as the user would."""
-    near = get_close_matches(name.replace("-", "_"), names, n=1)
-    hint = f"; did you mean {show(near[0])}?" if near else "."
+    # A word of a longer name counts too: stpes -> max_steps
+    known = {word: candidate for candidate in [*names][::-1] for word in candidate.split("_")}
+    known |= {candidate: candidate for candidate in names}
+    known |= {foreign: ours for foreign, ours in SYNONYMS.items() if ours in names}
+    near = get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    hint = f"; did you mean {show(known[near[0]])}?" if near else "."
     return f"unknown setting {show(name)}{hint} ({PROGRAM} show lists all)"
 
 
@@ -123,7 +134,11 @@ def literals(field: FieldInfo) -> tuple[str, ...]:
 
 def is_switch(field: FieldInfo) -> bool:
     """Whether the flag may stand without a value."""
-    return bool in (field.annotation, *get_args(field.annotation))
+    return bool in _types(field)
+
+
+def _types(field: FieldInfo) -> tuple[Any, ...]:
+    return field.annotation, *(part for part in get_args(field.annotation) if isinstance(part, type))
 
 
 def bounds(field: FieldInfo) -> str:
@@ -227,6 +242,10 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "save", f"auto or sync {method}", "No rank holds a whole state to copy: see --checkpoint-format sharded."
     if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
         yield "checkpoint_format", f"plain {method}", "Only fsdp splits what is saved."
+    if c.device_ids and c.parallel != "dp":
+        yield "device_ids", "empty without parallel dp", "Elsewhere each process has one device: see device."
+    if c.device_ids and c.device not in ("auto", "cuda"):
+        yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
     if c.sync_bn and c.device == "cpu":
         yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
     if c.backend == "nccl" and c.device == "cpu":

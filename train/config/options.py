@@ -143,15 +143,20 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
     mistakes = [f"unexpected argument {describe(word)}." for word in more]
-    file = flags.pop("config", None)
+    file = None
     for name, text in flags.items():
         if name.startswith("_") and text == "False":
             name = name[1:]  # --no-NAME, of which Fire has taken "no" away
-        if name in fields and text == "True" and not is_switch(fields[name]):  # Fire's value of a flag that has none
-            mistakes.append(f"{flag(name)} must be followed by a value.")
+        if name == "config":
+            if text in ("True", "False", ""):  # Fire's values of flags that have none
+                mistakes.append("--config must be followed by a file's name.")
+            else:
+                file = text
+        elif text == "True" and (name.startswith("options.") or (name in fields and not is_switch(fields[name]))):
+            mistakes.append(f"{flag(name)} must be followed by a value{', such as true' * ('.' in name)}.")
         elif name in own:
             given[name] = text
-        elif name in fields or name.startswith("options."):
+        elif name in fields or re.match(r"options\..", name):
             settings[name] = text
         else:
             mistakes.append(unknown(name, [*fields, "config", "help"], lambda name: describe(flag(name))))

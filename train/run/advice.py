@@ -16,6 +16,7 @@ from torch import nn
 from rankup import Group
 
 from ..config import Config
+from ..config.load import NOT_WITH
 from ..parallel.methods import Method
 from ..parallel.model import autocast, has_bf16
 from ..workloads import Workload
@@ -41,6 +42,9 @@ def lines(
 ) -> Iterator[str]:
     """For rank 0 to print. `plain`: the user's module; its weights, buffers and gradients stay as they are.
     `make_batch` prepares a micro-batch, on the device."""
+    may = ":" in config.workload and "channels_last" not in NOT_WITH.get(config.parallel, {})
+    if may and config.channels_last == "auto" and any(isinstance(module, nn.Conv2d) for module in plain.modules()):
+        yield "--channels-last may be faster; the model must not call view()."
     # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A compiled
     # model would be compiled once more
     alone = method.replicates_state and method.one_device_per_rank and not config.sync_bn and not config.compile

@@ -39,6 +39,10 @@ class WordPieceTokenizer:
             self.size, self.pad = max(vocabulary.values()) + 1, vocabulary["[PAD]"]
         except Exception as error:  # many types
             raise UserError(f"{self.path}: must be a vocabulary of word pieces, got: {_one_line(error)}.") from None
+        held = self.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+        if missing := [token for token in ("[CLS]", "[SEP]", "[UNK]", "[PAD]") if token not in held]:
+            # transformers adds them with numbers that the weights do not know
+            raise UserError(f"{self.path}: must hold the tokens of a BERT, got no {', '.join(missing)}.")
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
         """The token numbers of each text, at most max_seq_len, and how many texts were cut; those end in [SEP] too."""
@@ -159,7 +163,7 @@ def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if lacking := [key for key in missing if not key.startswith("pooler.")]:
         raise UserError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
-    notes = [f"{folder}: left out what belongs to other heads ({_some(extra)})"] if extra else []
+    notes = [f"{folder}: left out what config.json does not describe ({_some(extra)})"] if extra else []
     if missing:
         notes.append(f"{folder}: no {_some(missing)}, which start at random as the head does")
     return encoder.train(), notes

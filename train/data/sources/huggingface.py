@@ -78,9 +78,15 @@ def open_splits(config: Config) -> Mapping[str, Any]:
     # It would report to the hub what is used here. Read when the packages are imported
     os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     name = config.dataset.removeprefix("hf:")
     folder = Path(name).expanduser()
+    if not folder.is_dir() and name in _PACKAGED_DATASETS_MODULES:  # it would read what lies in the working directory
+        raise UserError(
+            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is the name of a "
+            "format. Files of any format are read by hf:FOLDER."
+        )
     try:  # of several processes one downloads: `datasets` locks its cache
         with _quiet(offline=folder.is_dir() or not config.hf_download):
             if any((folder / file).is_file() for file in SAVED):

@@ -44,7 +44,10 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     digest = hashlib.sha256()
     for files, folder in ((train_files, train), (test_files, test)):
         start = len(os.path.join(folder, ""))
-        lines = [f"{path[start:]}\0{os.stat(path).st_size}\0" for paths in files.values() for path in paths]
+        try:
+            lines = [f"{path[start:]}\0{os.stat(path).st_size}\0" for paths in files.values() for path in paths]
+        except OSError as error:  # a link to nothing
+            raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Restore or remove it.") from error
         digest.update("".join([*lines, "\0"]).encode(errors="surrogateescape"))
     name = f"imagefolder-{digest.hexdigest()[:8]}"
     return _samples(train_files, train, name, config), _samples(test_files, test, name, config)

@@ -25,6 +25,7 @@ from .fetch import NotFetched, Remote, Say, cached, fetch, visible, writable_cac
 Kind = Literal["images", "labels"]
 MAGIC: dict[Kind, bytes] = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
 DAMAGED = "Remove it and run again, or put a good copy in its place."
+MOST_BYTES = 1 << 30  # of a file, unpacked: the largest set in this format has half of it
 COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
 FILES = {
     True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -194,7 +195,8 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     try:
         with path.open("rb") as file:
             packed = file.peek(2)[:2] == b"\x1f\x8b"  # told by the content, not by the name
-            content = (gzip.GzipFile(fileobj=file) if packed else file).read()
+            # One byte more than a whole file may have: the rest of a larger one stays packed
+            content = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}). {DAMAGED}") from error
     num_sizes = 3 if expect == "images" else 1

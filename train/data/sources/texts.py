@@ -103,12 +103,22 @@ def read_lines(path: str) -> tuple[str, ...]:
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none."""
+    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none.
+
+    Raises UserError for two, and for a folder that cannot be listed.
+    """
     try:
-        files = [path for path in sorted(folder.iterdir()) if path.suffix in (".txt", ".tsv")]
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in (".txt", ".tsv") and path.name[0] != "."]
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
-    return next((path for name in NAMES[part] for path in files if path.stem.split(".")[-1] == name), None)
+    for name in NAMES[part]:
+        found = [path for path in files if path.stem.split(".")[-1] == name]
+        if len(found) > 1:
+            two = f"{found[0].name} and {found[1].name}"
+            raise UserError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
+        if found:
+            return found[0]
+    return None
 
 
 def _lines(path: Path) -> list[str]:
