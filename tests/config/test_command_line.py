@@ -122,6 +122,7 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
         ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
         ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
         ("train --lr --epochs 3", ["--lr must be followed by a value."]),
+        ("train --no-mirror", ["--mirror must be followed by a value."]),
         ("train --options.x", ["--options.x must be followed by a value, such as true."]),
         ("train --options. 1", ['unknown setting "--options."*']),
         *((f"train {word}", ["--config must be followed by a file's name."])

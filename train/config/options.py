@@ -145,14 +145,14 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
     mistakes = [f"unexpected argument {describe(word)}." for word in more]
     file = None
     for name, text in flags.items():
-        if name.startswith("_") and text == "False":
-            name = name[1:]  # --no-NAME, of which Fire has taken "no" away
+        negated = name.startswith("_") and text == "False"  # --no-NAME, of which Fire has taken "no" away
+        name = name[1:] if negated else name
         if name == "config":
             if text in ("True", "False", ""):  # Fire's values of flags that have none
                 mistakes.append("--config must be followed by a file's name.")
             else:
                 file = text
-        elif text == "True" and (name.startswith("options.") or (name in fields and not is_switch(fields[name]))):
+        elif (text == "True" or negated) and (name.startswith("options.") or (name in fields and not is_switch(fields[name]))):
             mistakes.append(f"{flag(name)} must be followed by a value{', such as true' * ('.' in name)}.")
         elif name in own:
             given[name] = text
