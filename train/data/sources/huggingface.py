@@ -213,8 +213,10 @@ def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Ro
 def _read_labels(rows: Rows) -> None:
     values, feature = rows.column(rows.label).to_pylist(), rows.table.features[rows.label]
     if hasattr(feature, "int2str"):
-        # -1 stands for a label that was not published
-        rows.labels = [None if value in (None, -1) else feature.int2str(value) for value in values]
+        try:  # -1 stands for a label that was not published
+            rows.labels = [None if value in (None, -1) else feature.int2str(value) for value in values]
+        except ValueError as error:
+            raise UserError(f"{rows.where}: {rows.label} must hold class labels, got: {_line(error)}.") from None
         rows.classes = tuple(feature.names)
     else:
         rows.labels = [None if value is None else str(value) for value in values]
