@@ -152,7 +152,9 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
                 mistakes.append("--config must be followed by a file's name.")
             else:
                 file = text
-        elif (text == "True" or negated) and (name.startswith("options.") or (name in fields and not is_switch(fields[name]))):
+        elif (text == "True" or negated) and (
+            name.startswith("options.") or (name in fields and not is_switch(fields[name]))
+        ):
             mistakes.append(f"{flag(name)} must be followed by a value{', such as true' * ('.' in name)}.")
         elif name in own:
             given[name] = text
