@@ -12,7 +12,7 @@ from rankup.state import stored_run
 from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
-from tests.rigs.object_store import BUCKET, S3
+from tests.rigs.object_store import BUCKET, S3, Request
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
 IMPATIENT = "tests.places.test_mirror:impatient"
@@ -148,17 +148,30 @@ def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_bac
 
 
 def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Disks, s3: S3, tmp_path: Path) -> None:
-    url, there, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "there", tmp_path / "go"
-    arrived = threading.Event()
+    url, go_on = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "go"
+    begun, arrived = threading.Event(), threading.Event()
+
+    def of_8(request: Request) -> bool:
+        return request.method == "PUT" and "/step-00000008-" in request.name
+
+    def hold(request: Request) -> None:
+        if of_8(request):
+            begun.set()
+            arrived.wait(120)
+
+    def newest() -> list[str]:
+        return sorted(path.name[:13] for path in (disks.run_dir / "checkpoints").glob("step-*"))
+
     with s3.door() as door:
         disks.env = door.env
-        of_8 = lambda request: request.method == "PUT" and "/step-00000008-" in request.name  # noqa: E731
-        door.rule = lambda request: arrived.wait(120) and None if of_8(request) else None
-        # In step 25 the folder has the checkpoint of step 24, and that of step 8, which is still uploaded
-        job = disks.start("--keep=1", mirror=url, where="loss", call=27, rank=0, tell=str(there), until=str(go_on))
-        job.wait_until(there.exists, "step 25")
-        arrived.set()
+        door.rule = hold
+        # A save that is waited for is known at once, else the one after it might come before the mirror begins
+        job = disks.start("--keep=1", "--save=sync", mirror=url, where="loss", call=11, rank=0, until=str(go_on))
+        job.wait_until(begun.is_set, "the upload of step 8")
         go_on.touch()
+        job.wait_until(lambda: newest()[-1] >= "step-00000024", "the checkpoint of step 24")
+        assert newest()[0] == "step-00000008"  # it is still uploaded
+        arrived.set()
         assert job.wait() == [0, 0], job.output
         assert "the mirror" not in job.output
         assert [request.name for request in door.seen if of_8(request)][-1].endswith("/manifest.json")

@@ -38,7 +38,7 @@ def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path) -> Non
     before, first = contents(run), status(run)
     output = forks.ends(*train(run, "--epochs", "2", "--lr", "0.25", "--options.width", "9"), world_size=2, code=2)
     assert "lr: 0.08 -> 0.25" in output
-    assert "options.width: (not set) -> 9" in output
+    assert "options: {} -> {width: 9}" in output
     assert "--fresh" in output
     assert output.count("was begun with other settings") == 1
     assert "Traceback" not in output
