@@ -153,7 +153,10 @@ class Forks:
     def close(self) -> None:
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        self.server.stdin.close()
+        # The end of the pipe alone is not seen as long as a fork of this process has it, such as a DataLoader's worker
+        with contextlib.suppress(BrokenPipeError):
+            self.server.stdin.write("end\n")
+            self.server.stdin.close()
         self.server.wait(60)
         self._listener.join(60)
         self.server.stdout.close()
@@ -218,13 +221,14 @@ def serve() -> None:
                 wakeup.recv(4096)
                 continue
             data = os.read(sys.stdin.fileno(), 65536)
-            if not data:
+            *lines, pending = (pending + data).split(b"\n")
+            if not data or b"end" in lines:
+                lines = []
                 selector.unregister(sys.stdin.fileno())
                 open_ = False
                 for pid in alive:
                     with contextlib.suppress(ProcessLookupError):  # no group of its own yet
                         os.killpg(pid, signal.SIGKILL)
-            *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 pid = os.fork()
                 if pid == 0:
