@@ -121,6 +121,7 @@ class Job:
                 "left. Move the change into the block of job.step, or use that loader up."
             )
         self.begin()
+        self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
         again = self.live.changes_to_repeat > 0
         before = copied(self.tracked.state()) if again else {}
         with self.changing:

@@ -114,6 +114,8 @@ for _epoch in job.epochs(6):
     assert sum(each[1] for each in results) == 96
     accuracy = sum(each[0] for each in results) / 96
     job.log(accuracy=accuracy)
+    if mistake == "before":
+        best["epochs"] += 1
     with job.change():
         best["accuracy"] = max(best["accuracy"], accuracy)
         best["epochs"] += 1

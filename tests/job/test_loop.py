@@ -119,7 +119,7 @@ def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path
     assert "one weight for both" not in output
 
 
-@pytest.mark.parametrize("where", ["outside", "epoch"])
+@pytest.mark.parametrize("where", ["outside", "before", "epoch"])
 def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
     assert "track: best must change inside job.step alone" in output
