@@ -11,7 +11,6 @@ process has a handler.)
 
 import contextlib
 import faulthandler
-import gc
 import json
 import logging
 import math
@@ -20,7 +19,6 @@ import re
 import select
 import signal
 import socket
-import sys
 import sysconfig
 import threading
 import time
@@ -273,6 +271,21 @@ class Frame(NamedTuple):
 
 Stack = list[Frame]  # the innermost first
 
+THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
+FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
+
+
+def stack_of(text: str, main: str) -> Stack | None:
+    """That of one thread in what faulthandler wrote. It writes the main thread last.
+
+    `main`: the thread's number, "" for any. None if it is not there.
+    """
+    for ident, lines in reversed(THREAD.findall(text)):
+        if main in ("", f"{int(ident, 16):#x}"):
+            return [Frame(file, int(line) if line.isdigit() else 0, of) for file, line, of in FRAME.findall(lines)]
+    return None
+
+
 # The ends of files' names, and what a thread does there; "" stands for the function's own name. The first entry that
 # fits counts, in the innermost frame that fits any.
 KNOWN = (
@@ -324,21 +337,12 @@ def _library(file: str) -> bool:
 
 
 def own_place() -> str:
-    """Where the main thread of this process is now. Takes some 20 microseconds."""
-    # Python 3.11 may collect garbage inside this call, under a lock that other threads need as they start and end. What
-    # it collects may let go of the interpreter's lock; then the whole process stands still (python/cpython#106883)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    finally:
-        if collects:
-            gc.enable()
-    stack: Stack = []
-    while frame is not None:
-        stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return place(stack)
+    """Where the main thread of this process is now. Takes up to a millisecond.
+
+    Not by `sys._current_frames`: in Python 3.11 the garbage collector may run while another thread's stack is walked
+    and let that thread go on. Then one reads memory that is no frame any more.
+    """
+    return place(stack_of(_stacks(), f"{threading.main_thread().ident:#x}") or [])
 
 
 def moment(phase: str, step: int) -> str:

@@ -19,7 +19,7 @@ from rankup.agent.logs import STACKS, host_name
 from rankup.agent.processes import has_handler, start_of, state_of
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.group.stop import Frame, Stack, compare, moment, place
+from rankup.group.stop import compare, moment, place, stack_of
 from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 
 # By the letters that /proc has
@@ -29,8 +29,6 @@ STATES = {
 }
 LINE = re.compile(r"^# (\{.*\})\n", re.MULTILINE)
 HEAD = re.compile(r'^# (\{.*"pid".*\})\n', re.MULTILINE)
-THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
-FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class Answer:
         """Where the main thread is, in a few words, or why that is not known."""
         if self.problem or not self.text:
             return self.problem or "has written no stacks"
-        return f"{place(_main_stack(self.text, self.writer.main) or []) or 'no Python code'}{self.moment}"
+        return f"{place(stack_of(self.text, self.writer.main) or []) or 'no Python code'}{self.moment}"
 
 
 def report(run_dir: Path, *, full: bool = False) -> str:
@@ -205,17 +203,9 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
         facts = json.loads(said)
     except (OSError, LookupError, ValueError, TypeError):
         return None
-    if _main_stack(text, writer.main) is None:  # it ends with the main thread
+    if stack_of(text, writer.main) is None:  # it ends with the main thread
         return Answer(writer, path)
     return Answer(
         writer, path, text=text, time=facts.get("time", ""), why=facts.get("why", ""),
         moment=moment(facts.get("phase", ""), facts.get("step", 0)),
     )
-
-
-def _main_stack(text: str, main: str) -> Stack | None:
-    """The stack of that thread, "" for any, None where it is not there. faulthandler writes the main thread last."""
-    for ident, lines in reversed(THREAD.findall(text)):
-        if main in ("", f"{int(ident, 16):#x}"):
-            return [Frame(file, int(line) if line.isdigit() else 0, of) for file, line, of in FRAME.findall(lines)]
-    return None

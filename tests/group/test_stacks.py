@@ -1,9 +1,9 @@
 """Where a thread is, in a few words, and what stands in a file of stacks."""
 
 import faulthandler
-import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 from rankup.agent.logs import MOST_BYTES, announce_stacks
 from rankup.agent.record import RecordWriter
 from rankup.group import stop as stacks
-from rankup.group.stop import Frame, Stack, compare, moment, own_place, place
+from rankup.group.stop import Frame, Stack, compare, moment, place
 from rankup.observe.stacks import written
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
@@ -49,18 +49,39 @@ def test_place_names_what_is_called_and_who_calls(stack: Stack, where: str) -> N
     assert place(stack) == where
 
 
-def test_own_place_collects_no_garbage_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.11 could stand still for good."""
-    frames, collected = sys._current_frames, []
-    monkeypatch.setattr(sys, "_current_frames", lambda: (collected.append(gc.isenabled()), frames())[1])
-    own_place()
-    assert (collected, gc.isenabled()) == ([False], True)
-    gc.disable()
-    try:
+LOOKS = """
+import contextlib, gc, sys, threading, time
+from rankup.group.stop import own_place
+
+@contextlib.contextmanager
+def inner():
+    yield
+
+def busy(depth):
+    with inner():
+        return depth and busy(depth - 1)
+
+def look():
+    global over
+    for _ in range(300):
         own_place()
-        assert not gc.isenabled()  # somebody has switched it off, and it stays so
-    finally:
-        gc.enable()
+    over = True
+
+over, watcher = False, threading.Thread(target=look)
+gc.callbacks.append(lambda *_: threading.current_thread() is watcher and time.sleep(0.0001))
+gc.set_threshold(1)
+sys.setswitchinterval(1e-5)
+watcher.start()
+while not over and watcher.is_alive():
+    busy(30)
+sys.exit(not over)
+"""
+
+
+def test_own_place_looks_at_a_thread_that_goes_on_while_garbage_is_collected() -> None:
+    """Python 3.11 could read what was no frame any more, or stand still for good."""
+    done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ranks_in_one_place_share_a_line() -> None:
