@@ -53,17 +53,15 @@ class Program:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         return self
 
-    def read_rank(
-        self, *, init_method: str = "", rank: int | None = None, world_size: int | None = None, alone: bool = False
-    ) -> None:
-        """Find out which rank this is: `rank_env` raises a mistake in the environment. The first three options are in
-        place of MASTER_ADDR and MASTER_PORT, RANK, and WORLD_SIZE. `alone`: it is no rank, whoever has started it."""
+    def read_rank(self, *, alone: bool = False, **options: Any) -> None:
+        """Find out which rank this is: `rank_env` raises a mistake in the environment. `options`: init_method, rank and
+        world_size, in place of variables. `alone`: it is no rank, whoever has started it."""
         from rankup.agent.logs import setup_logging
         from rankup.env.rank_env import read_rank_env, with_options
         from rankup.errors import UserError
 
         try:
-            given = with_options(os.environ, init_method=init_method, rank=rank, world_size=world_size)
+            given = with_options(os.environ, **options)
             self.found = launch = read_rank_env({} if alone else given)
         except UserError as error:
             self.found = error
@@ -114,10 +112,7 @@ class Program:
         if stacks:
             open_stacks(run_dir, rank=launch.rank, world_size=launch.world_size)
 
-    def join(
-        self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, longest_phase_s: float = 1800.0,
-        device: str | None = None, backend: str | None = None, needs_process_group: bool = True, trains: bool = True,
-    ) -> "Group":
+    def join(self, run_dir: Path, *, settings: Mapping[str, str], trains: bool = True, **more: Any) -> "Group":
         """Meet the other ranks. See `rankup.group.joining.join` for the arguments, errors and the group as a context.
 
         `trains`: this job is about to own the run in `run_dir`; else it only writes the status of its end there.
@@ -125,11 +120,8 @@ class Program:
         from rankup.agent.ends import StatusFile
         from rankup.group.joining import join
 
-        return join(
-            self.rank_env, settings=settings, timeout_s=timeout_s, device=device, backend=backend,
-            longest_phase_s=longest_phase_s, status=StatusFile(run_dir, self.rank_env, shared=trains), stop=self.stop,
-            log=self.log, needs_process_group=needs_process_group,
-        )
+        status = StatusFile(run_dir, self.rank_env, shared=trains)
+        return join(self.rank_env, settings=settings, status=status, stop=self.stop, log=self.log, **more)
 
     def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
         """Check whether the machines are fit for a training, in place of one. Returns the exit code: 0, 10 with

@@ -3,6 +3,7 @@
 `Variables` is RANK and its companions as strings, before they are checked.
 """
 
+import contextlib
 import random
 import re
 import socket
@@ -39,6 +40,11 @@ class Variables:
     values: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    @staticmethod
+    def given(environ: Mapping[str, str], launcher: str, names: tuple[str, ...] = FIVE) -> "Variables":
+        """Those of `names` that are set already."""
+        return Variables(launcher, {name: environ[name] for name in names if name in environ})
+
     def add(self, name: str, value: object) -> None:
         """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
         if value is not None:
@@ -54,11 +60,6 @@ class Variables:
                     f"are mixed. Unset {name}, or set {' '.join(FIVE)} all."
                 )
             self.add(name, environ.get(theirs))
-
-
-def given(environ: Mapping[str, str], launcher: str, names: tuple[str, ...] = FIVE) -> Variables:
-    """Those of `names` that are set already."""
-    return Variables(launcher, {name: environ[name] for name in names if name in environ})
 
 
 def count(environ: Mapping[str, str], name: str) -> int | None:
@@ -99,9 +100,10 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
             "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
             "process: srun -n 1."
         )
-    found = given(environ, "slurm")
-    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-    found.adopt(environ, names)
+    found = Variables.given(environ, "slurm")
+    found.adopt(
+        environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+    )
     _add_place(environ, found)
     if nodes == 1:
         # A container may not resolve its host's name
@@ -167,7 +169,7 @@ def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
         size = count(environ, f"{prefix}SIZE")
         if size is None or size == 1:
             continue
-        found = given(environ, launcher)
+        found = Variables.given(environ, launcher)
         theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
         found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()})
         if found.values.get("LOCAL_WORLD_SIZE") == str(size):
@@ -268,10 +270,7 @@ def port_for(job_id: int, *, restart: int = 0, step: int = 0) -> int:
 def free_port() -> int:
     """A port of this machine that nobody listens on now. Raises OSError where there is no free one among 100."""
     for port in random.Random().sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
             return port
     raise OSError("no free port from 10000 to 29999")

@@ -30,9 +30,9 @@ from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
 
 
 def join(
-    launch: RankEnv, *, settings: Mapping[str, str], timeout_s: float, status: StatusFile, stop: StopRequest,
-    log: logging.Logger, device: str | None = None, backend: str | None = None, longest_phase_s: float = 1800.0,
-    needs_process_group: bool = False,
+    launch: RankEnv, *, settings: Mapping[str, str], status: StatusFile, stop: StopRequest, log: logging.Logger,
+    timeout_s: float = 300.0, device: str | None = None, backend: str | None = None, longest_phase_s: float = 1800.0,
+    needs_process_group: bool = True,
 ) -> Group:
     """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
