@@ -446,10 +446,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
+    return next((found.version for found in metadata.distributions(name=package)), "(not installed)")
 
 
 def entry() -> NoReturn:

@@ -53,12 +53,12 @@ def host_name() -> str:
 
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to, by its number: printing raises nothing, and waits PRINT_S
-    at most. Any thread and any fork may print. On a disk that hangs one thread hangs; the others lose their lines."""
+    at most. Any thread may print. On a disk that hangs one thread hangs; the others lose their lines."""
 
     def __init__(self, number: int) -> None:
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._lock = threading.Lock()
 
     def fileno(self) -> int:
         return self._number
@@ -70,8 +70,6 @@ class Output(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
-            self._pid, self._lock = os.getpid(), threading.Lock()
         if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
                 with contextlib.suppress(OSError):
@@ -248,12 +246,11 @@ def show(text: str, stream: TextIO) -> None:
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """What has a script write its stacks where it gets SIGRTMAX: Python imports `sitecustomize` from the first folder
     of PYTHONPATH before the script, and ours puts all back."""
-    path = run_dir / STACKS / f"rank-{rank}.txt"
+    path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
-    site = Path(__file__).with_name("script_site")
-    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
+    folders = [str(Path(__file__).with_name("script_site")), environ.get("PYTHONPATH")]
+    return {"RANKUP_STACKS": str(path), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def announce_stacks(

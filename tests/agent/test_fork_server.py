@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -18,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.fork_server import ForkServer, Server, obstacle
+from rankup.agent.fork_server import ForkServer, obstacle
 from rankup.agent.network import open_port
 from rankup.agent.processes import state_of
-from tests.rigs.jobs import ROOT, environment, wait_for
+from tests.rigs.jobs import ROOT, environment
 
 
 @dataclass(frozen=True)
@@ -134,21 +133,6 @@ def light(tmp_path: Path) -> Iterator[Rig]:
 
 def gone(pid: int) -> bool:
     return state_of(pid) in ("", "Z")
-
-
-def the_store(rig: Rig, port: int) -> psutil.Process:
-    """The child of the server that listens on that port, once it is there."""
-    found: list[psutil.Process] = []
-
-    def look() -> bool:
-        for child in psutil.Process(rig.server.pid).children():
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                if port in [each.laddr.port for each in child.net_connections() if each.status == psutil.CONN_LISTEN]:
-                    found.append(child)
-        return bool(found)
-
-    rig.until(look)
-    return found[0]
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -304,17 +288,6 @@ except KeyboardInterrupt:
     assert (ended.code, ended.out.split()[1:]) == (0, ["USR1", "interrupted", "None"])
 
 
-def test_server_of_an_agent_that_has_a_thousand_files_open_starts_ranks(tmp_path: Path) -> None:
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, usual[1]), usual[1]))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, usual)
-        for _ in range(1100):
-            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        with opened(tmp_path, fork=False) as rig:
-            assert rig.ran([script(tmp_path, "print('here')")]).out == "here\n"
-
-
 def test_sigusr1_of_a_batch_system_ends_no_script_without_a_handler(rig: Rig, light: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, "import os, signal\nprint(signal.getsignal(signal.SIGUSR1).name)\n"
                             "os.kill(os.getpid(), signal.SIGUSR1)\nprint('alive')")
@@ -343,15 +316,6 @@ os._exit(5)
         each.until(lambda ended=ended: gone(int(ended.out)))
 
 
-def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_path: Path) -> None:
-    port = rig.store()
-    for process in (psutil.Process(rig.server.pid), *psutil.Process(rig.server.pid).children()):
-        for number in (*Server.SIGNALS, signal.SIGUSR1):
-            process.send_signal(number)
-    assert rig.ran([script(tmp_path, store_user(port))]).code == 0
-    assert rig.gone == 0
-
-
 # The store ----------------------------------------------------------------------------------------------------------
 
 
@@ -378,16 +342,6 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "not empty"
     assert not [text for text in rig.warnings if "store" in text]
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
-
-
-def test_store_is_a_process_of_its_own_whose_end_is_told(rig: Rig) -> None:
-    """The server and the ranks hold no copy of its listener: with the store the port is gone."""
-    store = the_store(rig, rig.store())
-    wait_for("its name", lambda: store.name() == "store")  # it listens from its first moment on
-    assert not psutil.Process(rig.server.pid).net_connections("tcp")
-    store.kill()
-    rig.until(lambda: "the process that serves the store ended with 137" in rig.warnings)
-    rig.warnings.clear()
 
 
 # Whether it may be forked ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -84,27 +83,6 @@ def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypa
     assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
 
 
-def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    waits, poll = threading.Event(), select.poll
-    monkeypatch.setattr(logs.select, "poll", lambda: (waits.set(), poll())[1])
-    reader, writer = pipe
-    fill(writer)
-    out = Output(writer)
-    waiting = threading.Thread(target=out.write, args=[b"waits\n"], daemon=True)
-    waiting.start()
-    assert waits.wait(60)
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), writer)
-        out.write(b"hello\n")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.read(reader, 2**20)
-    waiting.join()
-    assert (tmp_path / "said").read_text() == "hello\n"
-
-
 PRINTS = """
 import os, sys
 from rankup.agent.logs import guard
@@ -120,18 +98,6 @@ def test_printing_where_nothing_can_be_written_ends_nothing(where: str) -> None:
     """That a reader has gone is in test_launch.py."""
     done = run(PRINTS, shell=where)
     assert (done.returncode, done.stderr) == (0, "said\n")
-
-
-def test_guarded_terminal_is_still_a_terminal_and_a_file_is_none(tmp_path: Path) -> None:
-    master, slave = os.openpty()
-    assert Output(slave).isatty()
-    os.close(master)
-    os.close(slave)
-    file = open_log(tmp_path / "logs" / "rank-0.log")
-    assert not file.isatty()
-    file.write(b"one\n")
-    open_log(tmp_path / "logs" / "rank-0.log").write(b"two\n")
-    assert (tmp_path / "logs" / "rank-0.log").read_text() == "one\ntwo\n"
 
 
 def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
@@ -255,28 +221,6 @@ os._exit(7)
 def test_thread_that_hangs_in_the_log_does_not_hold_the_others() -> None:
     done = run(HANGS)
     assert (done.returncode, done.stderr) == (7, "one\ntwo\n")
-
-
-def test_rank_whose_disk_hangs_waits_at_its_pipe(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = pipe
-    fill(writer)
-    monkeypatch.setattr(logs.stat, "S_ISREG", lambda mode: True)
-    (out, printed), (error, failed) = os.pipe(), os.pipe()
-    pump = Pump(out, error, rank=1, world_size=2, file=Output(os.dup(writer)))
-    os.set_blocking(printed, False)
-    taken = 0
-    for _ in range(2000):
-        with contextlib.suppress(BlockingIOError):
-            taken += os.write(printed, b"x" * 1023 + b"\n")
-    assert 2**16 <= taken < 2**18  # a pipe, and what was read before the disk hung
-    os.close(printed)
-    os.close(failed)
-    assert not pump.drained(0.1)
-    found = b""
-    while not pump.drained(0.0) or select.select([reader], [], [], 0)[0]:
-        if select.select([reader], [], [], 0.01)[0]:
-            found += os.read(reader, 2**20)
-    assert found.count(b"x\n") == taken // 1024
 
 
 # How a rank failed ---------------------------------------------------------------------------------------------------

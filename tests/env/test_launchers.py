@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from rankup.env.launchers import first_host, port_for
+from rankup.env.launchers import port_for
 from rankup.env.rank_env import RankEnv, read_rank_env
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
 
@@ -45,6 +45,8 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
     ("change", "where", "address"),
     [
         ({}, (3, 1, 4, 2, 2, 1), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
+        *(({"SLURM_STEP_NODELIST": nodes}, (3, 1, 4, 2, 2, 1), f"{first}:") for nodes, first in
+          (("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"))),
         ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None, 2, 1), "rn2:"),
         # One node needs no host name
         ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4, 4, 1, 0),
@@ -52,7 +54,6 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
         ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}, (3, 1, 4, 2, 2, 1),
          "10.0.0.7:12345"),
     ],
-    ids=["even", "uneven", "one-node", "own-address"],
 )
 def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], address: str):
     env = read_rank_env({**STEP, **change})
@@ -292,14 +293,3 @@ def test_port_is_no_known_service_and_differs_between_neighbouring_jobs_restarts
     assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
     assert len({port_for(123456, restart=restart) for restart in range(100)}) == 100
     assert len({port_for(123456, step=step) for step in range(100)}) == 100
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("n[1-3,7],m05", "n1"), ("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"),
-        ("r[1-2]n[0-1]", "r1n0"),
-    ],
-)
-def test_first_host_is_the_first_of_a_nodelist(nodelist: str, host: str):
-    assert first_host(nodelist) == host
