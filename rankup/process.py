@@ -91,7 +91,7 @@ class Program:
         an effect on this process. `stacks`: the run is this process's, so that `rankup stacks` asks it.
         Raises UserError where nothing can be written.
         """
-        from rankup.agent.logs import copy_prints, guard, open_log, setup_logging
+        from rankup.agent.logs import RankLog, copy_prints, guard, setup_logging
         from rankup.env.rank_env import describe
         from rankup.group.stop import open_stacks
 
@@ -101,10 +101,10 @@ class Program:
         if run_dir is None:
             return
         launch, self._run_dir = self.rank_env, run_dir
-        file = open_log(run_dir / "logs" / f"rank-{launch.rank}.log")
+        file = RankLog(run_dir, launch.rank)
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
         if "stdout" not in guarded:  # a script's own
-            copy_prints(launch.rank, file)
+            copy_prints(file)
         for warning in launch.warnings:
             self.log.warning(warning)
         if launch.distributed:
@@ -133,7 +133,7 @@ class Program:
     def end(self, error: BaseException) -> int:
         """Print an end that is no success, as its kind deserves, tell it to torchrun, and return the exit code."""
         from rankup.agent.ends import tell_torchrun, what_next
-        from rankup.errors import OURS, USER_MISTAKE, Stopped, exit_code
+        from rankup.errors import USER_MISTAKE, Ours, Stopped, exit_code
 
         tell_torchrun(error)
         code = exit_code(error)
@@ -141,7 +141,7 @@ class Program:
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):
             self.log.debug(str(error))
-        elif isinstance(error, OURS):
+        elif isinstance(error, Ours):
             self.log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
         else:
             from rankup.explain import advice  # only here: its patterns take a twentieth of a second to compile

@@ -123,17 +123,43 @@ def guard(*names: str) -> None:
             setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
 
 
+class RankLog(Output):
+    """The file of a rank's lines, each with the time, host and rank."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        """Open it to append to it. Raises UserError where it can't be written. May wait for the disk."""
+        self._head, path = f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} ", run_dir / "logs" / f"rank-{rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            super().__init__(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+        except OSError as error:
+            raise UserError(
+                f"run_dir: {path.parent} must be writable, got {error.strerror}. "
+                "Set --run-dir to a directory this user owns, or change its owner."
+            ) from None
+
+    def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
+        """`time_s`: of `time.time()`, by default now."""
+        head = time.strftime(self._head, time.localtime(time_s))
+        self.write(headed(head, lines).encode(errors="backslashreplace"))
+
+
+def headed(head: str, lines: Sequence[str]) -> str:
+    """`head` before each line."""
+    return "".join([f"{head}{line}\n" for line in lines])
+
+
 class _Copied:
     """The stdout of a script that imports rankup, of which a file gets each line too. All else is `plain`'s."""
 
-    def __init__(self, plain: TextIO, head: str, file: Output) -> None:
-        self.plain, self._head, self._file, self._begun = plain, head, file, ""
+    def __init__(self, plain: TextIO, file: RankLog) -> None:
+        self.plain, self._file, self._begun = plain, file, ""
 
     def write(self, text: str) -> int:
         *lines, begun = (self._begun + text).split("\n")
         self._begun = begun[-LONGEST:]
         if lines:
-            self._file.write(headed(self._head, [line.rpartition("\r")[2] for line in lines]).encode(errors="replace"))
+            self._file.add([line.rpartition("\r")[2] for line in lines])
         return self.plain.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,28 +168,16 @@ class _Copied:
         return getattr(self.plain, name)
 
 
-def copy_prints(rank: int, file: Output) -> None:
+def copy_prints(file: RankLog) -> None:
     """From now on what this process prints stands in the rank's file too."""
     plain = sys.stdout.plain if isinstance(sys.stdout, _Copied) else sys.stdout
-    sys.stdout = _Copied(plain, file_head(rank), file)
+    sys.stdout = _Copied(plain, file)
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
 
 
-def open_log(path: Path) -> Output:
-    """The file of a rank's lines, to append to. Raises UserError where it can't be written. May wait for the disk."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return Output(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
-    except OSError as error:
-        raise UserError(
-            f"run_dir: {path.parent} must be writable, got {error.strerror}. "
-            "Set --run-dir to a directory this user owns, or change its owner."
-        ) from None
-
-
-def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: Output | None = None) -> None:
+def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | None = None) -> None:
     """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
 
     An agent's `rank` is None, and its `world_size` the number of nodes. It may be called again. Where the user has
@@ -175,7 +189,7 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: Output | N
     for logger in (root, ours):
         logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
     terminal = _Handler(line_head(rank, world_size), prints_info=not rank)
-    files = [_Handler(file_head(rank), file)] if file is not None else []
+    files = [_Handler(file=file)] if file is not None else []
     ours.handlers += [terminal, *files]
     ours.propagate = False
     ours.setLevel(logging.DEBUG)
@@ -192,22 +206,11 @@ def line_head(rank: int | None, world_size: int) -> str:
     return f"[{host_name()}{who}] " if world_size > 1 else ""
 
 
-def file_head(rank: int | None) -> str:
-    """What stands before each line in a rank's file, with the time as `time.strftime` writes it."""
-    return f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} "
-
-
-def headed(head: str, lines: Sequence[str], time_s: float | None = None) -> str:
-    """`head`, in which `time.strftime` puts the time, before each line."""
-    head = time.strftime(head, time.localtime(time_s))
-    return "".join([f"{head}{line}\n" for line in lines])
-
-
 class _Handler(logging.Handler):
     """Prints records to the terminal or to a file. It raises nothing, and has none of logging's locks, which a thread
     would hold for ever while a disk hangs: `Output` has its own."""
 
-    def __init__(self, head: str, file: Output | None = None, *, prints_info: bool = False) -> None:
+    def __init__(self, head: str = "", *, file: RankLog | None = None, prints_info: bool = False) -> None:
         super().__init__()
         self._head, self._file, self._prints_info = head, file, prints_info
 
@@ -225,7 +228,7 @@ class _Handler(logging.Handler):
         lines = (f"{record.name}: {text}" if is_library else text).splitlines()
         warns = record.levelno >= logging.WARNING
         if self._file is not None:
-            self._file.write(headed(self._head, lines, record.created).encode(errors="backslashreplace"))
+            self._file.add(lines, record.created)
         elif warns or (self._prints_info and record.levelno >= logging.INFO and not is_library):
             show(headed(self._head, lines), sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
 
@@ -281,11 +284,10 @@ class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
     host. A rank that prints faster than these take it waits at its full pipe."""
 
-    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: Output | None = None) -> None:
+    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: RankLog) -> None:
         """`stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
         self._tail: deque[str] = deque(maxlen=TAIL)
-        self._alone, self._file = world_size == 1, file
-        self._terminal_head, self._file_head = line_head(rank, world_size), file_head(rank)
+        self._alone, self._file, self._head = world_size == 1, file, line_head(rank, world_size)
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 
@@ -317,18 +319,16 @@ class Pump:
                     del rest[pipe]
                     poll.unregister(pipe)
                     os.close(pipe)
-        if self._file is not None:
-            os.close(self._file.fileno())
+        os.close(self._file.fileno())
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
-        if lines and self._file is not None:
-            self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
+        self._file.add(lines)
         if self._alone:
             with contextlib.suppress(OSError, ValueError):
                 getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
         elif lines:
-            show(headed(self._terminal_head, lines), getattr(sys, name))
+            show(headed(self._head, lines), getattr(sys, name))
 
 
 def last_exception(tail: str) -> str:

@@ -18,7 +18,7 @@ from rankup import timing
 from rankup.agent.ends import End, Verdict, attempt_of, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exception, open_log, stacks_environment
+from rankup.agent.logs import STACKS, Pump, RankLog, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
@@ -227,10 +227,8 @@ class Ranks:
         """Where a script that does not import rankup prints to."""
         log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
-        rank.pump = Pump(
-            stdout, stderr, rank=rank.number, world_size=self.node.world_size,
-            file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
-        )
+        file = RankLog(self.run_dir, rank.number)
+        rank.pump = Pump(stdout, stderr, rank=rank.number, world_size=self.node.world_size, file=file)
         return [ours, ours_too]
 
     def _announce(self, local_rank: int, pid: int) -> None:

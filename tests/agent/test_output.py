@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import logs
-from rankup.agent.logs import Output, Pump, last_exception, open_log
+from rankup.agent.logs import Output, Pump, RankLog, last_exception
 from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
@@ -103,7 +103,7 @@ def test_printing_where_nothing_can_be_written_ends_nothing(where: str) -> None:
 def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(UserError, match=r"run_dir: \S+/logs must be writable, got File exists\. Set --run-dir"):
-        open_log(tmp_path / "logs" / "rank-0.log")
+        RankLog(tmp_path, 0)
 
 
 # Logging -------------------------------------------------------------------------------------------------------------
@@ -112,13 +112,13 @@ LOGS = """
 import logging, sys, warnings
 from pathlib import Path
 from rankup.agent import logs
-from rankup.agent.logs import guard, open_log, setup_logging
+from rankup.agent.logs import RankLog, guard, setup_logging
 logs.host_name = lambda: "vm"
 guard("stdout", "stderr")
 folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 before = sys.argv[4:]
 if before: logging.basicConfig(level=logging.INFO, format="THEIRS %(message)s")
-for _ in range(2): setup_logging(rank=rank, world_size=world_size, file=open_log(folder / "rank.log"))
+for _ in range(2): setup_logging(rank=rank, world_size=world_size, file=RankLog(folder, rank))
 sys.path.insert(0, str(folder / "lib/python3.11/site-packages"))
 import library
 library.log()
@@ -147,7 +147,7 @@ def logged(folder: Path, *words: str) -> tuple[list[str], list[str], list[tuple[
     line = [sys.executable, "-c", LOGS, str(folder), *words]
     env = environment({"PYTHONWARNINGS": "default"})
     done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, check=True)
-    found = [FILE_LINE.fullmatch(text) for text in (folder / "rank.log").read_text().splitlines()]
+    found = [FILE_LINE.fullmatch(text) for text in (folder / f"logs/rank-{words[0]}.log").read_text().splitlines()]
     assert all(found)
     return done.stdout.splitlines(), done.stderr.splitlines(), [(hit[1], hit[2]) for hit in found if hit]
 
@@ -208,7 +208,8 @@ logs.stat.S_ISREG = lambda mode: True
 logs.PRINT_S = 0.1
 writes, began = os.write, threading.Event()
 logs.os.write = lambda number, data: (number == writer and began.set(), writes(number, data))[1]
-logs.setup_logging(file=logs.Output(writer))
+logs.Path.mkdir, logs.os.open = lambda *_, **__: None, lambda *_: writer
+logs.setup_logging(file=logs.RankLog(logs.Path(), 0))
 log = logging.getLogger("rankup")
 threading.Thread(target=log.debug, args=["hangs"]).start()
 assert began.wait(60)
@@ -247,7 +248,7 @@ def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
-        pump = Pump(stdout, stderr, rank=0, world_size=2, file=open_log(tmp_path / "logs" / "rank-0.log"))
+        pump = Pump(stdout, stderr, rank=0, world_size=2, file=RankLog(tmp_path, 0))
         os.write(ours, b"hello\n")
         os.close(ours)
         os.close(ours_too)
