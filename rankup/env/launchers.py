@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from rankup.errors import LaunchError
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 TORCHRUN = "torchrun -m train.main train ..."
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -41,9 +40,9 @@ class Variables:
     warnings: list[str] = field(default_factory=list)
 
     @staticmethod
-    def given(environ: Mapping[str, str], launcher: str, names: tuple[str, ...] = FIVE) -> "Variables":
-        """Those of `names` that are set already."""
-        return Variables(launcher, {name: environ[name] for name in names if name in environ})
+    def given(environ: Mapping[str, str], launcher: str) -> "Variables":
+        """Those that are set already."""
+        return Variables(launcher, {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE") if name in environ})
 
     def add(self, name: str, value: object) -> None:
         """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
@@ -104,7 +103,7 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
     found.adopt(
         environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
     )
-    _add_place(environ, found)
+    _add_share(environ, found)
     if nodes == 1:
         # A container may not resolve its host's name
         found.add("MASTER_ADDR", "127.0.0.1")
@@ -132,7 +131,7 @@ def complete_slurm(environ: Mapping[str, str], found: Variables) -> None:
             )
     elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
         found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"))
-        _add_place(environ, found)
+        _add_share(environ, found)
     elif tasks > 1:
         found.warnings.append(
             f"RANK={environ['RANK']} WORLD_SIZE={environ.get('WORLD_SIZE', '')} from the environment beat Slurm's "
@@ -147,10 +146,8 @@ def run_name(environ: Mapping[str, str]) -> str | None:
     return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
-def _add_place(environ: Mapping[str, str], found: Variables) -> None:
-    """Add what Slurm says about this node, and the tasks of each node where all have as many."""
-    found.add("GROUP_RANK", count(environ, "SLURM_NODEID"))
-    found.add("GROUP_WORLD_SIZE", count(environ, "SLURM_STEP_NUM_NODES"))
+def _add_share(environ: Mapping[str, str], found: Variables) -> None:
+    """The tasks of each node where all have as many."""
     if share := re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         found.add("LOCAL_WORLD_SIZE", share[1])
 
@@ -219,10 +216,7 @@ def complete_pod(environ: Mapping[str, str], found: Variables) -> None:
         )
     if environ.get("PET_NODE_RANK") == environ["RANK"]:
         found.launcher = "kubeflow"
-        # Not PET_NNODES: with an elasticPolicy it counts the Workers alone
-        nodes = environ.get("WORLD_SIZE")
-        for name, value in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", environ["RANK"]), ("GROUP_WORLD_SIZE", nodes)):
-            found.add(name, value)
+        found.add("LOCAL_WORLD_SIZE", 1)
 
 
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:

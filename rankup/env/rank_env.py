@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.env import launchers
-from rankup.env.launchers import FIVE, NAMES, Variables
+from rankup.env.launchers import FIVE, Variables
 from rankup.errors import LaunchError
 
 WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
@@ -26,17 +26,12 @@ MANY = 10**18
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """Who this process is and where its group meets; by default one process that no launcher started.
-
-    Counts that the launcher does not give are None.
-    """
+    """Who this process is and where its group meets; by default one process that no launcher started."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    local_world_size: int | None = 1
-    num_nodes: int | None = 1
-    node_rank: int | None = 0
+    local_world_size: int | None = 1  # None where the launcher does not say
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 only for a single process, which listens nowhere
     launcher: str = "python"  # or "environment" (by hand), or the one that was recognised
@@ -88,7 +83,7 @@ def who_set_rank(environ: Mapping[str, str]) -> str:
 
 def _with_rank(environ: Mapping[str, str]) -> Variables:
     """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
-    found = Variables.given(environ, who_set_rank(environ), NAMES)
+    found = Variables.given(environ, who_set_rank(environ))
     launchers.complete_slurm(environ, found)
     launchers.complete_pod(environ, found)
     return found
@@ -101,7 +96,7 @@ def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
     if found := launchers.adopt_mpi(environ) or launchers.adopt_slurm(environ):
         return found
     launchers.refuse_foreign(environ)
-    found = Variables.given(environ, "environment", (*FIVE, "LOCAL_WORLD_SIZE"))
+    found = Variables.given(environ, "environment")
     if found.values and file:
         raise LaunchError(
             "--init-method must come with --rank and --world-size, or a launcher that gives them, got no rank."
@@ -130,13 +125,10 @@ def _checked(found: Variables) -> dict[str, Any]:
         )
     found.add("LOCAL_RANK", 0)  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
     numbers = {name: int(text) for name, text in values.items() if re.fullmatch(r"-?[0-9]{1,18}", text)}
-    world, local, groups = (
-        max(0, numbers.get(name, MANY)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-    )
+    rank, world, local = (max(0, numbers.get(name, MANY)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
-        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(max(0, numbers.get("RANK", MANY)), local - 1)),
-        "GROUP_RANK": (0, groups - 1), "WORLD_SIZE": (1, MANY), "LOCAL_WORLD_SIZE": (1, world),
-        "GROUP_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
+        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "WORLD_SIZE": (1, MANY),
+        "LOCAL_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
     }
     wrong = {
         name: f"a whole number from {least} to {most}".replace(f" from {least} to {MANY}", f" >= {least}")
@@ -152,8 +144,8 @@ def _checked(found: Variables) -> dict[str, Any]:
         ))
     return {
         "rank": numbers["RANK"], "local_rank": numbers["LOCAL_RANK"], "world_size": numbers["WORLD_SIZE"],
-        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "num_nodes": numbers.get("GROUP_WORLD_SIZE"),
-        "node_rank": numbers.get("GROUP_RANK"), "master_addr": address, "master_port": numbers["MASTER_PORT"],
+        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "master_addr": address,
+        "master_port": numbers["MASTER_PORT"],
     }
 
 
@@ -217,10 +209,9 @@ def describe(env: RankEnv) -> str:
     if not env.distributed:
         return "rank 0 of 1: a single process, as no launcher gave a rank"
     local = f"local {env.local_rank}" + (f" of {env.local_world_size}" if env.local_world_size else "")
-    node = f", node {env.node_rank} of {env.num_nodes}" if env.num_nodes else ""
     host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
     meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"
-    return f"rank {env.rank} of {env.world_size} ({local}{node}), {meets}; from {env.launcher}"
+    return f"rank {env.rank} of {env.world_size} ({local}), {meets}; from {env.launcher}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
