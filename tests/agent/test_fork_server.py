@@ -44,38 +44,28 @@ class Rig:
         self.runner = asyncio.Runner()
         self.codes: dict[int, int] = {}
         self.warnings: list[str] = []
-        self.gone = 0
-        self.server = ForkServer(on_end=self.codes.__setitem__, on_warning=self.warnings.append, on_gone=self._go)
+        self.server = ForkServer(on_end=self.codes.__setitem__, on_warning=self.warnings.append, on_gone=print)
         self.env = environment()
         self._started = 0
 
-    def _go(self) -> None:
-        self.gone += 1
-
-    def run(self, work: Any, *, timeout_s: float = 240) -> Any:
-        async def bounded() -> Any:
-            async with asyncio.timeout(timeout_s):
-                return await work
-
-        return self.runner.run(bounded())
-
-    def until(self, true: Callable[[], Any], *, timeout_s: float = 240) -> None:
+    def until(self, true: Callable[[], Any]) -> None:
         async def wait() -> None:
-            while not true():
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(240):
+                while not true():
+                    await asyncio.sleep(0.005)
 
-        self.run(wait(), timeout_s=timeout_s)
+        self.runner.run(wait())
 
     def open(self, **more: Any) -> "Rig":
         async def start() -> None:
             self.server.start(**{"env": self.env, **more})
 
-        self.run(start())
+        self.runner.run(start())
         return self
 
-    def store(self, ip: str = "127.0.0.1") -> int:
+    def store(self) -> int:
         """Have a store served. Returns its port."""
-        with open_port(ip, 0) as listener:
+        with open_port("127.0.0.1", 0) as listener:
             self.server.start_store(listener)
             return int(listener.getsockname()[1])
 
@@ -107,7 +97,7 @@ class Rig:
         return self.server.pids[rank]
 
     def close(self) -> None:
-        self.run(self.server.close())
+        self.runner.run(self.server.close())
         self.runner.close()
 
 
@@ -319,15 +309,15 @@ os._exit(5)
 # The store ----------------------------------------------------------------------------------------------------------
 
 
-def store_user(port: int, host: str = "127.0.0.1") -> str:
+def store_user(port: int) -> str:
     return (
-        f"from torch.distributed import TCPStore\nstore = TCPStore('{host}', {port}, is_master=False)\n"
+        f"from torch.distributed import TCPStore\nstore = TCPStore('127.0.0.1', {port}, is_master=False)\n"
         "store.set('key', 'value')\nassert store.get('key') == b'value'\nprint(store.num_keys())"
     )
 
 
-def reachable(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=10):
+def reachable(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10):
         return True
     return False
 
@@ -337,7 +327,7 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     assert rig.ran([script(tmp_path, store_user(first))]).code == 0
     second = rig.store()
     assert second != first
-    rig.until(lambda: not reachable("127.0.0.1", first))
+    rig.until(lambda: not reachable(first))
     user = rig.ran([script(tmp_path, store_user(second))])
     assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "not empty"
     assert not [text for text in rig.warnings if "store" in text]
