@@ -65,15 +65,17 @@ class Options:
         return self.node.num_nodes == 1
 
 
+@dataclass(eq=False)
 class Rank:
-    """One rank of this node. `told` to leave, its code explains nothing."""
+    """One rank of this node in one membership. `told` to leave, its code explains nothing."""
 
-    def __init__(self, local_rank: int, number: int) -> None:
-        self.local_rank, self.number = local_rank, number
-        self.running = self.told = False
-        self.said: End | None = None  # how it ends, in its own words
-        self.pump: Pump | None = None  # where the script does not import rankup
-        self.stopped_since_s = 0.0  # in state T
+    local_rank: int
+    number: int
+    running: bool = True
+    told: bool = False
+    said: End | None = None  # how it ends, in its own words
+    pump: Pump | None = None  # where the script does not import rankup
+    stopped_since_s: float = 0.0  # in state T
 
 
 class Ranks:
@@ -88,12 +90,12 @@ class Ranks:
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us = options.knows_us
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
-        self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
+        self.ranks: list[Rank] = []
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
         self.server = ForkServer(
-            on_start=self._announce, on_end=lambda *end: begin(self._hear_end(*end)), on_warning=log.warning,
-            on_gone=self._forget_server,
+            on_start=self._announce, on_end=lambda local_rank, code: begin(self._hear_end(self.ranks[local_rank], code)),
+            on_warning=log.warning, on_gone=self._forget_server,
         )
         self.all_ended = asyncio.Event()
         self.all_ended.set()
@@ -148,10 +150,10 @@ class Ranks:
         self._commit, self._oom_kills = commit, oom_kills()
         self.links.lost = b""
         self.all_ended.clear()
+        self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
         for rank in self.ranks:
-            rank.running, rank.told, rank.said = True, False, None
             record = self.records.of(rank.local_rank)
-            record.clear()
+            record.clear(rank.number)
             if self.options.stop_after is not None:
                 record.ask_to_stop(self.options.stop_after)
                 record.confirm_stop(self.options.stop_after)
@@ -180,9 +182,6 @@ class Ranks:
             log.info("this node is a spare: it waits until a node is needed")
             return False
         self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
-        for rank in self.ranks:
-            rank.number = self.node.first_rank + rank.local_rank
-            self.records.of(rank.local_rank).clear(rank.number)
         return True
 
     def _environment(self, rank: Rank) -> dict[str, str]:
@@ -236,11 +235,11 @@ class Ranks:
             with contextlib.suppress(OSError):  # it costs only that nobody can ask
                 announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
 
-    async def _hear_end(self, local_rank: int, code: int) -> None:
-        if (pump := self.ranks[local_rank].pump) is not None:
+    async def _hear_end(self, rank: Rank, code: int) -> None:
+        if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
             await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
-        self._ended(local_rank, code)
+        self._ended(rank, code)
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
@@ -260,11 +259,10 @@ class Ranks:
         """Of this node's ranks that run."""
         return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
 
-    def _ended(self, local_rank: int, code: int) -> None:
-        rank, record = self.ranks[local_rank], self.records.read(local_rank)
+    def _ended(self, rank: Rank, code: int) -> None:
         if not rank.running:
             return
-        rank.running = False
+        rank.running, record = False, self.records.read(rank.local_rank)
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
@@ -310,7 +308,7 @@ class Ranks:
             self._kill(rank)
         if not await self.ended_within(timing.KILL_S):
             for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
-                self._ended(rank.local_rank, PEER_LOST)
+                self._ended(rank, PEER_LOST)
 
     async def ended_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
