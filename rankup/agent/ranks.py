@@ -94,7 +94,7 @@ class Ranks:
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
         self.server = ForkServer(
-            on_start=self._announce, on_end=lambda local_rank, code: begin(self._hear_end(self.ranks[local_rank], code)),
+            on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
             on_warning=log.warning, on_gone=self._forget_server,
         )
         self.all_ended = asyncio.Event()
