@@ -25,10 +25,8 @@ BY_PREFIX = (
     ("open mpi", "OMPI_COMM_WORLD_", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
      "Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>."),
 )
-# Variables that count the processes of launchers whose ranks we do not adopt
-FOREIGN = {
-    "PMI_SIZE": "mpiexec (MPICH, Intel MPI)", "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)", "JSM_NAMESPACE_SIZE": "jsrun",
-}
+# What counts the processes of launchers whose ranks we do not adopt: MPICH's and Intel MPI's, MVAPICH2's, jsrun
+FOREIGN = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
 
 @dataclass(slots=True)
@@ -183,10 +181,10 @@ def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
 
 def refuse_foreign(environ: Mapping[str, str]) -> None:
     """Raise LaunchError below a launcher of several processes whose ranks we can't read."""
-    for name, who in FOREIGN.items():
+    for name in FOREIGN:
         if (count(environ, name) or 1) > 1:
             raise LaunchError(
-                f"{name}={environ[name]} but RANK is not set: {who} is not supported. Start with {TORCHRUN}."
+                f"{name}={environ[name]} but RANK is not set: that launcher is not supported. Start with {TORCHRUN}."
             )
 
 
