@@ -17,10 +17,11 @@ from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
 from train.config import Config
 from train.data.sources import fetch, load
 from train.data.sources.fetch import NotFetched
-from train.data.sources.mnist_family import FAMILIES, Family, locate, read_half
+from train.data.sources.in_memory import FAMILIES, Family, find_family, read_half
 
 WAIT_S = 120.0
-NOBODY = [(["http://127.0.0.1:1/train-images-idx3-ubyte.gz"], "0" * 32)]
+# Quicker than what imports torchvision to be refused by its servers
+NOBODY = "raise SystemExit('Connection refused')"
 # In a bare container there are no lists of packages
 APT_GET = """#!/bin/sh
 case "$*" in
@@ -37,11 +38,11 @@ DPKG = """#!/bin/sh
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     """A family that no server has, and Debian does: its package holds what `served` holds."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
     write_set(tmp_path / "served")
     put(tmp_path, apt_get=APT_GET, dpkg=DPKG.format(served=tmp_path / "served"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    return replace(small(NOBODY), debian_package="some-package", here=Path("/usr/share/place"))
+    return replace(small(), package="some-package", here=Path("/usr/share/place"))
 
 
 def put(tmp_path: Path, **scripts: str) -> None:
@@ -56,7 +57,7 @@ def test_package_is_unpacked_where_the_download_is_refused(
     tmp_path: Path, packaged: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # apt-get runs in another folder
-    folder = locate(packaged, data_dir="data", timeout_s=WAIT_S, say=print)
+    folder = find_family(packaged, data_dir="data", timeout_s=WAIT_S, say=print)
     assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
     assert len(read_half(folder, packaged, train=False)) == ROWS["t10k"]
     assert everything(tmp_path / "data") == ["FashionMNIST"]
@@ -67,7 +68,7 @@ def test_package_is_unpacked_where_the_download_is_refused(
     [
         ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
          r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
-        ("exec sleep 600", 0.5, r"apt: .*timed out"),
+        ("exec sleep 600", 0.5, "apt: timed out"),
     ],
 )
 def test_apt_that_fails_or_hangs_gives_its_reason(
@@ -75,13 +76,13 @@ def test_apt_that_fails_or_hangs_gives_its_reason(
 ) -> None:
     put(tmp_path, apt_get=f"#!/bin/sh\n{apt_get}\n")
     with pytest.raises(NotFetched, match=message):
-        locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s, say=print)
+        find_family(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s, say=print)
 
 
 def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, packaged: Family) -> None:
     write_idx(tmp_path / "served" / "t10k-images-idx3-ubyte", torch.zeros(9, 5, 5, dtype=torch.uint8))
     with pytest.raises(NotFetched, match="10 labels for 9 images"):
-        locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+        find_family(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
     assert everything(tmp_path / "data") == []
 
 
@@ -108,15 +109,15 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytes
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another process has not finished downloading Fashion-MNIST") as e:
-            locate(small(NOBODY), data_dir=str(tmp_path), timeout_s=0.2, say=print)
+        with pytest.raises(UserError, match="another process has not finished downloading FashionMNIST") as e:
+            find_family(small(), data_dir=str(tmp_path), timeout_s=0.2, say=print)
         assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
         holder.kill()
 
 
 def test_folder_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(UserError, match=r"/proc/none: Fashion-MNIST cannot be stored there \(No such file"):
-        locate(small(NOBODY), data_dir="/proc/none", timeout_s=1.0, say=print)
+    with pytest.raises(UserError, match=r"/proc/none: FashionMNIST cannot be stored there \(No such file"):
+        find_family(small(), data_dir="/proc/none", timeout_s=1.0, say=print)
 
 
 # What is done without network and package -----------------------------------------------------------------------------
@@ -125,9 +126,9 @@ def test_folder_that_cannot_be_written_is_named() -> None:
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fashion-mnist", "mnist"):
-        monkeypatch.setitem(FAMILIES, name, replace(small(NOBODY), name=name))
+        monkeypatch.setitem(FAMILIES, name, replace(small(), name=name))
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
 
 
 @pytest.mark.usefixtures("offline")
@@ -175,7 +176,7 @@ def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    for call in (lambda: fetch.cached("FashionMNIST"), fetch.writable_cache, cache_roots):
+    for call in (fetch.writable_cache, cache_roots):
         with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
             call()
     monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")

@@ -13,7 +13,6 @@ import rankup
 from rankup import Program
 
 from ..config import Config, check_world_size, options, refuse_foreign, to_yaml
-from ..run import CHOICES
 
 
 def run_dir_of(config: Config, program: Program) -> Path:
@@ -88,7 +87,7 @@ def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> i
 
 
 def _show(config: Config, program: Program, given: options.ShowOptions) -> None:
-    text = f"{config.model_dump_json()}\n" if given.as_json else to_yaml(config, choices=CHOICES)
+    text = f"{config.model_dump_json()}\n" if given.as_json else to_yaml(config)
     rankup.cli.print_whole(text)
 
 

@@ -24,15 +24,8 @@ SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "ou
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# Setting -> its possible values, where a room above this one knows them. One with a colon, such as hf:NAME, stands for
-# all that begin like it.
-Choices = Mapping[str, Sequence[str]]
-NO_CHOICES: Choices = {}
 
-
-def load_config(
-    flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = (), choices: Choices = NO_CHOICES
-) -> Config:
+def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = ()) -> Config:
     """Defaults, then the YAML file, then flags (name -> text); a flag `options.key` sets one key of options.
 
     Raises UserError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
@@ -61,10 +54,6 @@ def load_config(
         return flag(name) if name in flags else f"{file}: {name}" if name in values and file else name
 
     config, wrong = validate(Config, values, label)
-    for name, known in choices.items():
-        value = values.get(name, "")
-        if name in values and not (isinstance(value, str) and any(is_choice(value, one) for one in known)):
-            wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(value)}."
     found += wrong.values()
     if not found:
         found = [f"{label(name)} must be {rule}, got {describe(getattr(config, name))}. {why}"
@@ -115,12 +104,6 @@ def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> st
 # What the declaration of a setting or option says --------------------------------------------------------------------
 
 
-def is_choice(value: str, known: str) -> bool:
-    """Whether `value` is the choice `known`, or one of those that it stands for."""
-    start, colon, _ = known.partition(":")
-    return value.startswith(f"{start}:") and value != f"{start}:" if colon else value == known
-
-
 def flag(name: str) -> str:
     """The flag of a setting, as help and messages write it: batch_size -> --batch-size."""
     head, dot, key = name.partition(".")
@@ -129,7 +112,7 @@ def flag(name: str) -> str:
 
 def literals(field: FieldInfo) -> tuple[str, ...]:
     """The choices of a field; empty: any value."""
-    return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
+    return facts(field)["choices"] or tuple(word for word in get_args(field.annotation) if isinstance(word, str))
 
 
 def is_switch(field: FieldInfo) -> bool:
@@ -192,7 +175,7 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
     return changes
 
 
-def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
+def to_yaml(config: Config) -> str:
     """The settings in their groups, each with its line of help, range and unit; `--config` reads it back equal.
 
     Those of other data sets, workloads and methods are left out, unless they were set.
@@ -205,8 +188,7 @@ def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
         if name in others:
             continue
         of = f"{facts(field)['of']}: " if facts(field)["of"] else ""
-        known = choices.get(name, literals(field))
-        more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
+        more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(literals(field))]))
         line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {of}{field.description}"
         lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"

@@ -14,7 +14,6 @@ from rankup import Copy, Group, Job, UserError
 
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.methods import Method
-from . import CHOICES
 
 BEGIN_ANEW = "set --fresh to start anew, or another --name"
 ITEMS = {"model", "optimizer", "scaler"}  # what `train.loop.build` tracks
@@ -50,7 +49,7 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            job.write("config.yaml", to_yaml(config, choices=CHOICES))
+            job.write("config.yaml", to_yaml(config))
         yield job
 
 
