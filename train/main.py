@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
         config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes)
         if request.command is None:
             raise rankup.UserError(f"a command is missing: {', '.join(COMMANDS)}.")
-        if options.only_reads:
-            program.stop.uninstall()
+        if request.command == "show":
+            program.stop.uninstall()  # it leaves nothing behind, so a signal may end it at once
         else:
             program.begin()
         return COMMANDS[request.command](config, program, options) or 0

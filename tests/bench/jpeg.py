@@ -88,7 +88,7 @@ def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
 
 
 def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
-    normalize = images.Normalize(MEAN, STD)
+    normalize = images.normalizer(MEAN, STD)
     for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):
         yield normalize(batch[0])
 

@@ -166,19 +166,13 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
 # Unused parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int) -> None:
-    codes, output = forks.run(*RECORDED, "--options.model", "unused", "--run-dir", tmp_path, world_size=world_size)
+@pytest.mark.parametrize(("world_size", "method"), [(1, "auto"), (2, "auto"), (2, "fsdp")])
+def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int, method: str) -> None:
+    line = (*RECORDED, "--options.model", "unused", "--parallel", method, "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=world_size)
     assert codes == [2] * world_size
     assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
     assert "Traceback" not in output
-
-
-def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None:
-    line = (*RECORDED, "--options.model", "unused", "--parallel", "fsdp", "--run-dir", tmp_path)
-    codes, output = forks.run(*line, world_size=2)
-    assert codes == [2, 2], output
-    assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
 
 
 def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path) -> None:

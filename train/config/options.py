@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -26,7 +25,6 @@ class Options(BaseModel):
     """The options of one command. The docstring of a command's class is its text in --help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    only_reads: ClassVar[bool] = False  # it starts no rank and leaves nothing behind, so a signal may end it at once
 
 
 class RankOptions(Options):
@@ -71,8 +69,6 @@ class PredictOptions(CheckpointOptions, RankOptions):
 
 class ShowOptions(JsonOptions):
     """Print all settings as they would be used, with help, range and unit."""
-
-    only_reads: ClassVar[bool] = True
 
 
 class DoctorOptions(JsonOptions, RankOptions):

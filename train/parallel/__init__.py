@@ -7,11 +7,11 @@ from rankup import Group
 
 from ..config import Config
 from .horovod import Horovod
-from .methods import DDP, FSDP, DataParallelMethod, Method, OneProcess
+from .methods import DDP, FSDP, DataParallelMethod, Method
 
 # The setting `parallel` -> its class. A new method is a new file here, a line in this table, and a word in the setting.
 METHODS: dict[str, type[Method]] = {
-    "none": OneProcess, "ddp": DDP, "dp": DataParallelMethod, "fsdp": FSDP, "horovod": Horovod,
+    "none": Method, "ddp": DDP, "dp": DataParallelMethod, "fsdp": FSDP, "horovod": Horovod,
 }
 
 

@@ -21,7 +21,8 @@ HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_co
 
 
 class Method:
-    """A method by which several ranks train one model. What a subclass does not override works as in one process.
+    """A method by which several ranks train one model. What a subclass does not override works as in one process; this
+    class itself is the method none.
 
     The loop calls the hooks in this order: `refuse`, `running`, `split`, `wrap`, `after_warm_up`; then `micro_batch`
     and `step` in every step. What a checkpoint holds is no matter of the method, see `rankup.loop.tracked`.
@@ -60,16 +61,12 @@ class Method:
 
     def split(self, plain: nn.Module) -> None:
         """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
-        keeps to the device. Raises UserError.
-
-        The model is the same on all ranks, where it was built. A checkpoint's weights are loaded later.
+        keeps to the device. The model is the same on all ranks, where it was built; a checkpoint's weights come later.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose forward and backward train with the other ranks. Raises UserError.
-
-        `model` may be compiled already. Ranks may still differ here; where state is replicated they are compared next.
-        """
+        """The module whose forward and backward train with the other ranks; `model` may be compiled already. Raises
+        UserError."""
         return model
 
     def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -92,15 +89,6 @@ class Method:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-
-
-class OneProcess(Method):
-    """The defaults of `Method`. `train.config.check_world_size` refuses several ranks before torch is imported."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        if self.config.compress != "none":  # a run that was scaled down keeps its settings
-            self.group.log.info("compress  one process sends no gradients: nothing to compress")
-        return model
 
 
 class DDP(Method):
@@ -147,9 +135,7 @@ class DataParallelMethod(Method):
     def refuse(self) -> None:
         """Devices that are not there, or named twice."""
         count, ids = self._num_devices(), self._device_ids()
-        on_gpus = self.group.device.type == "cuda"
-        out_of_range = on_gpus and any(number >= count for number in ids)
-        if out_of_range or len(set(ids)) != len(ids):
+        if len(set(ids)) != len(ids) or (self.group.device.type == "cuda" and max(ids) >= count):
             raise UserError(
                 f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
                 "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
@@ -180,12 +166,7 @@ class FSDP(Method):
     needs_process_group: ClassVar[bool] = True
 
     def split(self, plain: nn.Module) -> None:
-        """Split each layer by itself, then what is left. Raises UserError for parameters that can't be split."""
-        scalars = [name for name, parameter in plain.named_parameters() if parameter.ndim == 0]
-        if scalars:
-            raise UserError(
-                f"parallel fsdp needs parameters with at least one dimension, got {', '.join(scalars[:8])}. Use ddp."
-            )
+        """Split each layer by itself, then what is left."""
         mesh = init_device_mesh(self.group.device.type, (self.group.world_size,))
         bf16 = self.config.precision == "bf16"
         # Batch norms keep their statistics in fp32, and torch has no kernel for these beside weights in bf16

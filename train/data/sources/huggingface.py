@@ -55,7 +55,7 @@ def _title(config: Config) -> str:
     return Path(config.dataset.removeprefix("hf:")).name
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What an exception says, on one line of at most 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
 
@@ -99,12 +99,12 @@ def open_splits(config: Config) -> Mapping[str, Any]:
             found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
     except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
         if folder.is_dir():
-            raise UserError(f"{folder}: can't be read as a Hugging Face data set ({_line(error)}).") from error
+            raise UserError(f"{folder}: can't be read as a Hugging Face data set ({one_line(error)}).") from error
         if config.hf_download:
-            raise UserError(f"{name} cannot be downloaded from the Hugging Face hub ({_line(error)}).") from error
+            raise UserError(f"{name} cannot be downloaded from the Hugging Face hub ({one_line(error)}).") from error
         raise UserError(
             f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and "
-            f"can't be read from the cache ({_line(error)}). Nothing is downloaded unasked: to fetch it from the "
+            f"can't be read from the cache ({one_line(error)}). Nothing is downloaded unasked: to fetch it from the "
             "Hugging Face hub, once, set --hf-download."
         ) from error
     finally:
