@@ -14,8 +14,7 @@ from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
-from .data.loader import Order, load_batches
-from .data.samples import to_device
+from .data.samples import Order, load_batches, to_device
 from .group import join_group
 from .parallel import METHODS, method_name, start_method
 from .parallel.methods import Method

@@ -132,7 +132,7 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     assert (train.classes, train.labels.tolist(), test.labels.tolist()) == (("b", "a"), [0, 1] * 4, [0, 1])
     assert test.paths == ("saved/train/8", "saved/train/9")
     assert test.contents is not None
-    assert [bytes(test.contents.read(number)) for number in (0, 1)] == [photo["bytes"] for photo in rows["photo"][8:]]
+    assert [bytes(test.contents(number)) for number in (0, 1)] == [photo["bytes"] for photo in rows["photo"][8:]]
     assert load_hf(where, **parts | {"hf_train_split": "train[8:]"})[0].name == test.name
     assert load_hf(where, **parts, label_column="rating")[0].classes == ("1", "5", "10")  # numbers, not their digits
     assert load_hf(where, **parts, label_column="place")[0].classes == ("x", "y")

@@ -12,7 +12,7 @@ from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
-from train.data.loader import Order
+from train.data.samples import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.workloads.classification import class_scores, macro_f1
 from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples

@@ -16,9 +16,8 @@ from difflib import get_close_matches
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from .load import PROGRAM, fields_of, flag, is_switch, literals, unknown, validate
+from .load import PROGRAM, describe, dump_value, fields_of, flag, is_switch, literals, unknown, validate
 from .settings import Config, setting
-from .yaml_text import describe, dump_value
 
 
 class Options(BaseModel):

@@ -4,10 +4,10 @@ This module imports torchvision, 0.1 to 0.4 s: whoever holds images in memory do
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,21 +23,14 @@ from .samples import random_numbers
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
 
 
-class Contents(Protocol):
-    """Image files that lie in something else, by the numbers of their samples."""
-
-    def read(self, number: int) -> bytearray:
-        """The bytes of a file. Raises UserError."""
-
-
 @dataclass(eq=False)
 class FileSamples:
     """Image files, prepared by DataLoader workers, as many as `num_workers` says.
 
     labels: int64 [N]; mean, std: one per channel, of images / 255; origin: one line. image_size: height and width that
     they get; margin: whether, where nothing is random, the shorter side is resized to 8/7 of it first, as ImageNet's
-    recipe does (256 for 224); contents: what reads them where they lie in something else; `paths` are then names for
-    messages alone.
+    recipe does (256 for 224); contents: reads the one of that number where they lie in something else; `paths` are then
+    names for messages alone.
 
     Without augmentation the shorter side is resized, and the middle is cut out. `augment`, for training: True shifts
     and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one random
@@ -55,7 +48,7 @@ class FileSamples:
     image_size: int = 224
     mirror: bool = True
     margin: bool = False
-    contents: Contents | None = None
+    contents: Callable[[int], bytearray] | None = None
     augment: Augment = False
     seed: int = 0
     channels: int = 3
@@ -126,10 +119,10 @@ class FileSamples:
         return part if self._change is None else self._change(part)
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
-        path, contents = self.paths[index], self.contents
-        if contents is None:
+        path = self.paths[index]
+        if self.contents is None:
             return decode(path, at_least=at_least)
-        return decode_bytes(contents.read(index), path, at_least=at_least)
+        return decode_bytes(self.contents(index), path, at_least=at_least)
 
 
 # One image made as large as the model wants it: the same pixels as torchvision.transforms.v2 gives. v2 itself is not

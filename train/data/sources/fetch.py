@@ -70,7 +70,12 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float, say: Say) 
         places = [place for place in (remote.here, cached) if place is not None]
     else:
         places = [Path(data_dir).expanduser()]
-        others = _visible(places[0])  # before the search: what another process renames into place is then found
+        try:  # before the search: what another process renames into place is then found
+            others = sorted(name for name in os.listdir(places[0]) if not name.startswith("."))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UserError(f"{data_dir}: data_dir must be a folder that can be read ({error.strerror}).") from error
     for place in places:
         if (found := remote.find(place)) is not None:
             return found
@@ -174,19 +179,6 @@ def _run(command: list[str], folder: Path, until_s: float, *, may_fail: bool = F
     )
     if done.returncode and not may_fail:
         raise OSError(" ".join(done.stdout.splitlines()[-2:]) or f"{command[0]} ended with {done.returncode}")
-
-
-def _visible(root: Path) -> list[str]:
-    """The names in a folder, sorted, without hidden ones (locks and unfinished downloads are hidden).
-
-    [] if there is no such folder. Raises UserError if it is not a folder or cannot be listed.
-    """
-    try:
-        return sorted(name for name in os.listdir(root) if not name.startswith("."))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{root}: data_dir must be a folder that can be read ({error.strerror}).") from error
 
 
 def writable_cache() -> Path:

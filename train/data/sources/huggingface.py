@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,23 +228,16 @@ def _is_image(feature: Any) -> bool:
 # Images ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ImageColumn:
-    """The encoded images of some rows. Picklable: workers that are not forked map the rows anew."""
-
-    table: Any
-    name: str
-
-    def read(self, number: int) -> bytearray:
-        """The bytes of one. Raises UserError for an image that is a file of its own and can't be read."""
-        cell = self.table.data.column(self.name)[number].as_py()
-        found = cell["bytes"] if isinstance(cell, dict) else cell
-        if found is not None:
-            return bytearray(found)
-        try:
-            return bytearray(Path(cell["path"]).read_bytes())
-        except OSError as error:
-            raise UserError(f"{cell['path']}: can't be read ({error.strerror}).") from error
+def _encoded(table: Any, column: str, number: int) -> bytearray:
+    """The bytes of one image. Raises UserError for one that is a file of its own and can't be read."""
+    cell = table.data.column(column)[number].as_py()
+    found = cell["bytes"] if isinstance(cell, dict) else cell
+    if found is not None:
+        return bytearray(found)
+    try:
+        return bytearray(Path(cell["path"]).read_bytes())
+    except OSError as error:
+        raise UserError(f"{cell['path']}: can't be read ({error.strerror}).") from error
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
@@ -257,7 +251,7 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
             got = "none" if label is None else f"{label}, which the training rows lack,"
             raise UserError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
     labels = torch.tensor([place[str(label)] for label in rows.labels], dtype=torch.int64)
-    encoded, images = rows.cells(), ImageColumn(rows.table, rows.input)
+    encoded, read = rows.cells(), partial(_encoded, rows.table, rows.input)
     files: list[str | None] = [None] * len(labels)
     if pyarrow.types.is_struct(encoded.type):
         files = pyarrow.compute.struct_field(encoded, "path").to_pylist()
@@ -272,9 +266,9 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     digest = hashlib.sha256(repr((classes, [Path(path).name for path in paths], lengths)).encode())
     digest.update(labels.numpy().tobytes())
     for index in range(0, len(paths), -(-len(paths) // COMPARED)):
-        digest.update(images.read(index))
+        digest.update(read(index))
     return FileSamples(
         tuple(paths), labels, classes, MEAN, STD, f"{title}-{digest.hexdigest()[:8]}",
         origin=f"column {rows.input} of {rows.where}", margin=config.augment in ("imagenet", "trivial"),
-        contents=images,
+        contents=read,
     )
