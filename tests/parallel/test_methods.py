@@ -82,7 +82,6 @@ def test_variant_follows_one_process_and_resumes_to_the_bit(
 # These train to other weights, so that they have a curve of their own to follow.
 OTHERS: dict[str, tuple[str, ...]] = {
     "adamw": ("--optimizer", "adamw", "--lr", "0.002"),
-    "clipped": ("--clip-norm", "0.5"),
     "fsdp with adamw, clipped": ("--parallel", "fsdp", "--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
     "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr",
                    "0.002", "--label-smoothing", "0.1", "--augment"),
@@ -234,7 +233,6 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.
     log = types.SimpleNamespace(info=lambda text: None)
     group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=log)
     method = METHODS["dp"](Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
-    method.refuse()
     return method.wrap(nn.Linear(2, 2))
 
 

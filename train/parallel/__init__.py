@@ -24,8 +24,7 @@ def method_name(config: Config, world_size: int) -> str:
 
 @contextmanager
 def start_method(config: Config, group: Group) -> Iterator[Method]:
-    """The method in effect, up for the length of the block. Raises UserError, see `Method.refuse`, and JoinError."""
+    """The method in effect, up for the length of the block. Raises as `Method.running` does."""
     method = METHODS[method_name(config, group.world_size)](config, group)
-    method.refuse()
     with method.running():
         yield method
