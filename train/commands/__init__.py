@@ -6,6 +6,7 @@ import gc
 import importlib
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,10 @@ def _train(config: Config, program: Program, given: options.TrainOptions) -> Non
     _imported("..loop", "train")(config, program, run_dir=run_dir)
 
 
-def _evaluate(config: Config, program: Program, given: options.EvaluateOptions) -> None:
+def _read_checkpoint(name: str, config: Config, program: Program, given: options.CheckpointOptions) -> None:
     run_dir = run_dir_of(config, program)
     program.start(run_dir)
-    _imported(".checkpoint", "evaluate_checkpoint")(config, program, run_dir, given)
-
-
-def _predict(config: Config, program: Program, given: options.PredictOptions) -> None:
-    run_dir = run_dir_of(config, program)
-    program.start(run_dir)
-    _imported(".checkpoint", "predict")(config, program, run_dir, given)
+    _imported(".checkpoint", name)(config, program, run_dir, given)
 
 
 def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> int:
@@ -79,5 +74,6 @@ def _show(config: Config, program: Program, given: options.ShowOptions) -> None:
 
 
 COMMANDS: dict[str, Callable[[Config, Program, Any], int | None]] = {
-    "train": _train, "evaluate": _evaluate, "predict": _predict, "show": _show, "doctor": _doctor,
+    "train": _train, "evaluate": partial(_read_checkpoint, "evaluate_checkpoint"),
+    "predict": partial(_read_checkpoint, "predict"), "show": _show, "doctor": _doctor,
 }

@@ -26,7 +26,7 @@ from ..parallel.model import autocast, prepare
 from ..run import weights
 from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
-from ..run.run_directory import check
+from ..run.run_directory import check, check_data
 from ..workloads import Workload, load
 
 
@@ -64,7 +64,8 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
         workload = load(settings, pretrained=False)
         for note in workload.notes:
             program.log.info(note)
-        _refuse_other_data(checkpoint, workload, settings, given=config.model_fields_set)
+        if settings.workload == "text" or not config.model_fields_set & {"dataset", "data_dir", "workload"}:
+            check_data(checkpoint, workload.data_name)
         try:
             workload.model.load_state_dict(checkpoint.tracked["model"])
         except RuntimeError as error:
@@ -82,18 +83,6 @@ def _settings_of(checkpoint: Copy, config: Config) -> Config:
     if "options" in given:  # here single keys outrank single keys
         update["options"] = {**trained["options"], **config.options}
     return config.model_copy(update=update)
-
-
-def _refuse_other_data(checkpoint: Copy, workload: Workload, settings: Config, *, given: set[str]) -> None:
-    """The default data set falls back to digits if it can't be downloaded: in the training, or now. Its classes differ,
-    so the results would be wrong. Texts of another vocabulary would become other numbers. Raises UserError."""
-    texts = settings.workload == "text"
-    if checkpoint.record['data'] != workload.data_name and (texts or not given & {"dataset", "data_dir", "workload"}):
-        setting = "bert-dir" if texts else "dataset"
-        raise UserError(
-            f"{checkpoint.path} was trained on {checkpoint.record['data']}, got {workload.data_name} now. Set "
-            f"--data-dir or --{setting}."
-        )
 
 
 def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: EvaluateOptions) -> None:

@@ -119,10 +119,8 @@ class FileSamples:
         return part if self._change is None else self._change(part)
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
-        path = self.paths[index]
-        if self.contents is None:
-            return decode(path, at_least=at_least)
-        return decode_bytes(self.contents(index), path, at_least=at_least)
+        data = self.contents(index) if self.contents else read_file(self.paths[index])
+        return decode_bytes(data, self.paths[index], at_least=at_least)
 
 
 # One image made as large as the model wants it: the same pixels as torchvision.transforms.v2 gives. v2 itself is not
@@ -164,15 +162,17 @@ _RGB = 3  # the number of torchvision.io.ImageReadMode.RGB
 Image.preinit()  # PIL's commonest formats: loaded by the fork server once, not at the first image of each rank
 
 
-def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
-    """One image file, see `decode_bytes`. Raises UserError, naming the file, if it is missing or can't be decoded."""
+def read_file(path: str) -> bytearray:
+    """Raises UserError, naming the file, if it is missing or can't be read."""
     try:
-        data = bytearray(Path(path).read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: is gone since the folder was listed.") from error
+        return bytearray(Path(path).read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-    return decode_bytes(data, path, at_least=at_least)
+
+
+def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
+    """One image file, see `decode_bytes`. Raises UserError, as `read_file` does too."""
+    return decode_bytes(read_file(path), path, at_least=at_least)
 
 
 def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> torch.Tensor:

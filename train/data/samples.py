@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from rankup.seeds import derive_seed, seed_host
@@ -227,11 +227,6 @@ def _only_one(items: list[Any]) -> Any:
 
 
 # A batch: a tensor, or a tuple, list or dict of batches. What `Samples.batch` returns and the model is given ---------
-
-
-def tensors(batch: Any) -> list[torch.Tensor]:
-    """All tensors in a batch, in its order."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -53,12 +53,15 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
         yield job
 
 
-def check_data(newest: Copy, data_name: str) -> None:
-    """Raises UserError where the run can't go on from its newest checkpoint with this data."""
-    record = newest.record
+def check_data(copy: Copy, data_name: str) -> None:
+    """Raises UserError where the weights were trained on other data. The default data set falls back to digits if it
+    can't be downloaded; texts of another vocabulary would become other numbers."""
+    record = copy.record
     if record["data"] != data_name:
-        way_out = "Set --data-dir or --bert-dir" if record["config"]["workload"] == "text" else "Set --data-dir"
-        raise UserError(f"{newest.path} was trained on {record['data']}, got {data_name} now. {way_out}.")
+        setting = "bert-dir" if record["config"]["workload"] == "text" else "dataset"
+        raise UserError(
+            f"{copy.path} was trained on {record['data']}, got {data_name} now. Set --data-dir or --{setting}."
+        )
 
 
 def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Group) -> bool:

@@ -16,7 +16,6 @@ from ..config import Config
 from .run_directory import check
 
 
-
 def digest(state: dict[str, torch.Tensor]) -> str:
     """SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict, in the order of the names.
 

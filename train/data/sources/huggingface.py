@@ -21,7 +21,7 @@ from rankup import UserError
 
 from ...config import Config
 from ...config.load import flag
-from ..file_samples import FileSamples
+from ..file_samples import FileSamples, read_file
 from .fetch import Say
 from .imagefolder import MEAN, STD
 from .texts import Texts, checked, labelled_texts
@@ -232,12 +232,7 @@ def _encoded(table: Any, column: str, number: int) -> bytearray:
     """The bytes of one image. Raises UserError for one that is a file of its own and can't be read."""
     cell = table.data.column(column)[number].as_py()
     found = cell["bytes"] if isinstance(cell, dict) else cell
-    if found is not None:
-        return bytearray(found)
-    try:
-        return bytearray(Path(cell["path"]).read_bytes())
-    except OSError as error:
-        raise UserError(f"{cell['path']}: can't be read ({error.strerror}).") from error
+    return read_file(cell["path"]) if found is None else bytearray(found)
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
