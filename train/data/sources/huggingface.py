@@ -24,7 +24,7 @@ from ...config.load import flag
 from ..file_samples import FileSamples, read_file
 from .fetch import Say
 from .imagefolder import MEAN, STD
-from .texts import Texts, checked, labelled_texts
+from .texts import Texts, TextSet, checked, texts_of
 
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  # eval_split -> usual names of splits
@@ -41,15 +41,15 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
 def load_texts(config: Config) -> Texts:
     """The texts of the splits that the settings name. Raises UserError, see `open_rows`; naming the row, for rows
     without a text or a label."""
-    halves = open_rows(config, _is_text, what="texts", usual="text")
-    classes, pairs = halves[0].classes, []
-    for rows in halves:
+    train, test = open_rows(config, _is_text, what="texts", usual="text")
+
+    def read(rows: Rows) -> TextSet:
         cells = zip(rows.labels, rows.cells().to_pylist(), strict=True)
         found = ((row, (label or "").strip(), (text or "").strip())
                  for row, (label, text) in enumerate(cells, rows.start))
-        pairs.append(checked(found, Path(config.dataset) / rows.split, classes, unit="row"))
-    paths = [Path(config.dataset) / rows.split for rows in halves]
-    return labelled_texts(pairs[0], pairs[1], (paths[0], paths[1]), classes, _title(config), config)
+        return checked(found, Path(config.dataset) / rows.split, train.classes, unit="row")
+
+    return texts_of(read(train), read(test), train.classes, _title(config), config)
 
 
 def _title(config: Config) -> str:
