@@ -121,9 +121,11 @@ def predict(config: Config, program: Program, run_dir: Path, options: PredictOpt
         _open_samples(opened, options.input) as (samples, name_of),
     ):
         own = _predict_share(opened, samples)
-        rows = sorted(row for part in opened.group.gather(own) for row in part)
-        lines = [(name_of(index), label, probability) for index, label, probability in rows]
-        opened.group.on_rank0(lambda: _write(Path(options.output), lines))
+        rows = [
+            {"input": name_of(index), "label": label, "probability": round(probability, 6)}
+            for index, label, probability in sorted(row for part in opened.group.gather(own) for row in part)
+        ]
+        opened.group.on_rank0(lambda: _write(Path(options.output), rows))
         program.log.info(f"{len(rows)} predictions in {Path(options.output)}")
 
 
@@ -173,20 +175,18 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
     return rows
 
 
-def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     """The complete file or none. Raises UserError if it can't be written."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging.open("w", encoding="utf-8", newline="") as file:
             if path.suffix == ".csv":
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(("input", "label", "probability"))
-                writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
+                writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
             else:
-                for name, label, probability in rows:
-                    line = {"input": name, "label": label, "probability": round(probability, 6)}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         staging.replace(path)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
