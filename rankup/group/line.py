@@ -74,8 +74,8 @@ class Line:
 
     @property
     def gone(self) -> bool:
-        """Whether somebody's process has ended by itself, or is out of reach: a collective with it breaks, or never comes
-        to an end."""
+        """Whether somebody's process has ended by itself, or is out of reach: a collective with it breaks, or never
+        comes to an end."""
         return self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
 
     @property
