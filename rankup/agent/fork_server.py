@@ -197,13 +197,14 @@ class Server:
             # A parallel operation before the fork would start threads, and a rank would wait for them without end
             self.num_threads = torch.get_num_threads()
             torch.set_num_threads(1)
-        # An optimizer's first step imports _dynamo
-        for names, folders in ((["torch._dynamo", *order["modules"]], []), (order["preload"], [order["folder"]])):
-            sys.path[:0] = folders
-            for name in names:
-                with contextlib.suppress(Exception):
-                    pkgutil.resolve_name(name)
-            del sys.path[: len(folders)]
+        for name in ("torch._dynamo", *order["modules"]):  # an optimizer's first step imports the former
+            with contextlib.suppress(Exception):
+                pkgutil.resolve_name(name)
+        sys.path.insert(0, order["folder"])
+        for name in order["preload"]:
+            with contextlib.suppress(Exception):
+                pkgutil.resolve_name(name)
+        sys.path.remove(order["folder"])
         # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
         if (pid := os.fork()) == 0:
             os._exit(FINISHED)
