@@ -131,14 +131,9 @@ class ForkServer:
         data = b""
         with contextlib.suppress(OSError):
             data = self._channel.recv(65536)
-        if not data:  # the server was killed, and the kernel kills its children: end what they had started themselves
+        if not data:
             self._loop.remove_reader(self._channel)
-            lost, self.pids = self.pids, {}
-            for local_rank, pid in lost.items():
-                if pid:
-                    kill_session(pid)
-                self._on_end(local_rank, KILLED)
-            self._on_gone()
+            self._burial = asyncio.create_task(self._bury())
             return
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
@@ -154,6 +149,16 @@ class ForkServer:
                 self._on_warning(f"the process that serves the store ended with {news['code']}")
             elif self.pids.pop(news["ended"], None) is not None:
                 self._on_end(news["ended"], news["code"])
+
+    async def _bury(self) -> None:
+        """The server was killed, and the kernel kills its children: end what they had started themselves."""
+        lost, self.pids = self.pids, {}
+        for pid in filter(None, lost.values()):
+            kill_session(pid)
+        await self.close()
+        for local_rank in lost:
+            self._on_end(local_rank, KILLED)
+        self._on_gone()
 
 
 # The server ---------------------------------------------------------------------------------------------------------
