@@ -358,16 +358,14 @@ def export(given: argparse.Namespace) -> int:
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def print_whole(text: str) -> bool:
-    """For a reader that may have had enough before the end, as `head` and `grep -q` have. Returns whether it reads."""
+def print_whole(text: str) -> None:
+    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         # A log may have letters that this locale can't show
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
 
 
 def overview() -> str:
