@@ -67,9 +67,8 @@ def find_origin(
 
     `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
     0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from `kind` on; `stores`:
-    where to fetch them, by kind. Raises UserError on all ranks where nothing whole is left of a run that has copies,
-    where other nodes hold copies of several runs, or where the newest state can't be gone on with, and PeerLost where a
-    place does not answer that may hold the newest.
+    where to fetch them, by kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies,
+    or the run can't be gone on with, and PeerLost where a place does not answer that may hold the newest.
     """
     own = [*found, *_peers(folder, group), *_rescues(options, group)]
     # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
@@ -202,7 +201,6 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
 
 
 def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any] | None]:
-    """See Origin."""
     if origin.copy is not None and origin.kind < PEER:
         return str(origin.copy.path), origin.copy.record
     for path in reversed(list_copies(checkpoints)):

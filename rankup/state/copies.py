@@ -103,8 +103,7 @@ def find_problem(path: Path) -> str:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether a copy is of the step in its name, its files have their sizes, and this process found no damage in it:
-    a save must not wait until older copies are read."""
+    """The same without a look at the bytes, but for those that this process has read: a save must not wait for that."""
     try:
         manifest = read_manifest(path)
         if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):

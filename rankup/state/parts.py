@@ -2,12 +2,12 @@
 
 A part is a sharded copy with the file of one rank. It lies beside the rescues, in
 `/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`. With several nodes a rank of the next node holds a
-second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from Wang et al., "Gemini:
-Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
+second one, unless a rank there holds the same part anyway (hybrid sharding), as in Wang et al., "Gemini: Fast Failure
+Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
 
-All ranks take their parts after the same commit: they copy them into mapped memory, and a thread does the rest. Before
-the next ones all ranks agree that the last ones are whole. So a rank has two, in turn, and at any moment the ranks have
-whole ones of one step.
+All ranks copy their parts into mapped memory after the same commit, and a thread does the rest. Before the next ones
+all ranks agree that the last ones are whole: a rank has two, in turn, and at any moment the ranks have whole ones of
+one step.
 """
 
 import contextlib
@@ -52,8 +52,7 @@ class Parts:
     `wanted`: there is something to keep, because state is split among ranks."""
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
-        """`every`: steps from one to the next; 0 for none at all, None for as many as make them cost `SHARE` of the
-        time."""
+        """`every`: steps from one to the next; 0 for none at all, None for so many that they cost `SHARE` of the time."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps

@@ -20,7 +20,7 @@ from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
-from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, is_dense, own_parts
+from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, own_parts
 
 T = TypeVar("T")
 Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
@@ -349,9 +349,7 @@ class HostCopies:
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the same memory format: else the copy would go element by element."""
-        plain = torch.empty(tensor.shape, device="meta")
-        stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else plain.stride()
-        had = self._buffers.get(name)
-        if had is not None and (had.dtype, had.shape, had.stride()) == (tensor.dtype, tensor.shape, stride):
+        had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
+        if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had
-        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, pin_memory=self._copied is not None)
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._copied is not None, requires_grad=False)
