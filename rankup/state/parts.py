@@ -52,7 +52,7 @@ class Parts:
     `wanted`: there is something to keep, because state is split among ranks."""
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
-        """`every`: steps from one to the next; 0 for none at all, None for so many that they cost `SHARE` of the time."""
+        """`every`: steps from one to the next; 0 for none at all, None so that they cost `SHARE` of the time."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps

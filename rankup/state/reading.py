@@ -1,5 +1,5 @@
-"""Copies as read and verified. One rank reads a plain copy, and the others get it over the network: nodes need no shared
-disk. A sharded one has to be on storage that all nodes share: each rank reads the slices that it needs."""
+"""Copies as read and verified. One rank reads a plain copy, and the others get it over the network; of a sharded one,
+which has to be on storage that all nodes share, each rank reads the slices that it needs."""
 
 import json
 from collections.abc import Callable, Iterable

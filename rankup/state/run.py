@@ -186,9 +186,6 @@ class Run:
         Raises, on all ranks, UserError and PeerLost.
         """
         self.saver.look(wait=True)
-        self._wait_for_store()
-
-    def _wait_for_store(self) -> None:
         if self.options.store:
             self.group.watch.enter("save", self.options.save_timeout_s)
             self.group.on_rank0(lambda: self.places[STORE].settle())
@@ -209,7 +206,7 @@ class Run:
         for place in self.places.values():
             place.copy(self.saver.folder / f"step-{step:08d}")
         if self.options.save == "sync":
-            self._wait_for_store()
+            self.wait()
 
     def publish(self, step: int, files: Mapping[str, Content]) -> None:
         """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is

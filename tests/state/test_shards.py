@@ -230,9 +230,3 @@ def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(forks: Forks
     assert output.count("needs a run directory that all nodes share") == 1, output
     assert "in which rank 1 on " in output
     assert "--checkpoint-format plain" in output
-
-
-def test_sharded_is_for_fsdp_alone(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*LINE, "--checkpoint-format", "sharded", "--run-dir", tmp_path)
-    assert codes == [2]
-    assert "--checkpoint-format must be plain with parallel auto, got " in output
