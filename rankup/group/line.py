@@ -74,8 +74,9 @@ class Line:
 
     @property
     def gone(self) -> bool:
-        """Whether somebody's process has ended by itself: a collective with it breaks, or never comes to an end."""
-        return self._lost.get("code") == KILLED
+        """Whether somebody's process has ended by itself, or is out of reach: a collective with it breaks, or never
+        comes to an end."""
+        return self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
 
     @property
     def hang(self) -> bool:
