@@ -110,10 +110,8 @@ def in_order(
     folder: Path,
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """The copies in the order in which to try them, with the line that each is on: on the line of the run that knows
-    most the newest first, then what else rank 0 has, then lines that know less.
-
-    `known`: rank 0's line. Raises UserError where rank 0 has nothing, and the others know several runs.
-    """
+    most the newest first, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises
+    UserError where rank 0 has nothing, and the others know several runs."""
     # Ranks of one node list the same files
     once = {(group.hosts[one.rank], one.where): one for one in sorted(candidates, key=lambda one: -one.rank)}
     left = sorted(once.values(), key=lambda one: (-one.step, one.kind, one.rank))

@@ -207,8 +207,8 @@ def publish(
     """Write `files` beside those that the ranks have `written`, give the folder its name, and remove all but the `keep`
     newest that look whole.
 
-    `check_owner` raises where another attempt owns the run by now: it is called before the copy appears, and again
-    before others are removed. Raises UserError where the disk is full or not writable. `staging` is gone in any case.
+    `check_owner` raises where another attempt owns the run by now. Raises UserError where the disk is full or not
+    writable. `staging` is gone in any case.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"

@@ -155,9 +155,7 @@ class Run:
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
-
-        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost.
-        """
+        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost."""
         self.lineage.go_on(self.mark, step=step, writer=self.origin.writer)
 
         def write() -> None:
@@ -182,9 +180,7 @@ class Run:
 
     def wait(self) -> None:
         """Wait for the last save, in a store too: another one begins, or the training ends. All ranks call this.
-
-        Raises, on all ranks, UserError and PeerLost.
-        """
+        Raises, on all ranks, UserError and PeerLost."""
         self.saver.look(wait=True)
         if self.options.store:
             self.group.watch.enter("save", self.options.save_timeout_s)

@@ -63,11 +63,10 @@ class StoredRun:
 
     def upload_copy(self, path: Path, *, run: str, keep: int, check: Callable[[], None] = lambda: None) -> None:
         """Copy the folder `path` of the run with that id, unless this very copy is there already, whoever wrote it, and
-        then remove all but the `keep` newest.
+        then remove all but the `keep` newest. `check` raises where another attempt owns the run by now.
 
-        `check` raises where another attempt owns the run by now. It is called before the copy appears, and again before
-        others are removed. A kill at any point leaves the earlier copies, and at most objects that no manifest names,
-        which a later upload removes.
+        A kill at any point leaves the earlier copies, and at most objects that no manifest names, which a later upload
+        removes.
         """
         new, names = self._stored(path, run), self.place.names()
         if any(one.name == new.name for one in _copies(names)):
@@ -104,9 +103,8 @@ class StoredRun:
         return Stored(self.number, step_of(path), run, f"{name}-{_digest((path / MANIFEST).read_bytes())}")
 
     def _remove_old(self, new: Stored, keep: int) -> None:
-        """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
-        which `upload_files` has written again. Nothing of a later owner is touched. Those that `fetch` found damaged
-        don't count."""
+        """Remove all copies of the run but the `keep` newest that `fetch` did not find damaged, their manifests first,
+        and the files of earlier owners, which `upload_files` has written again. Nothing of a later owner is touched."""
         every = [name for name in self.place.names() if not name.startswith("lease/")]
         names = [name for name in every if 0 < number_of(name) <= self.number]
         whole = sorted((one for one in _copies(names) if one.run == new.run and one != new), reverse=True)
@@ -207,11 +205,8 @@ def _digest(manifest: bytes) -> str:
 def find_copy(
     place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check = no_check, timeout_s: float = 1800.0
 ) -> Copy:
-    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty. The
-    parts of a sharded one are put together.
-
-    Raises UserError, and PeerLost where a store does not answer within `timeout_s`.
-    """
+    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty, in
+    plain form. Raises UserError, and PeerLost where a store does not answer within `timeout_s`."""
     if is_url(place):
         with fetched(place, warn=warn, timeout_s=timeout_s) as path:
             return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards

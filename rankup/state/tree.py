@@ -80,10 +80,8 @@ class TensorFile:
 
 
 def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """The tree of the tracked items, for JSON, and the tensors in it by their names. No tensor is copied.
-
-    Raises UserError for a value that can't be kept, by its path.
-    """
+    """The tree of the tracked items, for JSON, and the tensors in it by their names. No tensor is copied. Raises
+    UserError for a value that can't be kept, by its path."""
     tensors: Tensors = {}
     known: dict[object, str] = {}
 
@@ -135,11 +133,8 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
 
 
 def decode(tree: Any, take: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a tree. `take` gives the tensor of a name.
-
-    Raises ValueError, TypeError, LookupError, AttributeError, RecursionError or RuntimeError for what `encode` did not
-    make: trees come from files.
-    """
+    """The value of a tree. `take` gives the tensor of a name. Raises any of half a dozen errors for what `encode` did
+    not make: trees come from files."""
     known: Tensors = {}
 
     def of(node: Any) -> Any:
@@ -239,9 +234,7 @@ def file_of(rank: int) -> str:
 
 def own_parts(tensors: dict[str, Any], rank: int) -> tuple[Tensors, dict[str, list[int]]]:
     """What this rank writes of plain tensors and DTensors, and where each part begins: no other rank writes that.
-
-    Raises UserError.
-    """
+    Raises UserError."""
     parts, offsets = Tensors(), dict[str, list[int]]()
     for name, tensor in tensors.items():
         local, offset = local_part(name, tensor)
@@ -268,10 +261,8 @@ def index(tree: dict[str, Any], tensors: Tensors, offsets: list[dict[str, list[i
 
 
 class Shards:
-    """The tensors of a sharded copy in the folder `path`, whose index is `content`.
-
-    Every method raises ValueError, KeyError or another error where the files are not what a rank wrote.
-    """
+    """The tensors of a sharded copy in the folder `path`, whose index is `content`. Every method raises ValueError,
+    KeyError or another error where the files are not what a rank wrote."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         values = json.loads(content)
@@ -308,9 +299,7 @@ class Shards:
 
     def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
         """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
-
-        `target` has the same structure, but may lack items. Raises ValueError where names or shapes differ.
-        """
+        `target` may lack items. Raises ValueError where names or shapes differ."""
         _, tensors = encode(target)
         for name, tensor in tensors.items():
             if name not in self.table:
