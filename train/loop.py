@@ -14,10 +14,9 @@ from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
-from .data.loader import Order, load_batches
-from .data.samples import to_device
+from .data.samples import Order, load_batches, to_device
 from .group import join_group
-from .parallel import load_method, method_name, start_method
+from .parallel import METHODS, method_name, start_method
 from .parallel.methods import Method
 from .parallel.model import (
     autocast,
@@ -50,7 +49,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    needs_group = load_method(method_name(config, world_size)).needs_process_group
+    needs_group = METHODS[method_name(config, world_size)].needs_process_group
     with (
         join_group(config, program, run_dir, needs_process_group=needs_group) as group,
         start_method(config, group) as method,
@@ -82,7 +81,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     # What is likely to be slow, or to fail later
     job.warn_of_limits(num_threads=config.num_threads, one_device_per_rank=method.one_device_per_rank)
     if config.checkpoint_format == "sharded":
-        job.check_shared_folder()
+        job.run.check_shared()
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)
@@ -103,7 +102,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
         "steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()
     }
     job.course.unit, job.course.per_step = workload.unit, config.batch_size
-    job.course.total = job.saving.total = total_steps
+    job.course.total = total_steps
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)
