@@ -22,12 +22,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,26 +32,20 @@ from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, random_state_kept, seed_everything
+from rankup.state import parts
+from rankup.state.run import Run
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and between two at least
 RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
-NONE = 0  # a rank without tensors of that kind
+NOWHERE = 0  # the place of a rank without tensors that are split
 
 
-@dataclass(frozen=True)
-class Digests:
-    """Of one rank's state. `whole`: of tensors that all ranks hold. `part`: of those that are split, equal on all ranks
-    of the same `place` in the mesh."""
-
-    whole: int = NONE
-    part: int = NONE
-    place: int = NONE
-
-
-def digests_of(items: dict[str, Any]) -> Digests:
-    """Of the parameters of all modules and the tensors of all optimizers in `items`. Waits for the device."""
+def digests_of(items: dict[str, Any]) -> tuple[int, int, int]:
+    """Of the parameters of all modules and the tensors of all optimizers in `items`: of those that all ranks hold, of
+    those that are split, and this rank's place in the mesh. Ranks of one place hold the same parts. Waits for the
+    device."""
     whole, part, places = list[torch.Tensor](), list[torch.Tensor](), set[tuple[int, ...]]()
     for tensor in _tensors(items):
         if not hasattr(tensor, "to_local"):
@@ -64,7 +55,7 @@ def digests_of(items: dict[str, Any]) -> Digests:
                  if not kind.is_replicate()]
         (part if split else whole).append(tensor.to_local())
         places |= {tuple(split)} if split else set()
-    return Digests(_digest(whole), _digest(part), hash(tuple(sorted(places))) if places else NONE)
+    return _digest(whole), _digest(part), hash(tuple(sorted(places))) if places else NOWHERE
 
 
 def _tensors(items: dict[str, Any]) -> Iterator[Any]:
@@ -101,23 +92,17 @@ def odd_ones(values: list[int]) -> list[int]:
 class Agreement:
     """Compares the state of the ranks. All ranks make the same calls at the same steps."""
 
-    def __init__(
-        self, group: Group, items: dict[str, Any], *, run: str, every: int | None,
-        wrong: Callable[[], None], deciding: threading.Lock,
-    ) -> None:
-        """`items`: the tracked ones. `run`: the id of the run, whose record counts. `every`: steps between two
-        comparisons; 0 for none, None for so many that they take `SHARE` of the time. `wrong`: called where there is a
-        difference, while `deciding` is held."""
-        self._be_wrong, self._deciding = wrong, deciding
-        self.group, self._items, self._run = group, items, run
+    def __init__(self, group: Group, run: Run, items: dict[str, Any], *, every: int | None) -> None:
+        """`items`: the tracked ones. `every`: steps between two comparisons; 0 for none, None for so many that they
+        take `SHARE` of the time."""
+        self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
+        self.wrong = False  # what this rank holds may be wrong
+        self.group, self._items, self._run, self._parts = group, items, run.lineage.run, run.parts
+        self._path = group.run_dir / RECORD
         self._every = 0 if group.world_size == 1 else every
         self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
         self._compared = self._next = -1
         self._since_s = self._cost_s = 0.0
-
-    @property
-    def _path(self) -> Path:
-        return self.group.run_dir / RECORD
 
     def begin(self, step: int, *, again: bool) -> None:
         """The run stands at `step`. `again`: an earlier attempt may have left a record."""
@@ -153,18 +138,26 @@ class Agreement:
         # What the last one cost in all: to wait for the others takes longer than a small model's digest
         cost_s = max(self._cost_s, time.monotonic() - began_s)
         pause = self._every or max(FIRST, math.ceil(cost_s / SHARE / step_s))
-        with self._deciding:
-            rows = self._exchange([own.whole, own.part, own.place, pause])
+        with self.deciding:
+            rows = self.group.gather([*own, pause])
             if odd := self._differing(rows):
-                self._be_wrong()
-        values, sound, before = [hash((whole, part)) for whole, part, _, _ in rows], self._compared, None
+                self._distrust()
+        values, sound = [hash((whole, part)) for whole, part, _, _ in rows], self._compared
         self._compared, self._next, self._since_s = step, step + max(row[3] for row in rows), time.monotonic()
         self._cost_s = self._since_s - began_s
         if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:
             # The states before this step were sound, so that each rank's own is compared with its repetition
             before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
         if odd:
-            raise self._wrong(step, odd, before, {"digests": values, "sound": sound})
+            again = ""
+            if before is not None:
+                again = (
+                    ". It has been so before: a lasting fault, or machines of different kinds, for which "
+                    "compare_every_steps=0 turns the comparison off"
+                )
+                odd = before["odd"] if before["odd"] and len(odd) > 1 else odd
+            what = "is not in the state of the other ranks" if len(odd) == 1 else "are in different states"
+            raise self._lost(step, odd, f"after step {step}", what + again, digests=values, sound=sound)
         if before is not None and self.group.is_rank0:
             self.group.log.warning(
                 f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
@@ -177,11 +170,11 @@ class Agreement:
         if self.group.world_size == 1:
             return
         batch = self.group.broadcast_tensors(batch)
-        first = self._exchange([self._computed(loss, batch, step, split)])
-        if not (odd := odd_ones([row[0] for row in first])):
+        first = self.group.gather(self._computed(loss, batch, step, split))
+        if not (odd := odd_ones(first)):
             return
-        second = self._exchange([self._computed(loss, batch, step, split)])
-        unsteady = [rank for rank, row in enumerate(second) if row != first[rank]]
+        second = self.group.gather(self._computed(loss, batch, step, split))
+        unsteady = [rank for rank, value in enumerate(second) if value != first[rank]]
         if 2 * len(unsteady) > self.group.world_size:  # not all of them are broken
             if self.group.is_rank0:
                 self.group.log.warning(
@@ -190,14 +183,10 @@ class Agreement:
                 )
             return
         odd = unsteady or odd
-        with self._deciding:
-            self._be_wrong()
-        self._note(step, odd, computed=[row[0] for row in first], again=[row[0] for row in second])
-        raise PeerLost(
-            f"silent corruption before step {step + 1}: {self._names(odd)} computed other gradients from the same "
-            "batch. Earlier steps may be wrong too: run rankup doctor there. The job goes on from the newest copy.",
-            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
-        )
+        with self.deciding:
+            self._distrust()
+        what = "computed other gradients from the same batch. Earlier steps may be wrong too: run rankup doctor there"
+        raise self._lost(step, odd, f"before step {step + 1}", what, computed=first, again=second)
 
     def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
         """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are
@@ -215,16 +204,16 @@ class Agreement:
                     buffer.copy_(before[name])
         return _digest([value, *(each for each in gradients if each is not None)])
 
-    def _exchange(self, own: list[int]) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
-        rows = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.group.world_size)]
-        self.group.collective(lambda: dist.all_gather(rows, torch.tensor(own)))
-        return [row.tolist() for row in rows]
+    def _distrust(self) -> None:
+        """This rank rescues nothing from now on, and its parts in memory go. While `deciding` is held."""
+        self.wrong = True
+        self._parts.wait()
+        parts.remove(self._run)
 
     @staticmethod
     def _differing(rows: list[list[int]]) -> list[int]:
         odd = {*odd_ones([row[0] for row in rows])}
-        for place in {row[2] for row in rows} - {NONE}:
+        for place in {row[2] for row in rows} - {NOWHERE}:
             replicas = [rank for rank, row in enumerate(rows) if row[2] == place]
             odd |= {replicas[n] for n in odd_ones([rows[rank][1] for rank in replicas])}
         return sorted(odd)
@@ -232,27 +221,8 @@ class Agreement:
     def _names(self, ranks: list[int], between: str = ", ") -> str:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
 
-    def _wrong(self, step: int, odd: list[int], before: dict[str, Any] | None, more: dict[str, Any]) -> PeerLost:
-        """What to raise where the ranks `odd` differ from the others. `before`: the row of an earlier attempt."""
-        again = ""
-        if before is not None:
-            again = (
-                " It has been so before: a lasting fault, or machines of different kinds, for which "
-                "compare_every_steps=0 turns the comparison off."
-            )
-            if before["odd"] and len(odd) > 1:
-                odd = before["odd"]
-        alone = len(odd) == 1
-        self._note(step, odd, **more)
-        verb = "is not in the state of the other ranks" if alone else "are in different states"
-        return PeerLost(
-            f"silent corruption after step {step}: {self._names(odd)} {verb}. The job goes on from the newest copy, "
-            f"which was compared.{again}",
-            suspect=odd[0] if alone else None, nobody_died=True,
-        )
-
-    def _note(self, step: int, odd: list[int], **more: Any) -> None:
-        """Add a row to the record: the ranks `odd` differ from the others."""
+    def _lost(self, step: int, odd: list[int], when: str, what: str, **more: Any) -> PeerLost:
+        """What to raise where the ranks `odd` differ from the others, of which the record gets a row."""
         group = self.group
         row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts], "device": str(group.device),
                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -262,3 +232,7 @@ class Agreement:
                     file.write(f"{json.dumps(row)}\n")
             except OSError as error:  # then the next attempt knows nothing of it
                 group.log.warning(f"{self._path}: {error.strerror}")
+        return PeerLost(
+            f"silent corruption {when}: {self._names(odd)} {what}. The job goes on from the newest copy.",
+            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
+        )

@@ -35,7 +35,7 @@ ALIKE = (
     "multiprocessing_context", "persistent_workers",
 )
 # For evaluations, by the user's loader: the workers may outlive one
-_evaluating: "weakref.WeakKeyDictionary[Any, DataLoader[Any]]" = weakref.WeakKeyDictionary()
+_evaluating: "weakref.WeakKeyDictionary[Any, _Fed]" = weakref.WeakKeyDictionary()
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
@@ -95,10 +95,8 @@ class Split(Source):
         """Raises UserError for a loader that takes sample by sample, where there are several ranks."""
         super().__init__(loader, rank)
         self._tells = False  # its order is drawn again
-        self._parts = _Parts()
         self._share = (0, 1) if splits(loader) else (rank, world_size)
-        self._own = _like(loader, self._parts)
-        self._checked = False
+        self._fed, self._checked = _Fed(loader), False
         if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
             raise UserError(
                 f"batches: the loader must have a batch_size or a batch_sampler, got batch_size=None, whose samples "
@@ -107,9 +105,8 @@ class Split(Source):
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
-        self._parts.source = self._split(islice(self._draw(seed, epoch), skip, None), seed, weights)
-        self._own.generator.manual_seed(seed)
-        return ((batch, weights.popleft()) for batch in Workers(self._own))
+        parts = self._split(islice(self._draw(seed, epoch), skip, None), weights)
+        return ((batch, weights.popleft()) for batch in self._fed.read(parts, seed))
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """The samples' numbers, a global batch at a time."""
@@ -131,13 +128,13 @@ class Split(Source):
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
         return chain(first, chain.from_iterable(drawn))
 
-    def _split(self, drawn: Iterable[Any], seed: int, weights: deque[float]) -> Iterator[Any]:
+    def _split(self, drawn: Iterable[Any], weights: deque[float]) -> Iterator[Any]:
         """This rank's part of each batch, for the DataLoader; their weights, in the same order, go to `weights`."""
         rank, world_size = self._share
         for batch in drawn:
             part, weight = part_of(batch, rank, world_size) if world_size > 1 else (batch, 1.0)
             weights.append(weight)
-            yield _for_workers(part, seed, self.loader)
+            yield part
 
 
 def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
@@ -212,26 +209,38 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     every = list(sampler)
     own = every[rank::world_size]
     padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
-    like = _evaluating.get(loader)
-    if like is None or any(getattr(like, name) != getattr(loader, name) for name in ALIKE):
-        like = _evaluating[loader] = _like(loader, _Parts())
-    parts: Any = like.batch_sampler or like.sampler
-    parts.source = iter([_for_workers(part, seed, loader) for part in (*own, *padding)])
-    for number, batch in enumerate(Workers(like)):
+    fed = _evaluating.get(loader)
+    if fed is None or any(getattr(fed.own, name) != getattr(loader, name) for name in ALIKE):
+        fed = _evaluating[loader] = _Fed(loader)
+    for number, batch in enumerate(fed.read(iter([*own, *padding]), seed)):
         yield batch, 1.0 if number < len(own) else 0.0
 
 
 # DataLoaders ---------------------------------------------------------------------------------------------------------
 
 
-class _Parts:
-    """Takes the place of a batch sampler."""
+class _Fed:
+    """`own`: a DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
 
-    def __init__(self) -> None:
-        self.source: Iterator[Any] = iter(())
+    def __init__(self, loader: Any) -> None:
+        self._given: Iterator[Any] = iter(())
+        self._workers, self._whole = loader.num_workers > 0, loader.batch_sampler is None
+        dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
+        given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
+        given |= {"batch_size": None, "sampler": self} if self._whole else {"batch_sampler": self}
+        # The default generator would be drawn from, for the workers' seeds
+        self.own = DataLoader(dataset, generator=torch.Generator(), **given)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.source
+        return self._given
+
+    def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
+        """The batches of these parts. Workers live longer than an epoch: the seed comes with the samples."""
+        self._given = parts
+        if self._workers:
+            self._given = ((seed, part) if self._whole else [(seed, index) for index in part] for part in parts)
+        self.own.generator.manual_seed(seed)
+        return Workers(self.own)
 
 
 class _Seeded:
@@ -256,22 +265,6 @@ class _Seeded:
             seed_host(derive_seed(numbered[0][0], *(index for _, index in numbered)))
             return list(self.dataset.__getitems__([index for _, index in numbered]))
         return [self[each] for each in numbered]
-
-
-def _for_workers(part: Any, seed: int, loader: Any) -> Any:
-    """What the batch sampler yields for a part. Workers live longer than an epoch: the seed comes with the samples."""
-    if not loader.num_workers:
-        return part
-    return (seed, part) if loader.batch_sampler is None else [(seed, index) for index in part]
-
-
-def _like(loader: Any, parts: _Parts) -> DataLoader[Any]:
-    """A DataLoader as `loader`, of what `parts` yields."""
-    dataset: Any = _Seeded(loader.dataset) if loader.num_workers else loader.dataset
-    given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
-    given |= {"batch_size": None, "sampler": parts} if loader.batch_sampler is None else {"batch_sampler": parts}
-    # The default generator would be drawn from, for the workers' seeds
-    return DataLoader(dataset, generator=torch.Generator(), **given)
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -312,7 +305,6 @@ class Live:
         self.fetched = self.active = 0
         self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
         self.changes_to_repeat = position.changes
-        self.line: dict[str, Any] | None = position.line
         self.has_epochs = False
         self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
         self.running: list[Batches] = []

@@ -14,7 +14,7 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -93,8 +93,7 @@ class Tracked:
             if id(optimizer) in seen:
                 return
             seen.add(id(optimizer))
-            kept = {id(each) for item in self.items.values() for each in _parameters_of(item)}
-            if optimizer.state and not kept & {id(each) for each in _parameters_of(optimizer)}:
+            if optimizer.state and not _parameters(self.items.values()) & _parameters([optimizer]):
                 kind = type(optimizer).__name__
                 say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
 
@@ -407,7 +406,6 @@ class _Zero(nn.Module):
         return total
 
 
-def _parameters_of(item: Any) -> Iterator[Any]:
-    """Of an optimizer, or of what looks like one."""
-    for group in getattr(item, "param_groups", ()):
-        yield from group["params"]
+def _parameters(items: Iterable[Any]) -> set[int]:
+    """The ids of those of the optimizers among the items, and of what looks like one."""
+    return {id(each) for item in items for group in getattr(item, "param_groups", ()) for each in group["params"]}
