@@ -93,15 +93,6 @@ class Group:
             self.watch.settle()
         return not may_begin
 
-    @property
-    def step(self) -> int:
-        """The last optimizer step that this rank finished."""
-        return self.record.read().step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.record.begin(step)
-
     # The end ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Group":

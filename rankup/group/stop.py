@@ -157,7 +157,8 @@ class StopRequest:
         for number in self._reader.recv(4096):
             if number == signal.SIGUSR2:
                 # In a thread of its own: a disk that hangs must not keep this one from the next signal
-                threading.Thread(target=dump, args=("asked",), name="stacks", daemon=True).start()
+                record = self.watch.record if self.watch is not None else None
+                threading.Thread(target=dump, args=("asked", record), name="stacks", daemon=True).start()
             elif number in STOP_SIGNALS:  # SIGCHLD and others pass through the same socket
                 self._take(signal.Signals(number).name, time.monotonic())
         return True
@@ -203,7 +204,6 @@ ASK, ASK_C = signal.SIGUSR2, signal.SIGRTMAX
 
 _file: TextIO | None = None
 _lock = threading.Lock()
-_record: RecordWriter | None = None
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
@@ -223,19 +223,16 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
         faulthandler.register(ASK_C, _file, all_threads=True)
 
 
-def follow(record: RecordWriter) -> None:
-    """From now on dumps say where this rank stands, as its record says."""
-    global _record
-    _record = record
+def dump(why: str, record: RecordWriter | None) -> Path | None:
+    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk.
 
-
-def dump(why: str) -> Path | None:
-    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk."""
+    `record`: says where this rank stands.
+    """
     if _file is None:
         return None
     with _lock:
-        life = _record.read() if _record is not None else None
-        phase, step = (life.phase, life.step) if life is not None else ("", 0)
+        now = record.read() if record is not None else None
+        phase, step = (now.phase, now.step) if now is not None else ("", 0)
         said = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "why": why, "phase": phase, "step": step}
         _file.write(f"# {json.dumps(said)}\n{_stacks()}")
         _file.flush()  # faulthandler's own handler writes beside this object, to the file's number

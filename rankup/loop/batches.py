@@ -26,7 +26,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.record import Position
 from rankup.loop.workers import Workers
-from rankup.seeds import derive_seed, drawn_apart, host_state, seed_host, set_host_state
+from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
 
 NO_ORDER = "Set any_order=True where the order of its batches does not matter."
 EVALUATION = -1  # in place of the epoch
@@ -54,21 +54,19 @@ def splits(loader: Any) -> bool:
 
 
 class Source:
-    """Any iterable: each rank gets what it yields there. `fingerprint`: of the order that was opened last, to be equal
-    on all ranks; "" where ranks may differ."""
+    """Any iterable: each rank gets what it yields there. `replays`: False where the order does not matter.
+    `fingerprint`: of the order that was opened last, to be equal on all ranks; "" where ranks may differ."""
 
     fingerprint = ""
 
     def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
-        """`replays`: False where the order does not matter, so that no batch has to be skipped."""
         self.loader, self.rank, self.replays, self._tells = loader, rank, replays, replays and _tells(loader)
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         """This rank's batches of an epoch with their weights, from number `skip` on.
 
         `seed`: of this pass over the loader. `state`: what `state()` returned after batch `skip`, None at the
-        beginning. The weight is this rank's part of the global batch, times the number of ranks: 1.0 where all parts
-        are equal.
+        beginning. A weight is this rank's part of the global batch, times the number of ranks.
         """
         _prepare(self.loader, seed, epoch)
         own, first = derive_seed(seed, self.rank), 0
@@ -177,20 +175,16 @@ def _seeded_by_number(iterator: Iterator[Any], seed: int, first: int) -> Iterato
 
 def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
     """This rank's batches of an evaluation, each sample once over all ranks, with their weights: 1.0, or 0.0 for one
-    that only keeps this rank busy (`pad`).
+    that only keeps this rank busy (`pad`). The random state is as before between them.
 
-    The ranks take batches in turn, so that a batch is the same for every number of ranks. Whoever draws random numbers
-    afterwards notices nothing. An iterable that is no DataLoader of a map-style data set is read by all ranks, and each
-    takes its turn.
+    The ranks take batches in turn, so that a batch is the same for every number of ranks. An iterable that is no
+    DataLoader of a map-style data set is read by all ranks, and each takes its turn.
     """
     iterator: Iterator[tuple[Any, float]] | None = None
     while True:
-        outer = host_state()
-        try:
+        with host_state_kept():
             iterator = iterator or _evaluation(loader, derive_seed(seed, EVALUATION), rank, world_size, pad=pad)
             found = next(iterator, None)
-        finally:
-            set_host_state(outer)
         if found is None:
             return
         yield found

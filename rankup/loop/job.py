@@ -98,7 +98,7 @@ class Job:
                 for name, digest in self.tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
         self._seed()
-        group.step = self.step_number
+        group.record.begin(self.step_number)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -262,7 +262,6 @@ class Job:
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         self.group.stop.finish_step_first()
         self.agreement.begin(self.position.step, again=again)
-        self.group.step = self.position.step
         self._seed()
         self._enter_step()
 

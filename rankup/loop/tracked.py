@@ -1,12 +1,7 @@
 """The live objects that a user gives to `job.track`: how they get into a copy, and a copy into them.
 
-| given                                        | kept                                    | restored by            |
-|----------------------------------------------|-----------------------------------------|------------------------|
-| a module, also inside DDP, DataParallel or   | its state_dict under the names of the   | load_state_dict        |
-| torch.compile, or split by FSDP2             | bare module                             |                        |
-| an optimizer, scheduler, GradScaler, or any  | its state_dict                          | load_state_dict        |
-| other object with these two methods          |                                         |                        |
-| a dict, a list or a tensor                   | itself                                  | being filled in place  |
+Of a module the state_dict is kept under the names of the bare module, without DDP, DataParallel, torch.compile and
+FSDP2; of what else has state_dict and load_state_dict, that; a dict, a list or a tensor itself.
 
 What a copy holds is the state of the last commit, although the objects may have changed since: the forward pass changes
 buffers, and many loops step a schedule once an epoch, between two steps. So `commit` copies buffers, schedules and the
