@@ -1,5 +1,6 @@
 """Anybody in the network reaches the ports of a job. Nothing that arrives there is run, and no weight changes."""
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import MAIN, result
+from tests.rigs.jobs import MAIN, ROOT, result
 from tests.rigs.strangers import Strangers
 
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--batch-size", "64", "--tensorboard=false", "--progress=none")
@@ -16,6 +17,19 @@ LINE = ("train", *DIGITS, "--max-steps", "150", "--save-every-steps", "20", "--j
 NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
 # Nothing is unpickled -------------------------------------------------------------------------------------------
+
+# torch's collectives of objects, and all that unpickles. torch.load does, unless it is given weights_only=True
+UNPICKLES = re.compile(
+    r"_object_list|(?<!construct)(?<!read)_object\(|cloudpickle|(?<!w)pickle\.(loads?|Unpickler)\(|"
+    r"torch\.load\((?!.*weights_only=True)"
+)
+
+
+def test_no_file_of_ours_calls_what_unpickles():
+    for path in [path for name in ("rankup", "train") for path in sorted((ROOT / name).rglob("*.py"))]:
+        found = [line for line in path.read_text().splitlines() if UNPICKLES.search(line)]
+        assert not found, f"{path}: {found}"
+
 
 METHODS = {
     "ddp": ("--parallel", "ddp", "--optimizer", "adamw"),
