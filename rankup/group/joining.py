@@ -148,16 +148,13 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
 
     CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
     """
-    if wanted is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        wanted = "cpu" if found is None else found.type
-    kind, _, index = wanted.partition(":")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind, _, index = (wanted or (found.type if found else "cpu")).partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    module = getattr(torch, kind, None)
-    count = int(module.device_count()) if module is not None and hasattr(module, "device_count") else 0
-    if count == 0:
+    if found is None or kind != found.type:
         raise LaunchError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
+    count = torch.accelerator.device_count()
     number = int(index) if index else local_rank
     if number >= count:
         # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.

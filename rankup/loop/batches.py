@@ -16,7 +16,7 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -300,10 +300,9 @@ class Live:
         self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
         self.changes_to_repeat = position.changes
         self.has_epochs = False
-        self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
         self.running: list[Batches] = []
         self._sources: list[Source] = []
-        self._skip, self._states = [*position.streams], states
+        self._before = [*zip_longest(position.streams, states[: len(position.streams)])]
 
     def asked_weight(self) -> float:
         """See `rankup.loop.job.Job.weight`."""
@@ -316,7 +315,7 @@ class Live:
         return self.weight
 
     def after_step(self, group: Group) -> None:
-        self.fetched, self.behind = 0, False
+        self.fetched = 0
         if self.weight != 1.0 and not self.weight_asked and not self.weight_said:
             self.weight_said = True
             group.log.info(
@@ -326,14 +325,13 @@ class Live:
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self.streams, self._sources, self._skip, self._states = [], [], [], []
+        self.streams, self._sources, self._before = [], [], []
 
     def open(self, source: Source) -> tuple[int, int, Any]:
         """Another pass over a loader begins: its number in this epoch, how many batches to skip, and the loader's
         state."""
         number = len(self.streams)
-        skip = self._skip[number] if number < len(self._skip) else 0
-        state = self._states[number] if number < len(self._states) else None
+        skip, state = self._before[number] if number < len(self._before) else (0, None)
         self.streams.append(skip)
         self._sources.append(source)
         return number, skip, state
@@ -386,7 +384,6 @@ class Batches:
                     phases.enter(outer)
                 clock.has_batch()
                 if found is None:
-                    live.behind |= 0 < skip == streams[number]
                     return
                 job.tracked.check_unchanged()
                 batch, self.weight = found

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankup.doctor import machine
-from rankup.errors import Stopped, UserError
+from rankup.errors import Stopped, UserError, disk_error
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Live, Source, evaluation_batches
@@ -345,8 +345,7 @@ class Job:
             try:
                 write_atomically(self.run_dir / name, text)
             except OSError as error:
-                what = error.strerror or error
-                raise UserError(f"run_dir: {self.run_dir} must be writable, got {what}.") from None
+                raise disk_error(name, self.run_dir, error) from None
 
         self.group.on_rank0(write)
 
