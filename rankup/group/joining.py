@@ -37,9 +37,8 @@ def start(
             faulthandler.enable()
     record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
     watch = Watchdog(status, stop, record=record, log=log)
-    chosen = pick_device(device, launch.local_rank)
-    group = Group(launch, chosen, watch=watch, stop=stop, log=log)
-    group.backend = pick_backend(backend, chosen)
+    group = Group(launch, pick_device(device, launch.local_rank), watch)
+    group.backend = pick_backend(backend, group.device)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
     status.write_summary([])
     return group

@@ -236,9 +236,7 @@ class Tracked:
 
     def fingerprint(self) -> dict[str, str]:
         """A digest of each item, equal on all ranks where they hold the same."""
-        tree, tensors = encode(self.state())
-        parts = {name: {key: t for key, t in tensors.items() if key.partition("/")[0] == name} for name in tree}
-        return {name: _digest(tree[name], part) for name, part in parts.items()}
+        return {name: _digest(*encode({name: state})) for name, state in self.state().items()}
 
     # Loading --------------------------------------------------------------------------------------------------
 
