@@ -51,7 +51,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name = ""
         self.watch: Any = None  # a Watchdog, which imports this file
-        self._finish_step_first = False
+        # Before the first step a signal ends the process at once: importing torch, joining and downloading may take
+        # minutes, longer than a grace period. Once there is something to save it only sets the flag
+        self.finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
         self._held = threading.local()
         self._readers: dict[int, Callable[[], bool]] = {}
@@ -60,20 +62,15 @@ class StopRequest:
     def requested(self) -> bool:
         return bool(self.signal_name)
 
-    def fileno(self) -> int:
-        """For select: readable once a stop was requested."""
-        return self._requested.fileno()
-
     @property
     def installed(self) -> bool:
         return hasattr(self, "_reader")
 
-    def install(self) -> "StopRequest":
+    def install(self) -> None:
         """Take over the signals. Main thread only, once a process."""
         # The writing end is kept as an attribute: were it closed, the signals would go nowhere
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._requested, self._tell = socket.socketpair()
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Without a handler a signal would end the process and never reach the socket
         for each in TAKEN:
@@ -81,7 +78,6 @@ class StopRequest:
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
         self._readers[self._reader.fileno()] = self._read
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
-        return self
 
     def _pass_on(self, number: int, _: object) -> None:
         """The socket has the signal already, unless somebody has put theirs in its place, as asyncio's loops do."""
@@ -108,21 +104,12 @@ class StopRequest:
                 signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else lambda *_: None)
         self._release()
 
-    def uninstall(self) -> "StopRequest":
+    def uninstall(self) -> None:
         """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
         if self.installed:
             signal.set_wakeup_fd(-1)
             for each in STOP_SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
-        return self
-
-    def finish_step_first(self) -> None:
-        """From now on a signal only sets the flag: the caller looks at it, and there is something to save.
-
-        Before that a signal ends the process at once: importing torch, joining and downloading may take minutes, and
-        the grace period is too short to wait for any of them.
-        """
-        self._finish_step_first = True
 
     def hear(self, fileno: int, receive: Callable[[], bool]) -> None:
         """From now on call `receive` in the thread whenever there is something to read, until it returns False."""
@@ -139,7 +126,6 @@ class StopRequest:
         """Request a stop as that signal does, which may have come to another rank. SIGUSR1 is only a notice."""
         if not self.requested or self.signal_name == "SIGUSR1" != name:
             self.signal_name, self._requested_at_s = name, 0.0
-            self._tell.send(b"!")
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -168,7 +154,7 @@ class StopRequest:
         waited_s = now_s - self._requested_at_s
         if not self._requested_at_s:
             self._requested_at_s = now_s
-            if not self._finish_step_first:
+            if not self.finish_step_first:
                 self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif self.watch is not None:
                 self.watch.tell_others(name)

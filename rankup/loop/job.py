@@ -260,7 +260,7 @@ class Job:
         if self.tracked.items:
             self.tracked.warn_of_others(self.group.log.warning)
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
-        self.group.stop.finish_step_first()
+        self.group.stop.finish_step_first = True
         self.agreement.begin(self.position.step, again=again)
         self._seed()
         self._enter_step()
