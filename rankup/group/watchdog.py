@@ -240,8 +240,9 @@ class Watchdog:
             return math.inf
         now = self.record.read()
         waiting = now.waiting or now.phase == "join"
+        # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
+        gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
         # Without a keeper the checkpoint that this rank writes is all that will be left
-        gone = self._lost.get("code") == KILLED  # a collective with it breaks, or never comes to an end
         if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
             return 0.0
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
