@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 import rankup
 from rankup.agent.ends import StatusFile
-from rankup.agent.protocol import HINT, Member
+from rankup.agent.protocol import HINT
 from rankup.agent.record import RecordWriter
-from rankup.agent.sameness import describe_differences
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group, connect_store, digest
@@ -102,14 +101,10 @@ def check_settings(group: Group) -> None:
     """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
     if group.launch.agent is None:
         return
-    digests = group.gather(digest(group.settings))
-    if len(set(digests)) > 1:
-        members = [
-            Member("", rank, 1, group.world_size, host, 0, digest, 0.0)
-            for rank, (host, digest) in enumerate(zip(group.hosts, digests, strict=True))
-        ]
-        settings = dict(zip(digests, group.gather(group.settings), strict=True))
-        raise UserError(describe_differences(members, settings), printed_elsewhere=not group.is_rank0)
+    if len({*group.gather(digest(group.settings))}) > 1:
+        for name in group.broadcast([*group.settings]):
+            value = group.settings.get(name, "nothing")
+            group.must_match(name, value, remedy="Start all ranks with the same program and settings.")
 
 
 def check_devices(group: Group) -> None:
