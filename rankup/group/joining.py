@@ -19,7 +19,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.protocol import HINT
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
-from rankup.errors import JoinError, LaunchError, UserError
+from rankup.errors import JoinError, LaunchError
 from rankup.group.group import Group, connect_store, digest
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import AgentLine, Watchdog, describe

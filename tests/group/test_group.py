@@ -1,5 +1,6 @@
 """The collectives over host memory: what arrives, and that nothing that arrives is run."""
 
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group, pack, unpack
+from rankup.group.joining import check_settings
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.strangers import Evil
@@ -46,6 +48,11 @@ def check(group: Group) -> None:
     sent = group.broadcast_tensors(received["state"][0]["exp_avg"])
     assert torch.equal(sent, received["state"][0]["exp_avg"])
 
+    group.launch.agent, group.settings = {}, {"lr": "1", "seed": str(rank)}  # type: ignore[misc]
+    with pytest.raises(UserError, match="seed must be the same on all ranks, got 0 on rank 0 .* and 1 on rank 1") if (
+        group.world_size > 1
+    ) else contextlib.nullcontext():
+        check_settings(group)
     with pytest.raises(TypeError):
         group.gather(b"no JSON")
     for error in (UserError, PeerLost):
