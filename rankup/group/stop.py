@@ -2,11 +2,8 @@
 
 SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step. SIGUSR2 comes the same way,
 and asks for the stacks of all threads. Once the rank has a group, the same thread hears its line and looks at the clock
-(`rankup.group.watchdog`): a rank has no other thread for these.
-
-No torch: the handlers are installed before torch is imported, so that a container stopped while it starts ends at once
-instead of being killed after its grace period. (The kernel ignores SIGTERM for a container's first process unless that
-process has a handler.)
+(`rankup.group.watchdog`). No torch: a container that is stopped while it imports torch must end at once, and the kernel
+ignores SIGTERM for a container's first process unless that has a handler.
 """
 
 import contextlib

@@ -3,12 +3,8 @@
 A batch of a DataLoader is a global batch: the loader's own batch sampler draws it, equally on all ranks, and each rank
 takes its part. What splits already (DistributedSampler) is left as it is.
 
-| the loader                                          | goes on in the middle by                    |
-|-----------------------------------------------------|---------------------------------------------|
-| DataLoader of a map-style data set                  | drawing its order again, and loading nothing |
-| anything with state_dict and load_state_dict        | its own state                                |
-| DataLoader of an IterableDataset, any other iterable | loading the earlier batches and dropping them |
-| a generator, or another iterator                    | cannot: refused                              |
+In the middle a DataLoader of a map-style data set goes on by drawing its order again, what has a state_dict by its own
+state, any other iterable by loading the earlier batches and dropping them. A generator can't, and is refused.
 """
 
 import hashlib
