@@ -142,7 +142,7 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
 
     CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = None if wanted == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     kind, _, index = (wanted or (found.type if found else "cpu")).partition(":")
     if kind == "cpu":
         return torch.device("cpu")
