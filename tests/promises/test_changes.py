@@ -252,9 +252,8 @@ class Sequence:
             nodes = {each["node"] for each in its}
             for each in steps:
                 if each["attempt"] < attempt and each["node"] in nodes and each["pid"] not in self.killed_pids:
-                    begun_anew = any(each["attempt"] < other and firsts[other] <= each["step"] for other in firsts)
-                    again = f"attempt {attempt} does step {first} again, though {each}"
-                    assert each["step"] < first or begun_anew, again
+                    anew = any(each["attempt"] < other and firsts[other] <= each["step"] for other in firsts)
+                    assert each["step"] < first or anew, f"attempt {attempt} does step {first} again, though {each}"
             firsts[attempt] = first
             assert first <= max(world, default=0) + 1, f"attempt {attempt} begins at {first} after {max(world)}"
             for each in its:
