@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Live, Source, evaluation_batches
 from rankup.loop.record import Figures, Position, Settings, number_of
 from rankup.loop.saving import Saving
-from rankup.loop.tracked import Tracked, copied, fix_bucket_order
+from rankup.loop.tracked import Tracked, fix_bucket_order
 from rankup.observe.goodput import Course
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
@@ -116,7 +117,7 @@ class Job:
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
         again = self.live.changes_to_repeat > 0
-        before = copied(self.tracked.state()) if again else {}
+        before = deepcopy(self.tracked.state()) if again else {}
         with self.changing:
             yield
             if again:

@@ -21,13 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankup.errors import UserError
-from rankup.state.tree import ITEM, TensorFile, decode, encode
+from rankup.state.tree import ITEM, TensorFile, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
 CHECKS = 40  # so often parameters and other objects are looked at: a mistake in a loop is one of every step
 LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
 KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # that hold no optimizer
-WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "module"}
+WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 class Tracked:
@@ -103,7 +103,7 @@ class Tracked:
         wrapped = {
             f"{outer}.{inner}".lstrip(".")
             for outer, each in module.named_modules()
-            for inner in [next((WRAPPERS[kind] for kind in WRAPPERS if isinstance(each, kind)), "_orig_mod")]
+            for inner in ["module" if isinstance(each, WRAPPERS) else "_orig_mod"]
             if isinstance(getattr(each, inner, None), nn.Module)
         }
 
@@ -296,13 +296,6 @@ class Tracked:
             optimizer.zero_grad(set_to_none=True)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state in memory of its own."""
-    nodes, tensors = encode(state)
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return dict(decode(nodes, copies.__getitem__))
 
 
 def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
