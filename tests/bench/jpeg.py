@@ -31,7 +31,7 @@ from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data import Samples  # noqa: E402
-from train.data.loader import Order, load_batches  # noqa: E402
+from train.data.samples import Order, load_batches  # noqa: E402
 from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
@@ -88,7 +88,7 @@ def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
 
 
 def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
-    normalize = images.Normalize(MEAN, STD)
+    normalize = images.normalizer(MEAN, STD)
     for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):
         yield normalize(batch[0])
 

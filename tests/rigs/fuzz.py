@@ -42,8 +42,8 @@ from rankup.state import reading, tree
 from rankup.state.copies import MANIFEST, STATE, fingerprint
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
-from train.data.sources.decode import decode
-from train.data.sources.mnist_family import read_idx
+from train.data.file_samples import decode
+from train.data.sources.in_memory import read_idx
 from train.run.weights import init_from
 
 Files = dict[str, bytes]
