@@ -185,11 +185,11 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[]
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+def s3() -> Iterator[S3]:
     """A real S3 server."""
     for package in ("s3fs", "moto", "flask_cors"):
         pytest.importorskip(package)
-    server = S3(tmp_path_factory.mktemp("s3") / "server.log")
+    server = S3()
     yield server
     server.close()
 

@@ -34,8 +34,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench import recovery
-from tests.bench.machine import conditions, markdown_table
-from tests.bench.recovery import SETTINGS, Fault, newest_steps
+from tests.bench.machine import conditions, markdown_table, step_ends
+from tests.bench.recovery import SETTINGS, Fault
 from tests.rigs.containers import wait_for
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
@@ -43,11 +43,12 @@ NODES = 3
 recovery.PATIENCE_S = 150  # a node that comes imports torch first; torchrun does not always go on
 TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", *SETTINGS]
 SILENT_S, WAIT_S = 3, 1
-LAUNCH = ["-m", "rankup", "launch", "--master-addr=127.0.0.1", "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
+LAUNCH = ["-m", "rankup", "launch", "--node-rank={node}", "--master-addr=127.0.0.1", "--master-port={port}",
+          "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
 TORCHRUN = [
     "-m", "torch.distributed.run", f"--nnodes=2:{NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d",
     "--rdzv-conf=join_timeout=900,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
-    "--max-restarts=1000",
+    "--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=1000",
 ]
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Each rank writes down where it is and when, as it starts and as it is told to leave
@@ -70,7 +71,7 @@ BUDGET_S = 120.0  # no further round begins after it
 
 
 class Job:
-    """The nodes of one job."""
+    """The nodes of one job: `line`, after the options of a node in LAUNCH or TORCHRUN."""
 
     def __init__(self, folder: Path, line: list[str], *, torchrun: bool = False) -> None:
         self.folder, self.line, self.run, self.port = folder, line, folder / "job", free_port()
@@ -79,13 +80,11 @@ class Job:
 
     def start(self, *nodes: int) -> None:
         for node in nodes:
-            own = [f"--rdzv-endpoint=127.0.0.1:{self.port}"] if self.torchrun else [
-                f"--node-rank={node}", f"--master-port={self.port}"]
-            at = self.line.index("launch" if not self.torchrun else "torch.distributed.run") + 1
+            words = [word.format(node=node, port=self.port) for word in (TORCHRUN if self.torchrun else LAUNCH)]
             with (self.folder / f"node{node}.txt").open("a") as output:
                 self.nodes[node] = psutil.Popen(
-                    [sys.executable, *self.line[:at], *own, *self.line[at:]], cwd=ROOT, stdin=subprocess.DEVNULL,
-                    env=environment({**SEPARATE_STORE, "NODE": str(node)}), stdout=output, stderr=output,
+                    [sys.executable, *words, *self.line], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=output, env=environment({**SEPARATE_STORE, "NODE": str(node)}),
                 )
 
     def processes(self, node: int) -> list[psutil.Process]:
@@ -131,7 +130,7 @@ def pause(job: Job, node: int) -> float:
     fault = Fault(job.run)
     job.start(node)
     fault.cost()
-    times = [entry["time"] for entry in newest_steps(job.run) if entry["time"] > fault.moment_s - 5]
+    times = [end_s for end_s in step_ends(job.run).values() if end_s > fault.moment_s - 5]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
@@ -163,10 +162,9 @@ def measure(job: Job, kind: str) -> dict[str, float]:
 
 
 KINDS = {
-    "launch, a spare": lambda folder: Job(folder, [*LAUNCH, "--nnodes=2", "--spares=1", *TASK, f"--run-dir={folder}"]),
-    f"launch, fewer after {WAIT_S} s": lambda folder: Job(
-        folder, [*LAUNCH, f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}", *TASK, f"--run-dir={folder}"]),
-    "torchrun": lambda folder: Job(folder, [*TORCHRUN, *TASK, f"--run-dir={folder}"], torchrun=True),
+    "launch, a spare": ["--nnodes=2", "--spares=1"],
+    f"launch, fewer after {WAIT_S} s": [f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}"],
+    "torchrun": [],
 }
 
 
@@ -177,7 +175,7 @@ class Light:
         self.count, self.folder, self.attempt = count, folder, -1
         (folder / "job.py").write_text(LIGHT)
         options = [f"--nnodes={count // 2}:{count - 1}", "--spares=1", f"--wait-for-node={WAIT_S}"]
-        self.job = Job(folder, [*LAUNCH, *options, f"--run-dir={folder}", str(folder / "job.py"), str(folder)])
+        self.job = Job(folder, [*options, f"--run-dir={folder}", str(folder / "job.py"), str(folder)])
 
     def times(self, attempt: int, kind: str) -> dict[int, tuple[float, int]]:
         """When each rank did that, and on which node."""
@@ -239,11 +237,6 @@ def light(count: int, repeats: int) -> Iterator[dict[str, float]]:
         made.job.start(*range(count))
         yield {"all start": made.next(count - 1) - began_s}
         time.sleep(5)
-        agents = [*made.job.nodes.values()]
-        before_s, looked_s = sum(sum(each.cpu_times()[:2]) for each in agents), time.monotonic()
-        time.sleep(5)
-        used_s, took_s = sum(sum(each.cpu_times()[:2]) for each in agents) - before_s, time.monotonic() - looked_s
-        yield {"at rest: CPUs that all agents take": used_s / took_s}
         for _ in range(repeats):
             if time.time() - began_s > BUDGET_S:
                 break
@@ -270,9 +263,9 @@ def main() -> None:
         for found in light(given.light, given.repeats):
             take(f"{given.light} light agents", found)
     for _ in range(0 if given.light else given.repeats):
-        for kind, make in KINDS.items():
+        for kind, options in KINDS.items():
             folder = Path(tempfile.mkdtemp())
-            job = make(folder)
+            job = Job(folder, [*options, *TASK, f"--run-dir={folder}"], torchrun=kind == "torchrun")
             try:
                 job.start(*range(NODES))
                 wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())

@@ -44,11 +44,12 @@ class Script:
 SCRIPTS = {
     script.name: script
     for script in (
-        Script("ddp_env"),
+        Script("before_ddp"),
         Script("ddp_local_rank", "--local-rank={{rank}}"),
         # The Trainer is built on Accelerate
         Script("bert_trainer", "--output-dir {folder}"),
-        Script("lightning_digits", "--devices 2"),
+        Script("before_lightning"),
+        Script("imagenet", "--dist-url env://"),
         Script("dcp_checkpoints", "--checkpoint-dir {folder}"),
     )
 }
@@ -81,11 +82,11 @@ def result_of(output: str) -> str:
 
 
 @again_if_aborted
-def by_torchrun(words: Sequence[str | Path]) -> str:
+def by_torchrun(folder: Path, words: Sequence[str | Path]) -> str:
     """The result of two processes under PyTorch's own launcher."""
     port = f"--master-port={free_port()}"
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", port, *words]
-    with ended(start(sys.executable, *command, env=WARN)) as job:
+    with ended(start(sys.executable, *command, env=WARN, cwd=folder)) as job:
         assert set(job.wait()) == {0}, job.output
     return result_of(job.output)
 
@@ -97,7 +98,8 @@ def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: i
     @again_if_aborted
     def by_forks() -> str:
         codes, output = forks.run(
-            *script.words(folder / "expected"), world_size=nproc, preload=f"{__name__}:be_script",
+            *script.words(folder / "expected"), world_size=nproc, cwds=[folder] * nproc,
+            preload=f"{__name__}:be_script",
             env={**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"},
         )
         assert codes == [0] * nproc, output
@@ -107,35 +109,9 @@ def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: i
 
 
 def be_script() -> None:
-    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank. SPAWNED: which of
-    the processes it is that torch.multiprocessing.spawn would start."""
+    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank."""
     warnings.simplefilter("default")
     sys.argv = [word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    if "SPAWNED" in os.environ:
-        import torch.multiprocessing
-
-        torch.multiprocessing.spawn = lambda worker, nprocs, args: worker(int(os.environ["SPAWNED"]), *args)
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
-
-
-def imagenet_on_two_nodes(forks: Forks) -> str:
-    """The result of the example's script, started as its README starts two nodes, of two processes each."""
-    words = [str(FOLDER / "imagenet.py"), "--multiprocessing-distributed", "--world-size", "2"]
-    words += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
-    return by_hand(forks, *([*words, str(node)] for node in (0, 0, 1, 1)), spawned=True)
-
-
-@again_if_aborted
-def by_hand(forks: Forks, *lines: Sequence[str], spawned: bool = False) -> str:
-    """The result of processes that are each started with words of their own, without any launcher. `spawned`: each two
-    are those that one process of a node spawns."""
-    jobs = [
-        forks.start(*words, preload=f"{__name__}:be_script", env={"SPAWNED": str(number % 2)} if spawned else {})
-        for number, words in enumerate(lines)
-    ]
-    codes = [code for job in jobs for code in job.wait()]
-    output = "\n".join(job.output for job in jobs)
-    assert set(codes) == {0}, output
-    return result_of(output)
