@@ -6,7 +6,7 @@ import importlib.machinery
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Puts the hooks in as soon as a module was run, before anybody takes a function out of it."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in HOOKS:
+        if name not in HOOKS and name not in WRAPPED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None
@@ -58,13 +58,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def run_and_hook(module: Any) -> None:
             run(module)
-            HOOKS[name](module)
+            for wrapped in WRAPPED.get(name, ()):
+                _wrap(module, *wrapped)
+            HOOKS.get(name, lambda module: None)(module)
 
         spec.loader.exec_module = run_and_hook  # type: ignore[method-assign]
         return spec
 
 
-def _wrap(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
+def _wrap(module: Any, name: str, before: str = "", after: str = "") -> None:
+    *owners, name = name.split(".")
+    owner = functools.reduce(getattr, owners, module)
     whole = getattr(owner, name)
 
     @functools.wraps(whole)
@@ -79,26 +83,11 @@ def _wrap(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
     setattr(owner, name, call)
 
 
-def _hook_join(join: Any) -> None:
-    _wrap(join, "meet", before="before joining", after="met")
-    _wrap(join.dist, "init_process_group", before="before forming", after="formed")
-
-
-def _hook_watchdog(watchdog: Any) -> None:
-    enter = watchdog.Watchdog.enter
-
-    def entered(self: Any, phase: str, *values: Any, **more: Any) -> None:
-        enter(self, phase, *values, **more)
-        Now.phase = phase
-
-    watchdog.Watchdog.enter = entered
-
-
 def _hook_group(group: Any) -> None:
     reduce = group.Group.sum
 
     def summed(self: Any, tensor: Any) -> Any:
-        if Now.phase == "step":
+        if Now.inside_step:
             at("reducing the loss")
         return reduce(self, tensor)
 
@@ -116,28 +105,17 @@ def _hook_copies(copies: Any) -> None:
     copies.write_durably = written
 
 
-def _hook_keeper(keeper: Any) -> None:
-    _wrap(keeper.Saving, "keep", before="before the rescue")
-
-
-def _hook_candidates(candidates: Any) -> None:
-    _wrap(candidates, "read", before="reading the rescue")
-    _wrap(candidates, "share", before="sending the rescue", after="rescue known")
-
-
 def _hook_loop(loop: Any) -> None:
-    _wrap(loop, "build", before="before building", after="ready")
-    _wrap(loop, "load", after="data loaded")
-    _wrap(loop, "warm_up", before="warming up")
     _hook_optimizers()
     step, evaluate = loop.step, loop.evaluate_and_report
 
     def hooked_step(t: Any, batches: Any) -> Any:
-        Now.step = t.job.step_number + 1
+        Now.step, Now.inside_step = t.job.step_number + 1, True
         hooks = _inside_step(t)
         try:
             return step(t, batches)
         finally:
+            Now.inside_step = False
             for hook in hooks:
                 hook.remove()
 
@@ -195,12 +173,14 @@ def _hook_optimizers() -> None:
         _wrap(module, name, after="in the optimizer")
 
 
-HOOKS: Mapping[str, Callable[[Any], None]] = {
-    "rankup.group.joining": _hook_join,
-    "rankup.group.watchdog": _hook_watchdog,
-    "rankup.group.group": _hook_group,
-    "rankup.state.copies": _hook_copies,
-    "rankup.loop.saving": _hook_keeper,
-    "rankup.state.choice": _hook_candidates,
-    "train.loop": _hook_loop,
+# What runs before and after a function, by module
+WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
+    "rankup.group.joining": [("meet", "before joining", "met"),
+                             ("dist.init_process_group", "before forming", "formed")],
+    "rankup.loop.saving": [("Saving.keep", "before the rescue", "")],
+    "rankup.state.choice": [("read", "reading the rescue", ""), ("share", "sending the rescue", "rescue known")],
+    "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"), ("warm_up", "warming up", "")],
+}
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "rankup.group.group": _hook_group, "rankup.state.copies": _hook_copies, "train.loop": _hook_loop,
 }

@@ -96,7 +96,7 @@ class Now:
     """Where this process is."""
 
     step = 0  # the optimizer step that is being done, from 1; 0 before the first
-    phase = ""  # the watchdog's
+    inside_step = False
 
 
 @functools.cache
