@@ -5,14 +5,12 @@ The logs may be anybody's: of torchrun, a scheduler, containers or `rankup launc
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.explain.diagnosis import Diagnosis, Search, diagnose
-from rankup.explain.faults import WAITED
+from rankup.explain.diagnosis import WAITED, Diagnosis, Search, diagnose
 from rankup.explain.logs import find_files
 
 FAULTY = 20  # exit code of the command where the logs show a fault
@@ -27,7 +25,7 @@ def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()
     `run_dir`: where a name that is no path is looked up. Raises UserError where there is nothing to read.
     """
     found = diagnose_files(paths, run_dir=run_dir)
-    text = json.dumps([asdict(each) for each in found]) if as_json else format_report(found)
+    text = json.dumps([each.as_dict() for each in found]) if as_json else format_report(found)
     return text, not all(each.harmless for each in found)
 
 

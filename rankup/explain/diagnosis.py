@@ -5,38 +5,63 @@ progress; what a scheduler, kernel or launcher says of the end of a process; a f
 """
 
 import re
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from rankup.explain.faults import DIED, FOLLOWED, HARMLESS, ROOT, Fault, faults_in
-from rankup.explain.logs import LogLine, has_time, split_prefixes, time_of
+from rankup.explain.logs import CLOCK, LogLine, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
 MAX_UNKNOWN = 50  # unknown exceptions of one source: those of one rank must not hide another's fault
 LAST_LINES = 6  # of a traceback that are quoted, beside the exception itself
+# The orders of the table of known faults
+ROOT, NAMED, DIED, WAITED, FOLLOWED, SUMMARY, HARMLESS = 1, 2, 3, 4, 5, 6, 9
 
 
-@dataclass(slots=True, eq=False)
-class Diagnosis:
-    """One fault that a log shows. `order`: 1 is nearest to the root cause. `rank`, `host`: who has it, where known."""
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An entry of the table, whose first lines explain the fields. Groups of `pattern` stand in texts as {group}."""
 
+    name: str
     title: str
-    seen: str
-    line: int
-    rank: int | None
-    host: str
     why: str
-    remedy: str
-    order: int
-    harmless: bool = False
-    name: str = ""  # its entry in known_faults.toml; "" for an exception that is not known
-    times: int = 1
-    file: str = ""  # where there are several
-    time: float | None = None  # seconds since 1970
-    traceback: tuple[str, ...] = ()  # its last lines, without the exception
+    remedy: str = ""
+    order: int = DIED
+    contains: tuple[str, ...] = ()
+    pattern: re.Pattern[str] = re.compile("")
+    example: str = ""
+    doubtful: bool = False
+    proof: bool = False
+    late: bool = False
+
+
+@cache
+def known_faults() -> tuple[Fault, ...]:
+    """The table known_faults.toml, in its order."""
+    table = tomllib.loads(Path(__file__).with_name("known_faults.toml").read_text(encoding="utf-8"))
+    return tuple(
+        Fault(name, **entry | {"contains": tuple(entry["contains"]), "pattern": re.compile(entry.get("pattern", ""))})
+        for name, entry in table.items()
+    )
+
+
+@cache
+def _words() -> tuple[tuple[str, Fault], ...]:
+    return tuple((word, fault) for fault in known_faults() for word in fault.contains)
+
+
+def faults_in(text: str) -> list[tuple[Fault, Mapping[str, str | None]]]:
+    """The faults that a line shows, with the groups of their patterns: nearest to the root cause first."""
+    # One flat loop over all words: nearly every line has none of them, and this is most of what a line costs
+    faults = {fault.name: fault for word, fault in _words() if word in text}
+    found = [(each, match.groupdict()) for each in faults.values() if (match := each.pattern.search(text))]
+    return sorted(found, key=lambda pair: pair[0].order)  # stable: the table's order among equals
 
 
 UNKNOWN = Fault(
@@ -69,7 +94,7 @@ PROGRESS = re.compile(r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|lo
 # "step 30/100", "Epoch: [3][ 40/100]", and the bar of tqdm
 COUNTER = re.compile(
     r"(?i)(?:\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?)\b\W{0,4}|\]\[ *|(?P<bar>%\|.*\| ))"
-    r"(\d+) *(?:/|of) *(\d+)"
+    r"(\d+ *(?:/|of) *\d+)"
 )
 FINISHED = re.compile(r"(?i)\b(?:finished|completed?|done|successful(?:ly)?)\b")
 # torchrun's summary has a paragraph for each rank that failed, the first one under the words "Root Cause"
@@ -84,38 +109,57 @@ class _Source:
 
     inside: bool = False  # the next lines are a traceback, up to its exception
     ignored: bool = False  # that traceback does not end the process
-    newest: "_Finding | None" = None  # the last exception
-    bad: "_Finding | None" = None  # the last line that looks like an error
+    newest: "Diagnosis | None" = None  # the last exception
+    bad: "Diagnosis | None" = None  # the last line that looks like an error
     unknown: int = 0  # exceptions of it that are kept
-    ordinary: int = 0  # lines after which the process went on
-    progress: int = 0  # those of them that show progress
+    spoke: int = 0  # its last line that is ordinary: after what it wrote before, the process went on
+    progressed: int = 0  # the last one of them that shows progress
+    bar: str = ""  # where its bar of tqdm stood
     traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     summary: dict[str, str] = field(default_factory=dict)  # the paragraph of torchrun's summary that this is in
     summary_root: bool = False  # the next paragraph is that of the rank that failed first
-    bars: dict[str, str] = field(default_factory=dict)  # by their totals: where each bar of tqdm stood
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Finding(Diagnosis):
+class Diagnosis:
+    """One fault that a log shows. `order`: 1 is nearest to the root cause. `rank`, `host`: who has it, where known.
+
+    `name`: its entry in known_faults.toml; "" for an exception that is not known. `file`: where there are several.
+    `time`: seconds since 1970. `traceback`: its last lines, without the exception.
+    """
+
+    title: str
+    seen: str
+    line: int
+    rank: int | None
+    host: str
+    why: str
+    remedy: str
+    order: int
+    name: str
+    file: str
+    time: float | None
+    times: int = 1
+    traceback: tuple[str, ...] = ()
     fault: Fault
     source: _Source
+    last_line: int  # in which it was seen
     raised: bool = False  # the exception at the end of a traceback
     over: bool = False  # it ended nothing, or the job went on after it
     code: str = ""  # the exit code that the line tells
-    ordinary: int = 0  # of the source, when it wrote this
-    progress: int = 0
 
-    def mark(self, source: _Source) -> None:
-        self.source, self.ordinary, self.progress = source, source.ordinary, source.progress
+    @property
+    def harmless(self) -> bool:
+        return self.order == HARMLESS
 
     @property
     def last(self) -> bool:
         """Whether its process wrote nothing more but noise."""
-        return self.source.ordinary == self.ordinary
+        return self.source.spoke <= self.last_line
 
     @property
     def survived(self) -> bool:
-        return self.over or (self.source.progress > self.progress and not self.fault.proof)
+        return self.over or (self.source.progressed > self.last_line and not self.fault.proof)
 
     @property
     def proves(self) -> bool:
@@ -128,15 +172,21 @@ class _Finding(Diagnosis):
         """What causes are compared by before their times: words from outside, faults and exceptions, then the rest."""
         return self.order if self.order > DIED else ROOT if self.order == ROOT and self.fault.proof else DIED
 
-    def may_be_of(self, other: Diagnosis) -> bool:
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("title", "seen", "line", "rank", "host", "why", "remedy", "order", "harmless", "name", "times", "file",
+                 "time", "traceback")
+        return {name: getattr(self, name) for name in names}
+
+    def may_be_of(self, other: "Diagnosis") -> bool:
         """Whether both may be of one rank: launchers do not always name rank and host."""
         same_rank = self.rank == other.rank or None in (self.rank, other.rank)
         return same_rank and (self.host == other.host or "" in (self.host, other.host))
 
-    def take(self, other: "_Finding") -> None:
+    def take(self, other: "Diagnosis") -> None:
         """Be the other one too, which says the same."""
         if other.last:
-            self.mark(other.source)
+            self.source, self.last_line = other.source, other.last_line
         self.raised, self.times = self.raised or other.raised, self.times + other.times
         self.rank = other.rank if self.rank is None else self.rank
         self.host, self.traceback = self.host or other.host, self.traceback or other.traceback
@@ -147,16 +197,14 @@ class Search:
     """Looks for faults in one log after the other."""
 
     def __init__(self) -> None:
-        self._findings: list[_Finding] = []
-        self._newest: dict[tuple[object, ...], _Finding] = {}  # of each fault, rank and host
+        self._findings: list[Diagnosis] = []
+        self._newest: dict[tuple[object, ...], Diagnosis] = {}  # of each fault, rank and host
         self._sources: dict[str, _Source] = {}
         self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
         self._failed = False  # somebody said so
         self._files: dict[str, int] = {}  # in their order
-        # Of the line that is read
-        self._file, self._number = "", 0
-        self._clock = ""  # the last line of its file that has a time
-        self._progress = 0  # number of the last line of its file that shows progress
+        # Of the file that is read: the line, the last one that has a time, the last ordinary one, the last progress
+        self._file, self._number, self._clock, self._last, self._progress = "", 0, "", "", 0
 
     def read(
         self, lines: Iterable[str], *, file: str = "", rank: int | None = None, host: str = "", failed: bool = False
@@ -167,25 +215,22 @@ class Search:
         """
         self._files.setdefault(file, len(self._files))
         self._failed |= failed
-        self._file, self._clock, self._progress, last, begun = file, "", 0, "", len(self._findings)
+        self._file, self._clock, self._last, self._progress, begun = file, "", "", 0, len(self._findings)
         for self._number, raw in enumerate(lines, 1):
             line = split_prefixes(raw)
             who = "" if rank is not None else line.source
             line = LogLine(line.text, rank if line.rank is None else line.rank, line.host or host, who)
-            source = self._source(line)
-            if has_time(raw):
+            if CLOCK.search(raw, 0, 120):
                 self._clock = raw[:200]
-            if source.summary or source.summary_root or line.text.startswith((SUMMARY_ROOT, "  host")):
-                line = self._in_summary(line, source)
-                source = self._source(line)
-            if failed:
-                if self._known(line, source) is None:
-                    source.bad = self._finding(UNKNOWN, line, source)
-            elif self._look_at(line, source):
-                last = line.text
+            line = self._in_summary(line, self._source(line))
+            source = self._source(line)
+            if not failed:
+                self._look_at(line, source)
+            elif self._known(line, source) is None:
+                source.bad = self._finding(UNKNOWN, line, source)
         # A job that was stopped, started again and finished
         restarted = any(each.name == "torchrun-restarts" for each in self._findings[begun:])
-        for each in self._findings[begun:] if FINISHED.search(last) else ():
+        for each in self._findings[begun:] if FINISHED.search(self._last) else ():
             each.over |= each.line < self._progress and (restarted or each.fault.proof)
 
     def _source(self, line: LogLine) -> _Source:
@@ -202,8 +247,8 @@ class Search:
         elif SUMMARY_END.match(line.text):
             source.summary_root = source.summary_root and not source.summary
             source.summary = {}
-        elif (found := SUMMARY_FIELD.match(line.text)) and found[1] not in source.summary:
-            source.summary[found[1]] = found[2]
+        elif found := SUMMARY_FIELD.match(line.text):
+            source.summary.setdefault(found[1], found[2])
         if "local_rank" not in source.summary.get("rank", ""):
             return line
         rank, host = int(source.summary["rank"].split()[0]), source.summary.get("host", "")
@@ -212,8 +257,8 @@ class Search:
         text = line.text.removeprefix("  traceback : ").removeprefix("  ")
         return LogLine(text, rank, host, f"{line.source} summary of {rank} {host}")
 
-    def _look_at(self, line: LogLine, source: _Source) -> bool:
-        """Note what a line shows. Whether it is an ordinary line: its process went on after what it wrote before."""
+    def _look_at(self, line: LogLine, source: _Source) -> None:
+        """Note what a line shows."""
         text = line.text
         if CHAIN.match(text) and source.newest is not None and source.newest.fault is UNKNOWN:
             self._findings.remove(source.newest)
@@ -233,11 +278,9 @@ class Search:
         elif known is None and LOOKS_BAD.match(text):
             source.bad = self._finding(UNKNOWN, line, source)
         elif known is None and not NOISE.match(text):
-            self._go_on(line, source)
-            return True
-        return False
+            self._go_on(text, source)
 
-    def _raise(self, finding: _Finding | None, line: LogLine, source: _Source) -> None:
+    def _raise(self, finding: Diagnosis | None, line: LogLine, source: _Source) -> None:
         """An exception, at the end of its traceback."""
         if finding is None and source.unknown < MAX_UNKNOWN and len(self._findings) < MAX_KEPT:
             source.unknown += 1
@@ -250,20 +293,18 @@ class Search:
             finding.raised, finding.traceback = True, finding.traceback or tuple(source.traceback)
         source.newest, source.inside, source.ignored = finding, False, False
 
-    def _go_on(self, line: LogLine, source: _Source) -> None:
-        """An ordinary line."""
-        found = COUNTER.search(line.text)
-        progress = found is not None or PROGRESS.search(line.text) is not None
-        if found and found["bar"]:  # tqdm draws its bar once more after an exception
-            progress = source.bars.get(found[3], found[2]) != found[2]
-            if found[3] in source.bars or len(source.bars) < MAX_KEPT:
-                source.bars[found[3]] = found[2]
-        source.ordinary += 1
+    def _go_on(self, text: str, source: _Source) -> None:
+        """An ordinary line: the process went on after what it wrote before."""
+        source.spoke, self._last = self._number, text
+        counter = COUNTER.search(text)
+        if counter and counter["bar"]:  # tqdm draws its bar once more after an exception
+            progress, source.bar = counter[2] != source.bar, counter[2]
+        else:
+            progress = counter is not None or PROGRESS.search(text) is not None
         if progress:
-            source.progress += 1
-            self._progress = self._number
+            source.progressed = self._progress = self._number
 
-    def _known(self, line: LogLine, source: _Source) -> _Finding | None:
+    def _known(self, line: LogLine, source: _Source) -> Diagnosis | None:
         """Keep the fault nearest to the root cause that this line shows."""
         if not (matches := faults_in(line.text)):
             return None
@@ -277,7 +318,7 @@ class Search:
         finding = self._newest.get(key)
         if finding is not None and not finding.survived:
             finding.times += 1
-            finding.mark(source)
+            finding.source, finding.last_line = source, self._number
             return finding
         finding = self._finding(fault, replace(line, rank=rank, host=host), source, groups)
         finding.code = code
@@ -288,15 +329,14 @@ class Search:
 
     def _finding(
         self, fault: Fault, line: LogLine, source: _Source, groups: Mapping[str, str | None] | None = None
-    ) -> _Finding:
+    ) -> Diagnosis:
         words = {name: value or "" for name, value in (groups or {}).items()}
         words["rank"] = "?" if line.rank is None else str(line.rank)
         title, why, remedy = (text.format_map(words) for text in (fault.title, fault.why, fault.remedy))
-        return _Finding(
+        return Diagnosis(
             title=title, seen=line.text.strip()[:MAX_SEEN], line=self._number, rank=line.rank, host=line.host, why=why,
-            remedy=remedy, order=fault.order, harmless=fault.order == HARMLESS, name=fault.name, file=self._file,
-            time=time_of(self._clock), fault=fault, source=source, ordinary=source.ordinary,
-            progress=source.progress,
+            remedy=remedy, order=fault.order, name=fault.name, file=self._file, time=time_of(self._clock), fault=fault,
+            source=source, last_line=self._number,
         )
 
     def result(self) -> list[Diagnosis]:
@@ -307,24 +347,23 @@ class Search:
         if not any(each.proves or (self._failed and each.order < HARMLESS) for each in found):
             found = [each for each in found if each.harmless or each.fault.doubtful]
             for each in found:
-                each.harmless, each.order = True, HARMLESS
+                each.order = HARMLESS
             # A last line that looks bad, where the logs show no fault
             bad = [source.bad for source in self._sources.values() if source.bad is not None and source.bad.proves]
             found = [*bad[-1:], *found]
         elif any(each.code == "1" for each in found) and all(each.survived for each in raised):
             # Python's code for an exception: its rank can't be told from those that went on
             found = [each for each in self._findings if each in found or each in raised[-1:]]
-        kept: list[_Finding] = []
+        kept: list[Diagnosis] = []
         for each in found:
             same = (old for old in kept if (old.name or old.seen, old.code) == (each.name or each.seen, each.code))
             if (first := next((old for old in same if old.may_be_of(each)), None)) is None:
                 kept.append(each)
             else:
                 first.take(each)
-        names = [column.name for column in fields(Diagnosis)]
-        return [Diagnosis(**{name: getattr(each, name) for name in names}) for each in self._by_cause(kept)]
+        return self._by_cause(kept)
 
-    def _by_cause(self, found: list[_Finding]) -> list[_Finding]:
+    def _by_cause(self, found: list[Diagnosis]) -> list[Diagnosis]:
         """The root cause first; among those of one kind the earliest, where all have a time."""
         interrupted = [each for each in found if each.fault is UNKNOWN and INTERRUPTED.match(each.seen)]
         errors = [each for each in found if each.raised and each.order <= DIED and each not in interrupted]
@@ -338,21 +377,20 @@ class Search:
                     each.over = True  # of an exception that is there itself
                 elif each.rank is not None and self._first_rank not in (None, each.rank):
                     each.order = FOLLOWED
-        found = sorted((each for each in found if not each.over), key=lambda each: each.kind)
-        groups = [list(group) for _, group in groupby(found, lambda each: each.kind)]
-        return [each for group in groups for each in self._earliest_first(group, bool(errors))]
 
-    def _earliest_first(self, group: list[_Finding], errors: bool) -> list[_Finding]:
-        """Findings of one kind. `errors`: there are exceptions among all findings."""
-        timed = all(each.time is not None for each in group)
-
-        def place(each: _Finding) -> tuple[bool, float, bool]:
+        def place(each: Diagnosis) -> tuple[bool, float, bool]:
             # A line that its process survived for a while comes after what ended a process
-            survived = errors and not (each.raised or each.last or each.fault.proof)
+            survived = bool(errors) and not (each.raised or each.last or each.fault.proof)
             other_rank = self._first_rank is None or each.rank != self._first_rank
             return survived, (each.time or 0.0) if timed else 0.0, other_rank
 
-        return sorted(group, key=place)
+        ordered: list[Diagnosis] = []
+        left = sorted((each for each in found if not each.over), key=lambda each: each.kind)
+        for _, group in groupby(left, lambda each: each.kind):
+            alike = list(group)
+            timed = all(each.time is not None for each in alike)
+            ordered += sorted(alike, key=place)
+        return ordered
 
 
 def _is_before(one: Diagnosis, other: Diagnosis) -> bool:

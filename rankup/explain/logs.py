@@ -16,7 +16,6 @@ from rankup.errors import UserError
 from rankup.places.files import read_json
 
 MAX_FILES = 10_000
-STDIN = "-"
 # slurm-7.out, job.e123 of PBS, worker.log.1 of logrotate; a name without a dot may be one too
 LOG_NAME = re.compile(r"[^.]+|.*\.(?:log|out|err|txt|stdout|stderr|[oe]\d+)(?:\.\d+)?")
 RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
@@ -26,24 +25,19 @@ TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)
 MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
 MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-DIGITS = "0123456789"
-# The characters that a prefix may begin with, and its pattern. The first test is cheap and spares most of the patterns.
-# Several prefixes may follow each other: the innermost one knows best who wrote the line.
-PREFIXES = [
-    (begin, re.compile(pattern))
-    for begin, pattern in (
-        ("[", r"\[(?P<host>[\w.-]+) r(?P<rank>\d+)/\d+\] ?"),  # ours, on the terminal
-        (DIGITS, r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d (?P<host>[\w.-]+) r(?P<rank>\d+) "),  # ours, in logs/rank-N.log
-        ("[", r"\[(?:\w*?)(?:default|rank)(?P<rank>\d+)\]:\s?"),  # torchrun's --tee, and torch's hook for exceptions
-        ("[", r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] "),  # kubectl logs --prefix
-        ("", r"(?P<host>[\w.-]{1,80})\s*\| "),  # docker compose
-        (DIGITS, r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d) "),  # time stamps of docker and kubectl
-        (DIGITS + " ", r"\s{0,3}(?P<rank>\d{1,5}): "),  # srun --label
-        ("[", r"\[\d+,(?P<rank>\d+)\]<std(?:err|out)>:\s?"),  # mpirun --tag-output
-        ("MTWFS", r"\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\[(?P<rank>\d+)\]<std(?:err|out)>:\s?"),  # horovodrun
-        ("(", r"\(\w+ pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) "),  # Ray
-    )
-]
+# What stands before a line. Several prefixes may follow each other: the innermost one knows best who wrote the line
+PREFIX = re.compile("|".join((
+    r"\[(?P<host1>[\w.-]+) r(?P<rank1>\d+)/\d+\] ?",  # ours, on the terminal
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d (?P<host2>[\w.-]+) r(?P<rank2>\d+) ",  # ours, in logs/rank-N.log
+    r"\[(?:\w*?)(?:default|rank)(?P<rank3>\d+)\]:\s?",  # torchrun's --tee, and torch's hook for exceptions
+    r"\[pod/(?P<host4>[\w.-]+)/[\w.-]+\] ",  # kubectl logs --prefix
+    r"(?P<host5>[\w.-]{1,80})\s*\| ",  # docker compose
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d) ",  # time stamps of docker and kubectl
+    r"\s{0,3}(?P<rank7>\d{1,5}): ",  # srun --label
+    r"\[\d+,(?P<rank8>\d+)\]<std(?:err|out)>:\s?",  # mpirun --tag-output
+    r"\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\[(?P<rank9>\d+)\]<std(?:err|out)>:\s?",  # horovodrun
+    r"\(\w+ pid=\d+(?:, ip=(?P<host10>[\w.:]+))?\) ",  # Ray
+)))
 CLOCK = re.compile(r"\d\d:\d\d:\d\d")
 # Where in a line a time is, by who writes it so. glog and torch leave out the year
 TIMES = [re.compile(pattern) for pattern in (
@@ -70,7 +64,7 @@ class LogFile:
         if self.ends:
             yield from self.ends
             return
-        is_input = str(self.path) == STDIN
+        is_input = str(self.path) == "-"
         file_or_number = sys.stdin.fileno() if is_input else self.path
         with open(file_or_number, encoding="utf-8", errors="replace", closefd=not is_input, newline="\n") as file:
             belongs = not self.since
@@ -91,9 +85,6 @@ class LogLine:
     rank: int | None = None
     host: str = ""
     source: str = ""  # lines of one source belong together, such as the lines of a traceback
-
-
-# Files --------------------------------------------------------------------------------------------------------------
 
 
 def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile]:
@@ -123,9 +114,9 @@ def _of_run(directory: Path) -> list[LogFile]:
     attempt = str(status.get("attempt", ""))
     began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
     since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
+    files = sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else []
     ends = []
-    for path in sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else []:
-        end = _read_object(path)
+    for end in map(_read_object, files):
         if end.get("state") == "failed":
             # A user's mistake is marked as on the terminal
             code, why = end.get("code"), end.get("why")
@@ -150,7 +141,7 @@ def _of_folder(folder: Path) -> Iterator[LogFile]:
             # Its folders count the ranks of one node. Several nodes' are told apart by the folders' names alone
             if int(found["attempt"]) == last[found["job"]]:
                 yield LogFile(path, name, int(found["rank"])) if len(last) == 1 else LogFile(path, name, host=name)
-        elif LOG_NAME.fullmatch(path.name) and "filtered_" not in path.name and _is_text(path):
+        elif LOG_NAME.fullmatch(path.name) and "filtered_" not in path.name:
             rank = _rank_in(path.name)
             yield LogFile(path, name, rank, path.name.split(".")[0] if rank is None else "")
 
@@ -160,44 +151,26 @@ def _rank_in(name: str) -> int | None:
     return int(rank[1]) if rank else None
 
 
-def _is_text(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(1024)
-    except OSError:
-        return True  # whoever reads it gets the reason
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is none, since a failed run may have left anything."""
     found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 
-# Lines --------------------------------------------------------------------------------------------------------------
-
-
 def split_prefixes(text: str) -> LogLine:
     """Take the prefixes off a line."""
-    rest = text[:MAX_LINE].rstrip("\r\n")
-    rest = COLOUR.sub("", rest) if "\x1b" in rest else rest
+    rest = COLOUR.sub("", text[:MAX_LINE].rstrip("\r\n"))
     rank, host, prefixed = None, "", False
     for _ in range(MAX_PREFIXES):
-        piped = "| " in rest[:90]
-        candidates = [pattern for begin, pattern in PREFIXES if (rest[:1] in begin if begin else piped)]
-        found = next(filter(None, (pattern.match(rest) for pattern in candidates)), None)
-        if found is None or not rest:
+        if not (found := PREFIX.match(rest)):
             break
-        names = found.groupdict()
-        rank = int(names["rank"]) if names.get("rank") else rank
-        host = names.get("host") or host
+        for name, value in found.groupdict().items():
+            if value and name.startswith("rank"):
+                rank = int(value)
+            elif value:
+                host = value
         prefixed, rest = True, rest[found.end() :]
     return LogLine(rest, rank, host, f"{rank} {host}" if prefixed else "")
-
-
-def has_time(text: str) -> bool:
-    """Whether `time_of` may find a time in this line; quick."""
-    return CLOCK.search(text, 0, 120) is not None
 
 
 def time_of(text: str) -> float | None:

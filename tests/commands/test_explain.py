@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankup.explain import diagnose_files, format_report
-from rankup.explain.diagnosis import MAX_SEEN, MAX_UNKNOWN, diagnose
-from rankup.explain.faults import HARMLESS, Fault, known_faults
+from rankup.explain.diagnosis import HARMLESS, MAX_SEEN, MAX_UNKNOWN, Fault, diagnose, known_faults
 from tests.rigs.jobs import ROOT, environment
 
 LOGS = Path(__file__).parent / "logs"
@@ -49,7 +48,7 @@ def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
     lines = [line for path in LOGS.glob("*.log") for line in path.read_text().splitlines()]
     lines += [fault.example for fault in known_faults()]
     for fault in known_faults():
-        matched = [line for line in lines if fault.pattern and fault.pattern.search(line)]
+        matched = [line for line in lines if fault.pattern.pattern and fault.pattern.search(line)]
         assert all(any(word in line for word in fault.contains) for line in matched), fault.name
 
 
