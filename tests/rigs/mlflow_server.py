@@ -1,9 +1,6 @@
 """A real MLflow server on this machine, with its data in a folder, and what it says over HTTP."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.jobs import environment, wait_for
+from tests.rigs.jobs import ended, start, wait_for
 
 
 @dataclass
@@ -30,22 +27,14 @@ class Server:
         # `mlflow server` starts this command too, with these variables; that takes two more imports of MLflow
         command = [
             sys.executable, "-m", "uvicorn", "mlflow.server.fastapi_app:app", "--host", "127.0.0.1",
-            "--port", str(self.port), "--workers", "1",
+            "--port", str(self.port), "--workers", "1", "--log-level", "error",
         ]
         more = {"_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{self.folder}/mlflow.db",
                 "_MLFLOW_SERVER_ARTIFACT_ROOT": str(self.folder / "artifacts"),
                 "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONWARNINGS": "ignore"}
-        with (self.folder / "server.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, env=environment(more), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )
-        try:
-            wait_for("its answer", self._answers, process=process, log=(self.folder / "server.log").read_text)
+        with ended(start(*command, env=more)) as job:
+            wait_for("its answer", self._answers, process=job.processes[0])
             yield self
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
     def ask(self, path: str, **question: Any) -> dict[str, Any]:
         """What the REST API answers, by POST where there is a question."""
