@@ -26,8 +26,8 @@ IN_CI = os.environ.get("CI") == "true"
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
 # Whoever has one of these names, of a fixture too, may start a process
 STARTERS = {
-    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "start_ranks",
-    "ended", "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
+    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "ended",
+    "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
 }
 # pytest-xdist's processes: each runs tests, and the one that started them runs none
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ

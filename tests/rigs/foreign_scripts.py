@@ -6,13 +6,12 @@ import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, ended, free_port, start
+from tests.rigs.jobs import ROOT
 
 Result = TypeVar("Result")
 Once = Callable[[str, Callable[[], str]], str]  # the fixture `once`
@@ -25,34 +24,18 @@ ABORTED = "terminate called without an active exception"
 RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
 
 
-@dataclass(frozen=True)
-class Script:
-    """One script. `arguments`: for two processes on one node; {folder} is a new one."""
-
-    name: str
-    arguments: str = ""
-
-    @property
-    def path(self) -> Path:
-        return FOLDER / f"{self.name}.py"
-
-    def words(self, folder: Path, arguments: str | None = None) -> list[str]:
-        text = self.arguments if arguments is None else arguments
-        return [str(self.path), *(word.format(folder=folder) for word in text.split())]
-
-
-SCRIPTS = {
-    script.name: script
-    for script in (
-        Script("before_ddp"),
-        Script("ddp_local_rank", "--local-rank={{rank}}"),
-        # The Trainer is built on Accelerate
-        Script("bert_trainer", "--output-dir {folder}"),
-        Script("before_lightning"),
-        Script("imagenet", "--dist-url env://"),
-        Script("dcp_checkpoints", "--checkpoint-dir {folder}"),
-    )
+# For two processes on one node; {folder} is a new one, {{rank}} the local rank
+ARGUMENTS = {
+    "ddp_local_rank": "--local-rank={{rank}}",
+    "bert_trainer": "--output-dir {folder}",  # the Trainer is built on Accelerate
+    "dcp_checkpoints": "--checkpoint-dir {folder}",
+    "imagenet": "--dist-url env://",
 }
+
+
+def words(name: str, folder: Path) -> list[str]:
+    """The script of that name and its arguments."""
+    return [str(FOLDER / f"{name}.py"), *ARGUMENTS.get(name, "").format(folder=folder).split()]
 
 
 def again_if_aborted(test: Callable[..., Result]) -> Callable[..., Result]:
@@ -81,31 +64,19 @@ def result_of(output: str) -> str:
     return str(found[0])
 
 
-@again_if_aborted
-def by_torchrun(folder: Path, words: Sequence[str | Path]) -> str:
-    """The result of two processes under PyTorch's own launcher."""
-    port = f"--master-port={free_port()}"
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", port, *words]
-    with ended(start(sys.executable, *command, env=WARN, cwd=folder)) as job:
-        assert set(job.wait()) == {0}, job.output
-    return result_of(job.output)
-
-
-def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: int = 2) -> str:
+def expected(name: str, once: Once, forks: Forks, folder: Path, *, nproc: int = 2) -> str:
     """What a script comes to in processes with torchrun's variables, which are forked from one that has imported torch.
     That torchrun itself leads to the same: test_foreign.py, by one of the scripts."""
 
     @again_if_aborted
     def by_forks() -> str:
-        codes, output = forks.run(
-            *script.words(folder / "expected"), world_size=nproc, cwds=[folder] * nproc,
+        return result_of(forks.ends(
+            *words(name, folder / "expected"), world_size=nproc, cwds=[folder] * nproc,
             preload=f"{__name__}:be_script",
             env={**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"},
-        )
-        assert codes == [0] * nproc, output
-        return result_of(output)
+        ))
 
-    return once(script.name, by_forks)
+    return once(name, by_forks)
 
 
 def be_script() -> None:

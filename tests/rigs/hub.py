@@ -61,11 +61,6 @@ class Hub:
             names = sorted({start + path.removeprefix(start).partition("/")[0] for path in inside})
             return [inside.get(name, {"type": "directory", "path": name, "oid": COMMIT}) for name in names]
 
-        @app.post(f"{api}/paths-info/<commit>")
-        def paths_info(commit: str) -> list[dict[str, Any]]:
-            asked = request.json["paths"] if request.is_json else request.form.getlist("paths")
-            return [file for file in self.files() if file["path"] in asked]
-
         @app.get(f"/datasets/{self.name}/resolve/<commit>/<path:path>")
         def content(commit: str, path: str) -> flask.Response:
             answer = flask.send_from_directory(self.folder, path)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,14 +107,6 @@ def rank_env(rank: int, world_size: int, port: int, **more: str) -> dict[str, st
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), **more,
     }
-
-
-def start_ranks(world_size: int, arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
-    """All ranks by hand: the five variables."""
-    job, port = Job(), free_port()
-    for rank in range(world_size):
-        start(sys.executable, MAIN, *arguments, env={**rank_env(rank, world_size, port), **(env or {})}, job=job)
-    return job
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 240) -> Job:
