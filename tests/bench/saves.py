@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench.machine import conditions, markdown_table, run, step_ends
-from tests.rigs import place_hooks
+from tests.rigs import places
 from tests.rigs.jobs import MAIN, ROOT
 
 EVERY = 15
@@ -54,8 +54,8 @@ def train(how: str, world_size: int, steps: int, folder: Path) -> dict[str, floa
 
 def install() -> None:
     """In a process of the training: measure, once `train.loop` is imported."""
-    place_hooks.HOOKS, place_hooks.WRAPPED = {"train.loop": measure}, {}
-    sys.meta_path.insert(0, place_hooks._Finder())
+    places.HOOKS, places.WRAPPED = {"train.loop": measure}, {}
+    sys.meta_path.insert(0, places._Finder())
 
 
 def measure(loop: Any) -> None:

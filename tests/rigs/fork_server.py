@@ -330,7 +330,7 @@ def _be_a_server(channel: socket.socket) -> NoReturn:
         del sys.modules[name]
     del sys.path[0]  # the folder of this file
     if FAULTS in env:
-        importlib.import_module("tests.rigs.place_hooks").install()
+        importlib.import_module("tests.rigs.places").install()
     sys.argv = [file, json.dumps({**order, "channel": passed})]
     runpy.run_path(file, run_name="__main__")
     os._exit(99)
