@@ -4,6 +4,7 @@
 No torch here: `join` imports it.
 """
 
+import contextlib
 import getpass
 import logging
 import os
@@ -118,18 +119,43 @@ class Program:
         self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, longest_phase_s: float = 1800.0,
         device: str | None = None, backend: str | None = None, needs_process_group: bool = True, trains: bool = True,
     ) -> "Group":
-        """Meet the other ranks. See `rankup.group.joining.join` for the arguments, errors and the group as a context.
+        """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
-        `trains`: this job is about to own the run in `run_dir`; else it only writes the status of its end there.
+        Returns a context manager. A block that ends well leaves the group together with all other ranks. A block that
+        ends with an error reports it to the others first, and raises in its place what stands behind it, where it is
+        another rank's end. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
+
+        `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the
+        backend, are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
+        `backend`: of torch, for the device's memory; None takes torch's default. `longest_phase_s`: of all deadlines;
+        torch's own timeout is longer. `needs_process_group`: even a rank alone gets one. `trains`: this job is about to
+        own the run in `run_dir`; else it only writes the status of its end there.
+
+        Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
+        lost meanwhile, UserError (2) where they differ, and LaunchError (2) for a device that is not there.
         """
-        from rankup.agent.ends import StatusFile
-        from rankup.group.joining import join
+        from torch import distributed
 
-        return join(
-            self.rank_env, settings=settings, timeout_s=timeout_s, device=device, backend=backend,
-            longest_phase_s=longest_phase_s, status=StatusFile(run_dir, self.rank_env, shared=trains), stop=self.stop,
-            log=self.log, needs_process_group=needs_process_group,
+        from rankup.agent.ends import StatusFile
+        from rankup.group import joining
+
+        launch = self.rank_env
+        group = joining.start(
+            launch, settings=settings, device=device, backend=backend, stop=self.stop, log=self.log,
+            status=StatusFile(run_dir, launch, shared=trains),
         )
+        with contextlib.ExitStack() as unless_joined:
+            unless_joined.push(group)
+            if launch.world_size > 1:
+                joining.meet(group, timeout_s=timeout_s)
+                joining.form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+                joining.check_settings(group)
+                joining.check_devices(group)
+            elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
+                store = distributed.HashStore()  # type: ignore[attr-defined]
+                distributed.init_process_group(group.backend, store=store, rank=0, world_size=1)
+            unless_joined.pop_all()
+        return group
 
     def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
         """Check whether the machines are fit for a training, in place of one. Returns the exit code: 0, 10 with

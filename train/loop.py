@@ -82,7 +82,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     # What is likely to be slow, or to fail later
     job.warn_of_limits(num_threads=config.num_threads, one_device_per_rank=method.one_device_per_rank)
     if config.checkpoint_format == "sharded":
-        job.check_shared_folder()
+        job.run.check_shared()
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)
@@ -103,7 +103,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
         "steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()
     }
     job.course.unit, job.course.per_step = workload.unit, config.batch_size
-    job.course.total = job.saving.total = total_steps
+    job.course.total = total_steps
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)

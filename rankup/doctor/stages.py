@@ -31,8 +31,8 @@ from rankup.env.rank_env import RankEnv, describe, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import check_devices, check_settings, form, meet, start
-from rankup.group.line import Suspect
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Suspect
 
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
@@ -46,7 +46,7 @@ REPEAT_S = 1.0  # for how long the same thing is computed again and again
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a training is going to need. `settings`: what must be the same on all ranks, by name. `device`, `backend`:
-    as for `rankup.group.joining.join`. `num_threads`, `num_workers`: of each rank. Times in seconds."""
+    as for `rankup.Program.join`. `num_threads`, `num_workers`: of each rank. Times in seconds."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     device: str | None = None
@@ -106,8 +106,9 @@ class _Doctor:
         try:
             with start(
                 launch, settings=plan.settings, device=plan.device, backend=plan.backend,
-                status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log, leaving=self._leave,
+                status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log,
             ) as group:
+                group.watch.leaving = self._leave
                 self._check(group, "repetition", repetition(group.device))
                 if group.world_size > 1:
                     self._join(group)

@@ -7,7 +7,6 @@ what arrives, which runs whatever code the sender wants, and anybody in the netw
 
 import contextlib
 import ctypes
-import dis
 import hashlib
 import io
 import json
@@ -31,9 +30,8 @@ from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.line import Suspect, describe, root_exit_code
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Watchdog
+from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
@@ -297,20 +295,10 @@ def broke_collective(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
-        return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
-    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
-    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
-
-
-def _raised_by_python(error: BaseException) -> bool:
-    """Whether a `raise` raised `error`, and not a function in C++, as all collectives are."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection.
+    # "Caught ..." is what a DataLoader's worker raised, whose own connections may be reset too
+    other = "enforce fail" in str(error) or str(error).startswith("Caught ")
+    return isinstance(error, RuntimeError) and not other and bool(LOST_PEER.search(str(error)))
 
 
 def digest(settings: Mapping[str, str]) -> str:
@@ -335,23 +323,12 @@ def no_name_lookups() -> Iterator[None]:
     to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
     lets a program replace the line of nsswitch.conf.
     """
-    _ask_for_names("files")
+    configure = ctypes.CDLL(None).__nss_configure_lookup
+    configure(b"hosts", b"files")
     try:
         yield
     finally:
-        _ask_for_names(_configured_services())
-
-
-def _ask_for_names(services: str) -> None:
-    """Have glibc look up hosts by these services, in the words of nsswitch.conf."""
-    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
-    if configure is not None:
-        configure(b"hosts", services.encode())
-
-
-def _configured_services() -> str:
-    """The services that the system looks hosts up by; glibc's own choice where nothing is configured."""
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE):
-            return found[1].strip()
-    return "files dns"
+        found = None
+        with contextlib.suppress(OSError):
+            found = re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE)
+        configure(b"hosts", (found[1].strip() if found else "files dns").encode())  # the latter is glibc's own choice

@@ -1,19 +1,18 @@
 """Joining the group: the device and torch's backend of this rank, and the steps that lead to all ranks being one.
-
-`join` takes all steps. Whoever says more of each of them (`train doctor`) calls `start`, and then them, one by one.
+`Program.join` takes them all, `rankup doctor` says more of each.
 """
 
 import contextlib
 import faulthandler
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
@@ -23,56 +22,21 @@ from rankup.agent.sameness import describe_differences
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, LaunchError, UserError
 from rankup.group.group import Group, connect_store, digest
-from rankup.group.line import AgentLine, Line, Suspect, describe
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Watchdog
+from rankup.group.watchdog import AgentLine, Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
-
-
-def join(
-    launch: RankEnv, *, settings: Mapping[str, str], timeout_s: float, status: StatusFile, stop: StopRequest,
-    log: logging.Logger, device: str | None = None, backend: str | None = None, longest_phase_s: float = 1800.0,
-    needs_process_group: bool = False,
-) -> Group:
-    """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
-
-    Returns a context manager. A block that ends well leaves the group together with all other ranks. A block that ends
-    with an error reports it to the others first, and raises in its place what stands behind it, where it is another
-    rank's end. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
-
-    `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the backend,
-    are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU. `backend`: of
-    torch, for the device's memory; None takes torch's default. `longest_phase_s`: of all deadlines; torch's own timeout
-    is longer. `needs_process_group`: even a rank alone gets one.
-
-    Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
-    lost meanwhile, UserError (2) where they differ, and LaunchError (2) for a device that is not there.
-    """
-    group = start(launch, settings=settings, device=device, backend=backend, status=status, stop=stop, log=log)
-    with contextlib.ExitStack() as unless_joined:
-        unless_joined.push(group)
-        if launch.world_size > 1:
-            meet(group, timeout_s=timeout_s)
-            form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
-            check_settings(group)
-            check_devices(group)
-        elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
-            dist.init_process_group(group.backend, store=HashStore(), rank=0, world_size=1)
-        unless_joined.pop_all()
-    return group
 
 
 def start(
     launch: RankEnv, *, settings: Mapping[str, str], device: str | None, backend: str | None, status: StatusFile,
     stop: StopRequest, log: logging.Logger,
-    leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code,
 ) -> Group:
-    """A group of which only this rank is known yet. `leaving`: of `Watchdog`. For the rest see `join`."""
+    """A group of which only this rank is known yet. For the arguments see `Program.join`."""
     if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr with a file behind it
             faulthandler.enable()
     record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
-    watch = Watchdog(status, stop, record=record, log=log, leaving=leaving)
+    watch = Watchdog(status, stop, record=record, log=log)
     chosen = pick_device(device, launch.local_rank)
     group = Group(launch, chosen, watch=watch, stop=stop, log=log)
     group.backend = pick_backend(backend, chosen)
@@ -91,20 +55,17 @@ def meet(group: Group, *, timeout_s: float) -> None:
     LaunchError where the port cannot be used.
     """
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
-    line: Line
+    line: Any
     if (agent := group.launch.agent) is not None:
         commit = agent["commit"]  # the agents have met before this rank was started
-        line = AgentLine(agent, group.rank, group.stop)
+        line = AgentLine(agent, group.watch.hear, group.stop)
         group.store = connect_store(commit["ip"], group.launch.master_port, timeout_s=timeout_s)
     else:
         from rankup.group.meeting import MemberLine  # it brings the whole meeting along
 
-        line = member = MemberLine(
-            group.launch, group.settings, attempt=group.attempt, timeout_s=timeout_s, log=group.log,
-            record=group.record, stop=group.stop, until_formed=group.until_formed,
-        )
-        commit = member.join()
-        group.store = member.open_store(commit)
+        line = MemberLine(group, timeout_s=timeout_s)
+        commit = line.join()
+        group.store = line.open_store(commit)
     group.status.attempt = commit.get("attempt") or group.attempt
     group.hosts = [host for host, count in commit["hosts"] for _ in range(count)]
     group.restarted = commit["restarts"] > 0

@@ -4,7 +4,6 @@ has started do not import this file."""
 import asyncio
 import contextlib
 import json
-import logging
 import math
 import os
 import queue
@@ -12,7 +11,7 @@ import resource
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,37 +26,28 @@ from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, choose_interface, chosen_address, in_thread, listen, open_port
 from rankup.agent.protocol import RANKS, Member
-from rankup.agent.record import RecordWriter
-from rankup.env.rank_env import RankEnv, is_loopback
+from rankup.env.rank_env import is_loopback
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
-from rankup.group.group import connect_store, digest, no_name_lookups
-from rankup.group.line import Line
-from rankup.group.stop import StopRequest
+from rankup.group.group import Group, connect_store, digest, no_name_lookups
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
 
 LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
 
 
-class MemberLine(Line):
-    """Of a rank that another launcher started: it is a member itself, and with rank 0 the leader too.
+class MemberLine:
+    """The line of a rank that another launcher started: it is a member itself, and with rank 0 the leader too.
 
     Members meet at the master's port, or where the launcher's store or a file says. One thread serves the line.
-    `until_formed`: is closed when the process group has been formed.
     """
 
-    def __init__(
-        self, launch: RankEnv, settings: Mapping[str, str], *, attempt: str, timeout_s: float, log: logging.Logger,
-        record: RecordWriter, stop: StopRequest, until_formed: contextlib.ExitStack,
-    ) -> None:
-        super().__init__(launch.rank, stop)
-        self.launch, self.settings, self.attempt, self.timeout_s = launch, settings, attempt, timeout_s
-        self.log, self.record, self.until_formed = log, record, until_formed
-        self.address = launch.file or f"{launch.master_addr}:{launch.master_port}"
+    def __init__(self, group: Group, *, timeout_s: float) -> None:
+        self.group, self.launch, self.log, self.timeout_s = group, group.launch, group.log, timeout_s
+        launch = self.launch
         self._me = Member(
             token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
-            host=host_name(), pid=os.getpid(), digest=digest(settings), left_s=timeout_s, restarts=launch.restart_count,
-            ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
+            host=host_name(), pid=os.getpid(), digest=digest(group.settings), left_s=timeout_s,
+            restarts=launch.restart_count, ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
         )
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop
@@ -65,7 +55,6 @@ class MemberLine(Line):
         self._leader: Leader | None = None
         self._store: Store | None = None  # torch's, where this rank serves it
         self._file = Path(launch.file) if launch.file else None
-        self._published = ""
         self._board: Store | None = None  # the launcher's store
         if launch.agent_store:
             # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there
@@ -83,20 +72,17 @@ class MemberLine(Line):
         and UserError where they differ.
         """
         if self.launch.rank == 0:
-            self.log.info(f"waiting for {self.launch.world_size} ranks at {self.address}")
-        # Rank 0 holds several connections of each rank. Most systems allow 1,024 at first and many times that if asked
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 2 * self.launch.world_size + 512
-        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if self.launch.rank == 0 and soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            where = self.launch.file or f"{self.launch.master_addr}:{self.launch.master_port}"
+            self.log.info(f"waiting for {self.launch.world_size} ranks at {where}")
+            # Rank 0 holds several connections of each rank. Most systems allow 1,024 at first, and more if asked
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         threading.Thread(target=self._run, name="line", daemon=True).start()
         found = self._commit.get()
         if isinstance(found, Exception):
             raise found
-        with contextlib.suppress(OSError):  # all have met: nobody needs the file any more
-            if self._file and self._published and self._file.read_text() == self._published:
-                self._file.unlink()
+        if self._file and self._leader is not None:
+            self._file.unlink(missing_ok=True)  # all have met: nobody needs it any more
         return found
 
     def open_store(self, commit: Mapping[str, Any]) -> Store:
@@ -142,8 +128,8 @@ class MemberLine(Line):
     async def _hear_events(self) -> None:
         hint = "All ranks have to name the same file." if self._file else HINT
         self._attendance = Attendance(
-            self._me, self.settings, self._leader_at, notice=self.log.warning,
-            records=lambda: {self._me.first_rank: self.record}, hint=hint, commit=RANKS,
+            self._me, self.group.settings, self._leader_at, notice=self.log.warning,
+            records=lambda: {self._me.first_rank: self.group.record}, hint=hint, commit=RANKS,
         )
         member = False
         async for event in self._attendance.events():
@@ -156,15 +142,16 @@ class MemberLine(Line):
                 kind = UserError if event["code"] == USER_MISTAKE else JoinError
                 self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
             elif member:
-                self.hear(event)
+                self.group.watch.hear(event)
             if member and event["is"] in ("lost", "gone"):
                 break  # this process belongs to one membership, and must not come into the next one's way
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         assert self._leader is not None
-        await in_thread(self._serve, timeout_s=math.inf)
+        if self._board is None:
+            await in_thread(self._serve, timeout_s=math.inf)
         return {
-            "store": getattr(self._store, "port", 0), "token": secrets.token_hex(8), "attempt": self.attempt,
+            "store": getattr(self._store, "port", 0), "token": secrets.token_hex(8), "attempt": self.group.attempt,
             # Where one rank was started again the job goes on, whatever rank 0 knows of that
             "restarts": max(member.restarts for member in self._leader.members),
         }
@@ -183,22 +170,22 @@ class MemberLine(Line):
         """Raises OSError where the leader has not said where it is, and LaunchError for a file of somebody else."""
         if self._leader is not None:
             return "127.0.0.1", self._port
-        if not self._file and self._board is None:
-            return self.launch.master_addr, self.launch.master_port
-        return await in_thread(self._find, timeout_s=math.inf)
+        if self._file or self._board is not None:
+            return await in_thread(self._find, timeout_s=math.inf)
+        return self.launch.master_addr, self.launch.master_port
 
     def _find(self) -> tuple[str, int]:
         if self._file:
-            found = read_place(self._file)
-            if found is None:
-                raise ConnectionError(f"rank 0 has not left its address in {self._file}")
-            return found
+            if found := read_place(self._file):
+                return found
+            raise ConnectionError(f"rank 0 has not left its address in {self._file}")
         assert self._board is not None
         try:
             self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
             return self.launch.master_addr, int(self._board.get(LEADER))
         except RuntimeError:
-            raise ConnectionError(f"nothing was heard from rank 0 at {self.address}") from None
+            where = f"{self.launch.master_addr}:{self.launch.master_port}"
+            raise ConnectionError(f"nothing was heard from rank 0 at {where}") from None
 
     def _publish(self) -> None:
         """On rank 0. Raises LaunchError for a file of somebody else, JoinError for one in use."""
@@ -210,13 +197,20 @@ class MemberLine(Line):
                     raise JoinError(f"{self._file} is in use by another job. Name another file, or end that job.")
                 self.log.info(f"{self._file} was left by an earlier run that did not come together: replaced")
             reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
-            self._published = json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], self._port]})
-            write_atomically(self._file, self._published)
+            write_atomically(self._file, json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], self._port]}))
 
     def _serve(self) -> None:
-        """On rank 0: start torch's store where no launcher has one."""
-        if self._board is None:
-            self._store = self.until_formed.enter_context(start_store(self._ip, timeout_s=self.timeout_s))
+        """On rank 0: start torch's store where no launcher has one, on a port that the system picks.
+
+        This process looks up no names until all clients have come.
+        """
+        listener = open_port(self._ip, 0)
+        port = listener.getsockname()[1]
+        self.group.until_formed.enter_context(no_name_lookups())
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def read_place(file: Path) -> tuple[str, int] | None:
@@ -235,22 +229,6 @@ def read_place(file: Path) -> tuple[str, int] | None:
         raise LaunchError(
             f"--init-method: {file} must be a new file, got one that holds something else. Name another."
         ) from None
-
-
-# torch's store --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def start_store(ip: str, *, timeout_s: float) -> Iterator[TCPStore]:
-    """On a port that the system picks; `ip`: "" for all addresses. It goes on when the block ends, which must not be
-    before all clients have come: until then this process looks up no names. `timeout_s`: of its own requests."""
-    listener = open_port(ip, 0)
-    port = listener.getsockname()[1]
-    with no_name_lookups():
-        yield TCPStore(
-            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
 
 
 def _address_behind(host: str, port: int) -> str:

@@ -33,10 +33,8 @@ from rankup.env.rank_env import ranges
 from rankup.errors import STOPPED
 from rankup.timing import PARTING_S, REPEAT_S
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-TAKEN = (*SIGNALS, "SIGUSR2")  # which asks for the stacks
-NAMES = {int(getattr(signal, name)): name for name in TAKEN}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TAKEN = (*STOP_SIGNALS, signal.SIGUSR2)  # which asks for the stacks
 WAKE = b"\0"  # no signal has this number
 
 
@@ -78,8 +76,8 @@ class StopRequest:
         self._requested, self._tell = socket.socketpair()
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Without a handler a signal would end the process and never reach the socket
-        for name in TAKEN:
-            signal.signal(getattr(signal, name), self._pass_on)
+        for each in TAKEN:
+            signal.signal(each, self._pass_on)
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
         self._readers[self._reader.fileno()] = self._read
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
@@ -105,18 +103,17 @@ class StopRequest:
     def _begin_fork(self) -> None:
         """What the user's code forks shares no socket with this process, and SIGTERM ends it."""
         signal.set_wakeup_fd(-1)
-        for name in TAKEN:
-            number = getattr(signal, name)
-            if signal.getsignal(number) == self._pass_on:
-                signal.signal(number, signal.SIG_DFL if name == "SIGTERM" else lambda *_: None)
+        for each in TAKEN:
+            if signal.getsignal(each) == self._pass_on:
+                signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else lambda *_: None)
         self._release()
 
     def uninstall(self) -> "StopRequest":
         """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
         if self.installed:
             signal.set_wakeup_fd(-1)
-            for name in SIGNALS:
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            for each in STOP_SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
         return self
 
     def finish_step_first(self) -> None:
@@ -158,12 +155,11 @@ class StopRequest:
 
     def _read(self) -> bool:
         for number in self._reader.recv(4096):
-            name = NAMES.get(number)
-            if name == "SIGUSR2":
+            if number == signal.SIGUSR2:
                 # In a thread of its own: a disk that hangs must not keep this one from the next signal
                 threading.Thread(target=dump, args=("asked",), name="stacks", daemon=True).start()
-            elif name is not None:  # SIGCHLD and others pass through the same socket
-                self._take(name, time.monotonic())
+            elif number in STOP_SIGNALS:  # SIGCHLD and others pass through the same socket
+                self._take(signal.Signals(number).name, time.monotonic())
         return True
 
     def _take(self, name: str, now_s: float) -> None:
@@ -190,7 +186,7 @@ def start_worker(parent: int) -> None:
     It ignores the signals that a job gets, since a batch system signals the whole process group: if workers died of
     one, the loop could not save. `parent`: the rank's process id.
     """
-    for each in (*STOP_SIGNALS, signal.SIGUSR2):
+    for each in TAKEN:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(parent)
@@ -199,12 +195,9 @@ def start_worker(parent: int) -> None:
 # The stacks of this process ------------------------------------------------------------------------------------------
 #
 # They stand in `stacks/rank-N.txt` of the run, once somebody asks, and at every deadline; a line `# {...}` before each
-# dump says why it was made, and where this rank stood. Who asks (`rankup.observe.stacks`) sends one of two signals:
-#
-# - SIGUSR2 has a thread of Python write. No other thread moves meanwhile, so it is safe at any time. It needs the
-#   interpreter's lock: a collective, a sleep and a read let go of it.
-# - SIGRTMAX has faulthandler's own handler write, in C, inside the signal. It works while a call holds the lock and no
-#   thread of Python can run. It reads what other threads may be changing at that moment, so it comes second.
+# dump says why it was made, and where this rank stood. Who asks (`rankup.observe.stacks`) sends one of two signals.
+# SIGUSR2 has a thread of Python write, which is safe at any time. SIGRTMAX comes second, for a call that holds the
+# interpreter's lock: faulthandler's own handler writes in C, and reads what other threads may be changing.
 
 ASK, ASK_C = signal.SIGUSR2, signal.SIGRTMAX
 
@@ -286,22 +279,22 @@ def stack_of(text: str, main: str) -> Stack | None:
     return None
 
 
-# The ends of files' names, and what a thread does there; "" stands for the function's own name. The first entry that
-# fits counts, in the innermost frame that fits any.
-KNOWN = (
-    ("torch/distributed/distributed_c10d.py", ""),  # all_reduce, barrier, init_process_group
-    ("parallel/shared_gradients.py", "all_reduce"),
-    ("group/meeting.py", "join"),
-    ("group/joining.py", "join"),
-    ("torch/utils/data/dataloader.py", "data: next of a DataLoader"),
-    ("state/copies.py", "save"),
-    ("state/saver.py", "save"),
-    ("torch/serialization.py", ""),  # save, load
-    ("torch/autograd/__init__.py", "backward"),
-    ("torch/autograd/graph.py", "backward"),
-    ("torch/optim/optimizer.py", "optimizer.step"),
-    ("torch/cuda/__init__.py", ""),  # synchronize
-)
+# Who waits in a library is named: the ends of its files' names, and what a thread does there; "" stands for the
+# function's own name
+KNOWN = {
+    "torch/distributed/distributed_c10d.py": "",  # all_reduce, barrier, init_process_group
+    "parallel/shared_gradients.py": "all_reduce",
+    "group/meeting.py": "join",
+    "group/joining.py": "join",
+    "torch/utils/data/dataloader.py": "data: next of a DataLoader",
+    "state/copies.py": "save",
+    "state/saver.py": "save",
+    "torch/serialization.py": "",  # save, load
+    "torch/autograd/__init__.py": "backward",
+    "torch/autograd/graph.py": "backward",
+    "torch/optim/optimizer.py": "optimizer.step",
+    "torch/cuda/__init__.py": "",  # synchronize
+}
 # Whoever reads the place wants to know who called these
 HELPERS = ("/rankup/group/", "/rankup/loop/", "/train/group.py", "/program/group.py", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
@@ -311,29 +304,17 @@ def place(stack: Stack) -> str:
     """Where that thread is: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an empty stack."""
     if not stack:
         return ""
-    name = _known(stack)
-    own = [frame for frame in stack if not _library(frame.file)]
+    own = [frame for frame in stack if "/site-packages/rankup/" in frame.file or not any(
+        part in frame.file for part in LIBRARIES
+    )]
     caller = next((f for f in own if not any(part in f.file for part in HELPERS)), own[0] if own else stack[0])
     where = f"{os.path.basename(caller.file)}:{caller.line} {caller.function}"
-    return f"{name} ({where})" if name else where
-
-
-def _known(stack: Stack) -> str:
-    for position, frame in enumerate(stack):
-        for end, name in KNOWN:
-            if not frame.file.endswith(end):
-                continue
-            # Its helpers call each other: the outermost of them is what the program has called
-            while position + 1 < len(stack) and stack[position + 1].file.endswith((end, "c10d_logger.py")):
-                position += 1
-            called = [f.function for f in stack[: position + 1] if f.file.endswith(end)]
-            return name or called[-1]
-    return ""
-
-
-def _library(file: str) -> bool:
-    """Whether that file is neither this project's, installed or not, nor the user's."""
-    return not re.search(r"/site-packages/rankup/", file) and any(part in file for part in LIBRARIES)
+    known = [(end, frame.function) for frame in stack for end in KNOWN if frame.file.endswith(end)]
+    if not known:
+        return where
+    # The innermost file that is known. Its helpers call each other: the outermost of them is what the program called
+    name = [function for end, function in known if end == known[0][0]][-1]
+    return f"{KNOWN[known[0][0]] or name} ({where})"
 
 
 def own_place() -> str:

@@ -1,25 +1,41 @@
-"""Deadlines, and how this rank ends: a hang always turns into an exit that names the suspect.
+"""Deadlines, lost peers, and how this rank ends: a hang always turns into an exit that names the suspect.
 
-The thread of `rankup.group.stop` looks at the clock, and at what the line to the others has said; it does nothing that
-could block it. A rank that has to go does so in a thread of its own. A process that is stopped itself (SIGSTOP, a
-frozen node) does none of that: the others find it by its silence. No torch here.
+A rank has a line to the others, beside what is training: under an agent a local socket to it, else the rank is a member
+of the meeting itself (`rankup.group.meeting`). The thread of `rankup.group.stop` looks at the clock, and at what the
+line has said; it does nothing that could block it. A rank that has to go does so in a thread of its own. A process that
+is stopped itself (SIGSTOP, a frozen node) does none of that: the others find it by its silence. No torch here.
 """
 
+import contextlib
+import json
 import logging
 import math
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
+from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, RecordWriter
-from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost
-from rankup.group.line import Line, Suspect, describe, root_exit_code
+from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A rank that may be the cause, and why. `code`: that it ended with, where somebody knows. `alive`: it keeps the
+    others waiting."""
+
+    rank: int
+    why: str
+    code: int | None = None
+    alive: bool = False
 
 
 class Watchdog:
@@ -29,47 +45,65 @@ class Watchdog:
     `hosts`: by rank.
     """
 
-    def __init__(
-        self, status: StatusFile, stop: StopRequest, *, record: RecordWriter, log: logging.Logger,
-        leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code,
-    ) -> None:
-        """Starts the clock.
-
-        `leaving(code, why, suspect)`: is called last, before this rank ends for a deadline or a lost peer. Returns the
-        code to end with.
-        """
-        self.status, self.stop, self.record, self.log, self.leaving = status, stop, record, log, leaving
+    def __init__(self, status: StatusFile, stop: StopRequest, *, record: RecordWriter, log: logging.Logger) -> None:
+        """Starts the clock."""
+        self.status, self.stop, self.record, self.log = status, stop, record, log
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
-        self._line = Line(status.rank, stop)  # it reaches nobody until the ranks have met
-        self._met = False
+        self.nodes: list[dict[str, Any]] = []  # where their number may change, as they were said with the last signs
+        # Called with code, reason and suspect before this rank ends for a deadline or a lost peer; returns the code
+        self.leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code
         self.quiet = False  # all ranks are done: one that goes is no loss
+        self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
+        self._lost: Mapping[str, Any] = {}  # the first loss that the line has told of
+        self._heard, self._answered = threading.Event(), threading.Event()  # of a loss; of where all ranks are
+        self._signs: list[dict[str, Any]] = []
         self._leaving: int | None = None  # the exit code, once the loop has failed and this process is about to end
         self._keeper: Any = None  # a `Saving`, of `rankup.loop.saving`
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._stopping = False  # it ends for a stop, and has kept the state for that
-        self._leave_at_s = math.inf  # to leave for a stop then
+        self._leave_at_s = math.inf  # to leave for a stop then, as the ranks do not come to the step that all stop at
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         follow(record)
         stop.watch = self
         stop.wake()
 
-    @property
-    def nodes(self) -> list[dict[str, Any]]:
-        """Of a job whose number of nodes may change, as they were said with the last signs of life."""
-        return self._line.nodes
+    def connect(self, line: Any, hosts: Sequence[str]) -> None:
+        """The ranks have met: look for losses, and report to the others from now on."""
+        self.hosts, self._line = hosts, line
+        self.stop.wake()
+
+    def _say(self, kind: str, **values: Any) -> bool:
+        return self._line is not None and bool(self._line.say(kind, **values))
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """The others say: lost, gone, stop, leave, ranks. In one thread."""
+        if message["is"] in ("lost", "gone") and not self._lost:
+            self._lost = message
+            self._heard.set()
+            self.stop.wake()
+        elif message["is"] == "stop":
+            self.stop.ask(str(message["signal"]))
+        elif message["is"] == "leave":
+            self._leave_at_s = 0.0
+        elif message["is"] == "ranks":
+            self._signs, self.nodes = message["ranks"], message.get("nodes", [])
+            self._answered.set()
 
     def signs_of_life(self) -> list[dict[str, Any]]:
-        """Where each rank stood when it last said so, in the order of the ranks.
+        """Where each rank stood when it last said so, in the order of the ranks; what is known where nobody answers.
 
         Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
-        seen, in seconds of `time.time()`. Any thread may call it.
+        seen, in seconds of `time.time()`. Any thread may call it but that of `hear`.
         """
         self.record.set_place(self._place())
         own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
-        others = [sign for sign in self._line.signs() if sign["rank"] != self.rank]
+        self._answered.clear()
+        if self._say("ask"):
+            self._answered.wait(timing.WHERE_S)
+        others = [sign for sign in self._signs if sign["rank"] != self.rank]
         return sorted([own, *others], key=lambda sign: int(sign["rank"]))
 
     def enter(
@@ -90,11 +124,6 @@ class Watchdog:
     def at_step(self) -> str:
         """For messages: where this rank stands."""
         return f" at step {self.record.read().step}"
-
-    def connect(self, line: Line, hosts: Sequence[str]) -> None:
-        """The ranks have met: look for losses, and report to the others from now on."""
-        self.hosts, self._line, self._met = hosts, line, True
-        self.stop.wake()
 
     def protect(self, keeper: Any, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline, and
@@ -139,19 +168,22 @@ class Watchdog:
         """
         step = self.record.read().step
         own = End(self.rank, host_name(), code, why, step, suspect=suspect)
-        self._line.say("end", **own.message())
+        self._say("end", **own.message())
         write_end(self.status.run_dir, self.status.attempt, own)
+        ends = [own]
         if together:
             ends = [End(rank, host, code, why, step) for rank, host in enumerate(self.hosts)]
-        else:
-            ends = [*(End(rank, self.hosts[rank], code, why, step) for rank, code, why in self._line.reported()), own]
+        elif (reported := self._lost.get("code")) not in (None, KILLED):  # they have said themselves how they end
+            ends = [
+                *(End(rank, self.hosts[rank], reported, self._lost["why"], step) for rank in self._lost["ranks"]), own
+            ]
         self.status.write_summary({end.rank: end for end in ends}.values())
 
     # The thread -----------------------------------------------------------------------------------------------
 
     def tell_others(self, name: str) -> None:
         """A signal has come to this process, which asks the whole job to stop."""
-        self._line.say("stop", signal=name)
+        self._say("stop", signal=name)
         if self.world_size == 1:  # nobody else finds out that it waits for data, or evaluates
             self._leave_at_s = time.monotonic() + timing.REACH_S
 
@@ -162,14 +194,14 @@ class Watchdog:
 
     def tick(self) -> float:
         """Give a sign of life, and look whether this rank has to go. Returns in how many seconds to look again."""
-        now_s, now, line = time.monotonic(), self.record.read(), self._line
+        now_s, now = time.monotonic(), self.record.read()
         if now_s - self._placed_s > timing.ALIVE_S:
             self.record.set_place(self._place())
             self._placed_s = now_s
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
             leave(self._leaving)
-        if line.heard.is_set():
+        if self._line is not None and self._heard.is_set():
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
@@ -178,11 +210,11 @@ class Watchdog:
             self._armed_s = now_s
         if overdue:
             self._aside(lambda: self._leave(""))
-        elif line.must_leave or now_s > self._leave_at_s:
-            line.must_leave, self._leave_at_s = False, math.inf
+        elif now_s > self._leave_at_s:
+            self._leave_at_s = math.inf
             self._aside(self._leave_for_stop)
-        elif self._lost_s and now_s - self._lost_s > self._patience_s(line):
-            self._aside(lambda: self._leave(f"lost a peer{self.at_step}", hung=line.hang))
+        elif self._lost_s and now_s - self._lost_s > self._patience_s():
+            self._aside(lambda: self._leave(f"lost a peer{self.at_step}", hung=bool(self._lost.get("alive"))))
         return timing.GONE_S if self._lost_s else timing.TICK_S
 
     def _aside(self, work: Callable[[], None]) -> None:
@@ -203,14 +235,16 @@ class Watchdog:
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=timing.REPORT_END_S)
 
-    def _patience_s(self, line: Line) -> float:
+    def _patience_s(self) -> float:
         """How long after a loss this rank's loop may take to notice it by itself."""
         if self.quiet:
             return math.inf
         now = self.record.read()
         waiting = now.waiting or now.phase == "join"
+        # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
+        gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
         # Without a keeper the checkpoint that this rank writes is all that will be left
-        if line.hang or (line.gone and (waiting or now.phase != "save" or self._keeper is not None)):
+        if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
             return 0.0
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
@@ -261,16 +295,36 @@ class Watchdog:
         return own_place() + moment(now.phase, now.step)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
-        """Keep what this rank holds, and find out which rank was lost; the most likely suspect first.
+        """Keep what this rank holds, and find out which rank was lost; the most likely suspect first, none where all
+        ranks wait for each other.
 
         `overdue`: this rank's own deadline has passed. Else the line may be about to say who it is.
         """
         self._keep()
-        if not self._met:
+        if self._line is None:
             return []
         if not overdue:
-            self._line.heard.wait(timing.CAUSE_S)
-        return self._line.suspects(waiting=self.record.read().waiting, overdue=overdue)
+            self._heard.wait(timing.CAUSE_S)
+        waiting = self.record.read().waiting
+        late = self._late() if not self._lost else []
+        if not (lost := self._lost):  # which may have come meanwhile, and says more
+            return late or ([] if waiting else [Suspect(self.rank, "the others wait for it", alive=True)])
+        if lost["is"] == "gone" and overdue and not waiting:
+            # This rank is the one that takes too long: those that waited for it have left, rank 0 among them
+            return [Suspect(self.rank, "the others have left", alive=True)]
+        alive = bool(lost.get("alive"))
+        return [Suspect(rank, lost["why"], code=lost.get("code"), alive=alive) for rank in lost.get("ranks", [0])]
+
+    def _late(self) -> list[Suspect]:
+        """Where nobody has ended: who gave no sign of life, else who does not wait for others."""
+        signs = [sign for sign in self.signs_of_life() if sign["rank"] != self.rank]
+        if not self._answered.is_set():
+            return [Suspect(0, "it does not answer")]
+        silent = [sign for sign in signs if time.time() - sign["seen"] > timing.QUIET_S]
+        if silent:
+            return [Suspect(sign["rank"], "gave no sign of life") for sign in silent]
+        busy = [sign for sign in signs if not sign["waiting"]]
+        return [Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy]
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""
@@ -281,3 +335,55 @@ class Watchdog:
             self._extend(self._keep_timeout_s + timing.LEAVING_S)
             within(self._keep_timeout_s, keeper.keep)
             self._extend(timing.LEAVING_S)
+
+
+class AgentLine:
+    """To the agent of this node. `agent`: what it has put into RANKUP_AGENT. `hear`: gets what the others say."""
+
+    def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None], stop: StopRequest) -> None:
+        self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
+        self._socket.connect(agent["socket"])
+        self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
+        stop.hear(self._socket.fileno(), self.receive)
+        self.say("rank", local_rank=agent["local_rank"])
+
+    def receive(self) -> bool:
+        """Hear what has come. Returns False where nothing more will. In the thread of `StopRequest`."""
+        try:
+            data = self._socket.recv(1 << 16)
+            *whole, self._begun = (self._begun + data).split(b"\n")
+            for line in whole:
+                self._hear(json.loads(line))
+        except (OSError, ValueError):
+            return False
+        return bool(data)
+
+    def say(self, kind: str, **values: Any) -> bool:
+        """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
+        data = json.dumps({"is": kind, **values}).encode() + b"\n"
+        if self._lock.acquire(timeout=timing.SAY_S):
+            try:
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(data)
+                    return True
+            finally:
+                self._lock.release()
+        return False
+
+
+def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
+    """The exit code of a rank that lost others: the code of the likeliest suspect where that forbids a restart.
+
+    A mistake or a fault on one rank ends all ranks so, and so does a rank that was asked to stop and left without them.
+    """
+    reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]
+    code = root_cause([*reported, otherwise])
+    return otherwise if worth_restarting(code) else code
+
+
+def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:
+    """One clause: "rank 3 on node1 (its process has ended)"; "suspected: ..." where its end is not known."""
+    if not suspects:
+        return "suspected: nobody, all ranks wait for each other"
+    named = ", ".join(f"rank {s.rank} on {hosts[s.rank]} ({s.why})" for s in suspects[:4])
+    return named if suspects[0].code is not None else f"suspected: {named}"

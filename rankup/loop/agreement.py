@@ -22,8 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,26 +33,20 @@ from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, random_state_kept, seed_everything
+from rankup.state import parts
+from rankup.state.run import Run
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and between two at least
 RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
-NONE = 0  # a rank without tensors of that kind
+NOWHERE = 0  # the place of a rank without tensors that are split
 
 
-@dataclass(frozen=True)
-class Digests:
-    """Of one rank's state. `whole`: of tensors that all ranks hold. `part`: of those that are split, equal on all ranks
-    of the same `place` in the mesh."""
-
-    whole: int = NONE
-    part: int = NONE
-    place: int = NONE
-
-
-def digests_of(items: dict[str, Any]) -> Digests:
-    """Of the parameters of all modules and the tensors of all optimizers in `items`. Waits for the device."""
+def digests_of(items: dict[str, Any]) -> tuple[int, int, int]:
+    """Of the parameters of all modules and the tensors of all optimizers in `items`: of those that all ranks hold, of
+    those that are split, and this rank's place in the mesh. Ranks of one place hold the same parts. Waits for the
+    device."""
     whole, part, places = list[torch.Tensor](), list[torch.Tensor](), set[tuple[int, ...]]()
     for tensor in _tensors(items):
         if not hasattr(tensor, "to_local"):
@@ -64,7 +56,7 @@ def digests_of(items: dict[str, Any]) -> Digests:
                  if not kind.is_replicate()]
         (part if split else whole).append(tensor.to_local())
         places |= {tuple(split)} if split else set()
-    return Digests(_digest(whole), _digest(part), hash(tuple(sorted(places))) if places else NONE)
+    return _digest(whole), _digest(part), hash(tuple(sorted(places))) if places else NOWHERE
 
 
 def _tensors(items: dict[str, Any]) -> Iterator[Any]:
@@ -101,23 +93,17 @@ def odd_ones(values: list[int]) -> list[int]:
 class Agreement:
     """Compares the state of the ranks. All ranks make the same calls at the same steps."""
 
-    def __init__(
-        self, group: Group, items: dict[str, Any], *, run: str, every: int | None,
-        wrong: Callable[[], None], deciding: threading.Lock,
-    ) -> None:
-        """`items`: the tracked ones. `run`: the id of the run, whose record counts. `every`: steps between two
-        comparisons; 0 for none, None for so many that they take `SHARE` of the time. `wrong`: called where there is a
-        difference, while `deciding` is held."""
-        self._be_wrong, self._deciding = wrong, deciding
-        self.group, self._items, self._run = group, items, run
+    def __init__(self, group: Group, run: Run, items: dict[str, Any], *, every: int | None) -> None:
+        """`items`: the tracked ones. `every`: steps between two comparisons; 0 for none, None for so many that they
+        take `SHARE` of the time."""
+        self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
+        self.wrong = False  # what this rank holds may be wrong
+        self.group, self._items, self._run, self._parts = group, items, run.lineage.run, run.parts
+        self._path = group.run_dir / RECORD
         self._every = 0 if group.world_size == 1 else every
         self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
         self._compared = self._next = -1
         self._since_s = self._cost_s = 0.0
-
-    @property
-    def _path(self) -> Path:
-        return self.group.run_dir / RECORD
 
     def begin(self, step: int, *, again: bool) -> None:
         """The run stands at `step`. `again`: an earlier attempt may have left a record."""
@@ -153,10 +139,10 @@ class Agreement:
         # What the last one cost in all: to wait for the others takes longer than a small model's digest
         cost_s = max(self._cost_s, time.monotonic() - began_s)
         pause = self._every or max(FIRST, math.ceil(cost_s / SHARE / step_s))
-        with self._deciding:
-            rows = self._exchange([own.whole, own.part, own.place, pause])
+        with self.deciding:
+            rows = self._exchange([*own, pause])
             if odd := self._differing(rows):
-                self._be_wrong()
+                self._distrust()
         values, sound, before = [hash((whole, part)) for whole, part, _, _ in rows], self._compared, None
         self._compared, self._next, self._since_s = step, step + max(row[3] for row in rows), time.monotonic()
         self._cost_s = self._since_s - began_s
@@ -190,8 +176,8 @@ class Agreement:
                 )
             return
         odd = unsteady or odd
-        with self._deciding:
-            self._be_wrong()
+        with self.deciding:
+            self._distrust()
         self._note(step, odd, computed=[row[0] for row in first], again=[row[0] for row in second])
         raise PeerLost(
             f"silent corruption before step {step + 1}: {self._names(odd)} computed other gradients from the same "
@@ -215,6 +201,12 @@ class Agreement:
                     buffer.copy_(before[name])
         return _digest([value, *(each for each in gradients if each is not None)])
 
+    def _distrust(self) -> None:
+        """This rank rescues nothing from now on, and its parts in memory go. While `deciding` is held."""
+        self.wrong = True
+        self._parts.wait()
+        parts.remove(self._run)
+
     def _exchange(self, own: list[int]) -> list[list[int]]:
         """Every rank's numbers, by rank."""
         rows = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.group.world_size)]
@@ -224,7 +216,7 @@ class Agreement:
     @staticmethod
     def _differing(rows: list[list[int]]) -> list[int]:
         odd = {*odd_ones([row[0] for row in rows])}
-        for place in {row[2] for row in rows} - {NONE}:
+        for place in {row[2] for row in rows} - {NOWHERE}:
             replicas = [rank for rank, row in enumerate(rows) if row[2] == place]
             odd |= {replicas[n] for n in odd_ones([rows[rank][1] for rank in replicas])}
         return sorted(odd)

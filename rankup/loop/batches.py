@@ -312,7 +312,6 @@ class Live:
         self.fetched = self.active = 0
         self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
         self.changes_to_repeat = position.changes
-        self.line: dict[str, Any] | None = position.line
         self.has_epochs = False
         self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
         self.running: list[Batches] = []

@@ -12,10 +12,10 @@ from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Live, Source, evaluation_batches
-from rankup.loop.figures import Figures, number_of
-from rankup.loop.record import Position, Settings
+from rankup.loop.record import Figures, Position, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, copied, fix_bucket_order
+from rankup.observe.goodput import Course
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
@@ -37,18 +37,12 @@ class Job:
         self.rank, self.local_rank, self.world_size = group.rank, group.launch.local_rank, group.world_size
         self.position = Position.of(run.newest.record if run.newest is not None else None)
         self.tracked = Tracked(gather=not settings.sharded, share_all=settings.share_all)
-        self.saving = Saving(
-            group, run, self.tracked, self.position, seed=settings.seed, begin_anew=settings.begin_anew,
-            again=settings.again,
-        )
-        self.agreement = Agreement(
-            group, self.tracked.items, run=run.lineage.run, every=settings.compare_every_steps,
-            wrong=self.saving.distrust, deciding=self.saving.deciding,
-        )
-        self.saving.agree = self.agreement.compare
-        self.changing = self.saving.changing
-        self.figures = Figures(group, run, settings, self.saving)
-        self.clock, self.course = self.figures.clock, self.figures.course
+        self.agreement = Agreement(group, run, self.tracked.items, every=settings.compare_every_steps)
+        self.course = Course(self.position, self.position.step)
+        self.saving = Saving(group, run, self.tracked, self.course, self.agreement, settings, self.position)
+        self.figures = Figures(group, run, settings, self.position, self.course)
+        self.saving.flush = lambda: self.figures.metrics.flush()
+        self.changing, self.clock = self.saving.changing, self.figures.clock
         self.live = Live(self.position, self.saving.loader_states)
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
@@ -96,7 +90,6 @@ class Job:
                 self.clock.watch(item)
         self.run.saver.sharded = self.tracked.split and self.settings.sharded
         self.run.parts.wanted = self.tracked.split
-        self.saving.can_rescue = self.settings.can_rescue and not self.tracked.split
         if self.run.newest is not None:
             self.saving.restore(self.run.newest, [*items])
         if self.world_size > 1:
@@ -173,7 +166,7 @@ class Job:
         The body enters `job.step` once. Raises Stopped, after a save, where the job was asked to stop.
         """
         self.begin()
-        self.course.total = self.saving.total = total
+        self.course.total = total
         self.live.active += 1
         try:
             while self.step_number < total:
@@ -262,7 +255,8 @@ class Job:
         self.saving.begin()
         run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
         run.forget()  # its copy of the state would stay in the memory of every rank
-        self.figures.follow()
+        if self.figures.reporter is not None:
+            self.figures.reporter.follow()
         if self.tracked.items:
             self.tracked.warn_of_others(self.group.log.warning)
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
@@ -364,10 +358,6 @@ class Job:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
             for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
-
-    def check_shared_folder(self) -> None:
-        """Raises UserError on all ranks where one does not see what rank 0 writes into the folder of the run."""
-        self.run.check_shared()
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.loop.record import Position, versions, write_record
+from rankup.loop.agreement import Agreement
+from rankup.loop.record import FORMAT, Position, Settings, versions
 from rankup.loop.tracked import Tracked
-from rankup.observe.metrics import Metrics
-from rankup.state import parts, tree
+from rankup.observe.goodput import Course
+from rankup.state import tree
 from rankup.state.choice import PARTS
-from rankup.state.copies import STATE, Content, list_copies, step_of
+from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
 from rankup.state.reading import Copy
 from rankup.state.rescue import beside_a_blocked_stream
 from rankup.state.run import Run
@@ -110,28 +111,22 @@ class Saving:
     """Saves and restores `tracked`, as of the last commit, at which `position` stands.
 
     At the end of a process the watchdog calls it, see `Watchdog.protect`. `about`: what the program says of itself in
-    each copy. `can_rescue`: whether this rank alone holds all that the next attempt needs. `loader_states`: as of the
-    last commit. `total`: steps of the whole run, None where nobody knows. `agree`: called with the step before its
-    state is saved, see `rankup.loop.agreement`.
+    each copy. `loader_states`: as of the last commit. `flush`: makes what rank 0 has written of the run durable.
     """
 
     def __init__(
-        self, group: Group, run: Run, tracked: Tracked, position: Position, *, seed: int, begin_anew: str, again: str
+        self, group: Group, run: Run, tracked: Tracked, course: Course, agreement: Agreement, settings: Settings,
+        position: Position,
     ) -> None:
-        """`begin_anew`, `again`: how the user of this program begins a run anew, and goes on with one."""
         self.group, self.run, self.tracked, self.position = group, run, tracked, position
+        self.course, self.agreement, self.settings = course, agreement, settings
         self.changing = Changing(position, group.device)
-        self.metrics = Metrics(None, position, saved=position, tensorboard=False)
         self.about: dict[str, Any] = {}
-        self.can_rescue, self._wrong = True, False
-        self.total: int | None = None
         self.loader_states: list[Any] = []
+        self.flush: Callable[[], None] = lambda: None
         # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
         self.ranks: list[list[int]] = run.newest.record.get("changes", []) if run.newest is not None else []
-        self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
-        self.agree: Callable[[int], None] = lambda step: None
-        self._seed, self._again = seed, again
-        self._way_out = f"{begin_anew[0].upper()}{begin_anew[1:]}."
+        self._way_out = f"{settings.begin_anew[0].upper()}{settings.begin_anew[1:]}."
         # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
         self._saved = Position.of(run.saved).key
         if run.newest is not None:
@@ -143,6 +138,11 @@ class Saving:
     @property
     def _place(self) -> str:
         return f"{self.group.rank} of {self.group.world_size}"
+
+    @property
+    def _can_rescue(self) -> bool:
+        """Whether this rank alone holds all that the next attempt needs."""
+        return self.settings.can_rescue and not self.tracked.split and not self.agreement.wrong
 
     # Restoring ------------------------------------------------------------------------------------------------
 
@@ -221,14 +221,16 @@ class Saving:
             if wait:
                 run.settle()
             return False
-        self.agree(position.step)
+        self.agreement.compare(position.step)
         run.saver.look(wait=True)  # before the state is put together
         state = self.group.collective(self.tracked.state)
         if any(each is not None for each in self.loader_states):
             every = [self.group.broadcast_tensors(self.loader_states, source=n) for n in range(self.group.world_size)]
             state[LOADERS] = {f"{rank} of {self.group.world_size}": states for rank, states in enumerate(every)}
+        # Gathered state is written at once: a copy of it would need the memory twice
+        may_go_on = not self.tracked.split or (run.saver.sharded and run.origin.second is None)
         run.saver.save(
-            position.step, self._record(position), state, may_go_on=self._may_go_on, flush=self.metrics.flush, wait=wait
+            position.step, self._record(position), state, may_go_on=may_go_on, flush=self.flush, wait=wait
         )
         if wait:
             run.settle()
@@ -238,26 +240,24 @@ class Saving:
     def keep_part(self) -> None:
         """Keep this rank's part of the last commit in memory, if all ranks do that now. All ranks call this."""
         if self.run.parts.due(self.position.step):
-            self.run.parts.take(self.position.step, self._part)
+            self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own(gather=False)))
 
-    def _part(self) -> tuple[bytes, dict[str, Any]]:
-        state = self.tracked.state(gather=False)
+    def _own(self, *, gather: bool) -> dict[str, Any]:
+        """What this rank holds of the last commit. Other ranks skip by count where its loader's state is not theirs."""
+        state = self.tracked.state(gather=gather)
         if any(each is not None for each in self.loader_states):
             state[LOADERS] = {self._place: self.loader_states}
-        return self._record(self.position), state
-
-    @property
-    def _may_go_on(self) -> bool:
-        """Gathered state is written at once: a copy of it would need the memory twice."""
-        return not self.tracked.split or (self.run.saver.sharded and self.run.origin.second is None)
+        return state
 
     def _record(self, position: Position) -> bytes:
-        group = self.group
-        return write_record(
-            position, seed=self._seed, world_size=group.world_size, run=self.run.lineage.run, attempt=self.run.mark,
-            written_by=f"rank {group.rank} on {group.hosts[group.rank]}",
-            about=self.about | ({"changes": self.ranks} if self.ranks else {}),
-        )
+        """The contents of `state.json`."""
+        group, run = self.group, self.run
+        return to_json({
+            "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
+            "versions": versions(), "run": run.lineage.run, "attempt": run.mark,
+            "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
+            **({"changes": self.ranks} if self.ranks else {}),
+        })
 
     def note_ranks(self) -> bool:
         """From this step on as many ranks train as there are now. Returns whether that is a change."""
@@ -273,14 +273,8 @@ class Saving:
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
         where = f"saved at step {step}" if step else "at step 0, nothing to save,"
-        of = "" if self.total is None else f" of {self.total}"
-        return f"{why}: {where}{of}. {self._again} goes on from it."
-
-    def distrust(self) -> None:
-        """What this rank holds may be wrong: it rescues nothing, and its parts in memory go."""
-        self.can_rescue, self._wrong = False, True
-        self.run.parts.wait()
-        parts.remove(self.run.lineage.run)
+        of = "" if self.course.total is None else f" of {self.course.total}"
+        return f"{why}: {where}{of}. {self.settings.again} goes on from it."
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 
@@ -289,10 +283,10 @@ class Saving:
 
         Where that can't be, the copy that rank 0 may be writing is all that will be left: it gets done first.
         """
-        if self.deciding.acquire(timeout=DECIDE_S):  # another rank may know already that they are not
-            self.deciding.release()
+        if self.agreement.deciding.acquire(timeout=DECIDE_S):  # another rank may know already that they are not
+            self.agreement.deciding.release()
         position = None
-        if self.can_rescue and self.position.step > max(0, self.run.saved_step):
+        if self._can_rescue and self.position.step > max(0, self.run.saved_step):
             position = self.changing.stop()
             if position is None:
                 self.group.log.warning("no rescue: this rank was in the middle of changing the weights")
@@ -305,34 +299,31 @@ class Saving:
         "" where this process alone can't keep the state."""
         if self.tracked.split:
             return ""
-        if self._wrong:
+        if self.agreement.wrong:
             return f"{self.group.stop.signal_name}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
-            if not self.can_rescue:
+            if not self._can_rescue:
                 return ""  # it leaves where rank 0 does
             self.keep()
             return self.stopped()
         saver = self.run.saver
         saver.wait()
         position = self.changing.stop()
-        if position is None and self.changing.busy and (self.group.world_size == 1 or not self.can_rescue):
+        if position is None and self.changing.busy and (self.group.world_size == 1 or not self._can_rescue):
             return ""  # a long step, or one in which ranks wait for each other: it stops once that is done
         if position is None:
             return f"{self.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)
         newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
         if position.step > (step_of(newest[-1]) if newest else 0):
-            self.metrics.flush()
+            self.flush()
             saver.publish_files(position.step, self._files(position))
         return self.stopped()
 
     def _files(self, position: Position) -> dict[str, Content]:
         """The files of a copy of the last commit, at which `position` stands."""
         with beside_a_blocked_stream(self.group.device):
-            state = self.tracked.state()
-            if any(each is not None for each in self.loader_states):  # other ranks skip by count
-                state[LOADERS] = {self._place: self.loader_states}
-            nodes, tensors = tree.encode(state)
+            nodes, tensors = tree.encode(self._own(gather=True))
             if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if not self.changing.unchanged():

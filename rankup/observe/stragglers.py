@@ -56,6 +56,7 @@ class StepClock:
     def __init__(self, device: torch.device, *, world_size: int) -> None:
         """With a `world_size` of 1 it measures nothing: one process is compared with nobody."""
         self._device, self._on = device, world_size > 1
+        self._queues = device.type == "cuda"
         self.link: Any = None
         self._seconds = [0.0, 0.0, 0.0]
         self._lap_s = self._linked_s = 0.0
@@ -80,14 +81,14 @@ class StepClock:
     def has_batch(self) -> None:
         """This rank has its batch, and computing begins."""
         self.lap(DATA)
-        if self._on and self._device.type == "cuda":
+        if self._on and self._queues:
             self._record(None)
 
     def mark(self, part: int) -> None:
         """The work that was given to the device since the last mark was `part`."""
         if not self._on:
             return
-        if self._device.type == "cuda":
+        if self._queues:
             self._record(part)
             self._read()
         else:

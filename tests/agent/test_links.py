@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rankup.agent.protocol import Links
-from rankup.group.line import AgentLine
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import AgentLine
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,11 @@ def test_rank_that_comes_after_a_loss_hears_of_it() -> None:
         links = Links(lambda rank, message: None)
         await links.open()
         links.tell("lost", n=1, ranks=[1], host="here", why="it ended", code=171)
-        line = AgentLine({"socket": links.address, "local_rank": 0}, 0, StopRequest())
+        heard: list[Mapping[str, Any]] = []
+        line = AgentLine({"socket": links.address, "local_rank": 0}, heard.append, StopRequest())
         async with asyncio.timeout(30):
             assert await asyncio.to_thread(line.receive)
-        assert line.reported() == [(1, 171, "it ended")]
+        assert [(each["ranks"], each["code"], each["why"]) for each in heard] == [([1], 171, "it ended")]
         line._socket.close()
         links.close()
 
@@ -68,7 +69,7 @@ def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.Mo
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
         listener.listen(1)
-        line = AgentLine({"socket": name, "local_rank": 0}, 0, StopRequest())
+        line = AgentLine({"socket": name, "local_rank": 0}, [].append, StopRequest())
         filler = threading.Thread(target=lambda: line.say("end", cause="x" * 10_000_000), daemon=True)
         filler.start()  # it fills the socket, and waits
         while line._lock.acquire(blocking=False):

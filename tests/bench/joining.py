@@ -20,6 +20,8 @@ import threading
 import time
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -27,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import read_rank_env
 from rankup.group.meeting import MemberLine
-from rankup.group.stop import StopRequest
 from tests.rigs.jobs import free_port, rank_env
 
 THREADS = 64  # ranks of one process
@@ -41,10 +42,11 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
 
     def one(rank: int) -> None:
         try:
-            line = MemberLine(
-                read_rank_env(rank_env(rank, world_size, port)), {"torch": "x"}, attempt="a", timeout_s=TIMEOUT_S,
-                log=QUIET, record=RecordWriter(None), stop=StopRequest(), until_formed=contextlib.ExitStack(),
+            group: Any = SimpleNamespace(
+                launch=read_rank_env(rank_env(rank, world_size, port)), settings={"torch": "x"}, attempt="a", log=QUIET,
+                record=RecordWriter(None), until_formed=contextlib.ExitStack(), watch=SimpleNamespace(hear=QUIET.info),
             )
+            line = MemberLine(group, timeout_s=TIMEOUT_S)
             line.open_store(line.join())
             ends.put((rank, time.monotonic(), ""))
         except Exception as error:

@@ -69,8 +69,6 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     ("culprit", "order", "own", "code", "says"),
     [
         (1, {"raise": "ValueError"}, 1, 1, "ValueError: probe"),
-        # In the words of a lost peer, which is no reason to restart a fault
-        (2, {"raise": "RuntimeError"}, 1, 1, "RuntimeError: NCCL error: probe"),
         (0, {"raise": "UserError"}, 2, 2, "error: probe"),
         (1, {"raise": "SystemExit"}, 1, 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
         # Its `code`, 404, is not an exit code

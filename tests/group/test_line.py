@@ -1,11 +1,11 @@
 """Which rank caused the end: from what the line says, and from where the others were. Whole jobs are in
 `test_rendezvous` and `test_deadlines`."""
 
-import contextlib
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,25 +13,16 @@ import pytest
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.group import group
-from rankup.group.line import Line, describe
 from rankup.group.meeting import MemberLine
 from rankup.group.stop import StopRequest
+from rankup.group.watchdog import Watchdog, describe
 
 
-class Asked(Line):
-    """Of rank 1. What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
-
-    def __init__(self, signs: list[dict[str, Any]] | None, late: Mapping[str, Any] | None) -> None:
-        super().__init__(1, StopRequest())
-        self.answer, self.late = signs, late
-
-    def say(self, kind: str, **values: Any) -> bool:
-        if self.late is not None:
-            self.hear(self.late)
-        if self.answer is not None:
-            now = time.time()
-            self.hear({"is": "ranks", "ranks": [{**sign, "seen": now - sign["silent_s"]} for sign in self.answer]})
-        return self.answer is not None
+def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
+    status: Any = SimpleNamespace(rank=rank, world_size=4, run_dir=Path(), attempt="a")
+    watch = Watchdog(status, StopRequest(), record=RecordWriter(None), log=logging.getLogger("quiet"))
+    watch.record.wait(waiting)
+    return watch
 
 
 def sign(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
@@ -62,10 +53,21 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     text: str,
 ) -> None:
     """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`."""
-    line = Asked(signs, late)
+    watch = watchdog_of(1, waiting=waiting)
+
+    def say(kind: str) -> bool:
+        """What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
+        if late is not None:
+            watch.hear(late)
+        if signs is not None:
+            now = time.time()
+            watch.hear({"is": "ranks", "ranks": [{**each, "seen": now - each["silent_s"]} for each in signs]})
+        return signs is not None
+
+    watch.connect(SimpleNamespace(say=say), ["node0", "node0", "node1", "node1"])
     for message in heard:
-        line.hear(message)
-    assert describe(line.suspects(waiting=waiting, overdue=True), ["node0", "node0", "node1", "node1"]) == text
+        watch.hear(message)
+    assert describe(watch.suspects(overdue=True), watch.hosts) == text
 
 
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
@@ -76,8 +78,6 @@ def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypat
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
         )
-        MemberLine(
-            launch, {}, attempt="a", timeout_s=60.0, log=logging.getLogger("quiet"), record=RecordWriter(None),
-            stop=StopRequest(), until_formed=contextlib.ExitStack(),
-        )
+        joining: Any = SimpleNamespace(launch=launch, settings={}, log=logging.getLogger("quiet"))
+        MemberLine(joining, timeout_s=60.0)
     assert connected == ["127.0.0.1"]

@@ -243,15 +243,18 @@ class Sequence:
         for attempt, found in members.items():
             assert len({rank for _, rank, _, _ in found}) == len(found), f"attempt {attempt}: two of one rank: {found}"
             assert len({world for _, _, world, _ in found}) == 1, f"attempt {attempt}: {found}"
-        # A step in two attempts: only where nobody goes on that had finished it
-        world = dict[int, int]()
+        # A step in two attempts: only where nobody goes on that had finished it. Who comes back after that goes on with
+        # the others, and what it had finished alone is of no use
+        world, firsts = dict[int, int](), dict[int, int]()
         for attempt in sorted(members):
             its = [each for each in steps if each["attempt"] == attempt]
             first = min(each["step"] for each in its)
             nodes = {each["node"] for each in its}
             for each in steps:
                 if each["attempt"] < attempt and each["node"] in nodes and each["pid"] not in self.killed_pids:
-                    assert each["step"] < first, f"attempt {attempt} does step {first} again, though {each}"
+                    anew = any(each["attempt"] < other and firsts[other] <= each["step"] for other in firsts)
+                    assert each["step"] < first or anew, f"attempt {attempt} does step {first} again, though {each}"
+            firsts[attempt] = first
             assert first <= max(world, default=0) + 1, f"attempt {attempt} begins at {first} after {max(world)}"
             for each in its:
                 world[each["step"]] = each["world"]

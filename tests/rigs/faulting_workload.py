@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rankup.agent.protocol import SIGNALS
 from rankup.errors import UserError
-from rankup.group.stop import SIGNALS
 from rankup.seeds import derive_seed
 from train.config import Config
 from train.data.samples import random_numbers
