@@ -14,10 +14,9 @@ from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config, check_world_size
-from .data.loader import Order, load_batches
-from .data.samples import to_device
+from .data.samples import Order, load_batches, to_device
 from .group import join_group
-from .parallel import load_method, method_name, start_method
+from .parallel import METHODS, method_name, start_method
 from .parallel.methods import Method
 from .parallel.model import (
     autocast,
@@ -50,7 +49,7 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    needs_group = load_method(method_name(config, world_size)).needs_process_group
+    needs_group = METHODS[method_name(config, world_size)].needs_process_group
     with (
         join_group(config, program, run_dir, needs_process_group=needs_group) as group,
         start_method(config, group) as method,

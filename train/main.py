@@ -26,7 +26,6 @@ if __name__ == "__main__":
 from .commands import COMMANDS
 from .config import load_config
 from .config.options import DoctorOptions, RankOptions, help_text, parse_args
-from .run import CHOICES
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
@@ -45,7 +44,7 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
     request = parse_args(argv)
     options = request.options
     if request.help or (request.command is None and not request.mistakes and not request.settings):
-        rankup.cli.print_whole(help_text(request.command or "", choices=CHOICES))
+        rankup.cli.print_whole(help_text(request.command or ""))
         return 0 if request.help else rankup.UserError.code
     try:
         if isinstance(options, RankOptions):
@@ -55,11 +54,11 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
             )
         else:
             program.read_rank()
-        config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes, choices=CHOICES)
+        config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes)
         if request.command is None:
             raise rankup.UserError(f"a command is missing: {', '.join(COMMANDS)}.")
-        if options.only_reads:
-            program.stop.uninstall()
+        if request.command == "show":
+            program.stop.uninstall()  # it leaves nothing behind, so a signal may end it at once
         else:
             program.begin()
         return COMMANDS[request.command](config, program, options) or 0

@@ -31,7 +31,7 @@ from rankup.loop.workers import Workers  # noqa: E402
 from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
-from train.data.loader import Order, load_batches  # noqa: E402
+from train.data.samples import Order, load_batches  # noqa: E402
 from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
@@ -84,7 +84,7 @@ def ours(root: Path, recipe: str, batch_size: int, workers: int) -> Batches:
     """One epoch, as training takes it."""
     augment = RECIPES[recipe][0]
     config = Config(dataset="imagefolder", data_dir=str(root), augment=augment, batch_size=batch_size, model="cnn")
-    samples, normalize = images.build(config).train, images.Normalize(MEAN, STD)
+    samples, normalize = images.build(config).train, images.normalizer(MEAN, STD)
     order = Order(len(samples), batch_size, seed=0)
 
     def epoch() -> Batches:

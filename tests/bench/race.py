@@ -34,7 +34,7 @@ from tests.bench.racers import shared
 from tests.bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT
-from train.data.sources import mnist_family
+from train.data.sources import in_memory
 
 # Threads and workers, which it may advise too, would change the conditions of the race
 ADVICE = re.compile(r"--precision bf16")
@@ -187,16 +187,16 @@ def prepare_data(folder: Path, *, random: bool) -> None:
     """Fashion-MNIST as torchvision's class wants it, below `folder`, fetched if need be; or random images alike."""
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
-    source, family = None, mnist_family.FAMILIES["fashion-mnist"]
+    source, family = None, in_memory.FAMILIES["fashion-mnist"]
     if not random:
-        source = mnist_family.locate(family, data_dir=None, timeout_s=3600, say=print)
-    for train, (image_name, label_name) in mnist_family.FILES.items():
+        source = in_memory.find_family(family, data_dir=None, timeout_s=3600, say=print)
+    for train, (image_name, label_name) in in_memory.FILES.items():
         if source is None:
             generator, size = torch.Generator().manual_seed(int(train)), 2048 if train else 256
             images = torch.randint(0, 256, (size, 1, 28, 28), dtype=torch.uint8, generator=generator)
             labels = torch.randint(0, 10, (size,), generator=generator)
         else:
-            half = mnist_family.read_half(source, family, train=train)
+            half = in_memory.read_half(source, family, train=train)
             images, labels = half.images, half.labels
         write_idx(raw / image_name, images[:, 0])
         write_idx(raw / label_name, labels.to(torch.uint8))

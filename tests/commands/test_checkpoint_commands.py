@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
-from train.data.sources.mnist_family import FAMILIES, read_half
+from train.data.sources.in_memory import FAMILIES, read_half
 
 # Settings unlike the defaults: an evaluation without them would get another model, or other data
 TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101",

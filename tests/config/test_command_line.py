@@ -10,7 +10,7 @@ from tests.rigs.jobs import rank_env
 from train.config import Config, load_config
 from train.config.load import fields_of
 from train.config.options import OPTIONS, DoctorOptions, PredictOptions, parse_args
-from train.data.sources import SOURCES
+from train.config.settings import SOURCES
 from train.main import main
 
 Captured = pytest.CaptureFixture[str]

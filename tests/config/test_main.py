@@ -13,15 +13,6 @@ from tests.rigs.jobs import MAIN, ROOT, environment, result
 DIGITS = ("--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--max-steps", "1")
 
 
-def test_help_and_show_do_without_torch() -> None:
-    code = (
-        "import sys; from train.main import main; lines = ('--help', 'show', 'show --lr x', 'trian')"
-        "; codes = [main(line.split()) for line in lines]"
-        "; assert codes == [0, 0, 2, 2], codes; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-
-
 def test_program_runs_as_a_file_among_files_of_the_same_names(tmp_path: Path) -> None:
     """From a directory whose log.py, data.py, train.py and torch.py are the user's own."""
     for name in ("log", "data", "config", "train", "stop"):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.rigs.refused import one
 from train.config import Config, load_config
-from train.config.yaml_text import read_yaml
+from train.config.load import read_yaml
 
 
 @pytest.mark.parametrize(

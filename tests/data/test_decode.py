@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageOps
 
 from tests.rigs.photographs import photograph
-from train.data.sources import decode as decoding
-from train.data.sources.decode import decode
+from train.data import file_samples as decoding
+from train.data.file_samples import decode
 
 
 def difference(path: Path) -> int:

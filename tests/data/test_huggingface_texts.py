@@ -51,7 +51,7 @@ def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
         (tmp_path / f"{name}.{kind}").write_text("\n".join(lines) + "\n")
     found = load_hf(tmp_path, input_column="body", label_column="stars")
     assert found.train.texts[0] == "text 0 of it"
-    assert (found.classes, found.train.labels) == (("1", "2", "3"), (0, 1, 2, 0, 1, 2))
+    assert (found.classes, found.train.labels) == (("1", "2", "3"), ("1", "2", "3", "1", "2", "3"))
     with pytest.raises(UserError, match=r"--label-column must name a column of labels among .*, got none\."):
         load_hf(tmp_path)
     with pytest.raises(UserError, match=r"must name a column of texts among .*, got id, body\."):

@@ -19,9 +19,8 @@ from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data import TensorSamples
-from train.data.sources import load, mnist_family
-from train.data.sources.cifar10 import FOLDER
-from train.data.sources.mnist_family import FAMILIES, locate
+from train.data.sources import in_memory, load
+from train.data.sources.in_memory import FAMILIES, FOLDER, find_family
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -49,10 +48,10 @@ def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, m
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
     debian = replace(FAMILIES["fashion-mnist"], here=write_set(tmp_path / "debian", suffix=".gz"))
-    assert locate(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
+    assert find_family(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
     without = replace(FAMILIES["fashion-mnist"], here=tmp_path / "nothing")
     there = tmp_path / "cache" / "FashionMNIST" / "raw"
-    assert locate(without, data_dir=None, timeout_s=1.0, say=print) == there
+    assert find_family(without, data_dir=None, timeout_s=1.0, say=print) == there
 
 
 def test_other_images_of_the_same_number_are_other_data(tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def label_10(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "other things": (lambda f: [path.unlink() for path in f.iterdir()] and (f / "holiday.txt").touch(),
-                     r"holds none of the files of MNIST.*holiday\.txt"),
+                     r"holds no MNIST.*holiday\.txt"),
     "one is missing": (lambda f: (f / "t10k-labels-idx1-ubyte").unlink(),
                        r"t10k-labels-idx1-ubyte \(or \.gz\) is missing"),
     "label": (label_10, rf"{LABELS}: label must be 0\.\.9.*got 10"),
@@ -127,7 +126,7 @@ def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_damaged_idx_file_is_named_and_takes_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, packed: bool
 ) -> None:
-    monkeypatch.setattr(mnist_family, "MOST_BYTES", 2000)
+    monkeypatch.setattr(in_memory, "MOST_BYTES", 2000)
     (write_set(tmp_path) / IMAGES).write_bytes(gzip.compress(content) if packed else content)
     with pytest.raises(UserError, match=f"^{tmp_path}/{IMAGES}: is no whole IDX file of images. ") as caught:
         load(Config(dataset="mnist", data_dir=str(tmp_path)))

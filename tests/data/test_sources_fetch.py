@@ -1,27 +1,33 @@
-"""Downloading a data set once per node: real processes, and a server on loopback."""
+"""Downloading a data set once per node, and where something is refused: real processes, and a server on loopback."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import hashlib
-import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.rigs.idx_files import everything, small, write_set
+from rankup.errors import UserError
+from rankup.places.files import cache_roots
+from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
 from tests.rigs.jobs import environment
+from train.config import Config
+from train.data.sources import fetch, load
 from train.data.sources.fetch import NotFetched
-from train.data.sources.mnist_family import locate
+from train.data.sources.in_memory import FAMILIES, Family, find_family, read_half
 
 WAIT_S = 240.0
 
@@ -58,12 +64,13 @@ class Mirror:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def files(self) -> list[tuple[list[str], str]]:
-        """As a family has them. The first address of each leads nowhere."""
-        addresses = ("http://127.0.0.1:1", f"http://127.0.0.1:{self.server.server_port}")
-        return [([f"{address}/{file.name}" for address in addresses],
-                 hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest())
-                for file in sorted(self.folder.iterdir())]
+    def download(self, *, wrong: bool = False) -> str:
+        """The program that downloads, from here. The first address of each file leads nowhere."""
+        addresses = ["http://127.0.0.1:1/", f"http://127.0.0.1:{self.server.server_port}/"]
+        files = [(file.name, "0" * 32 if wrong else hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest())
+                 for file in sorted(self.folder.iterdir())]
+        here = f"datasets.FashionMNIST.mirrors, datasets.FashionMNIST.resources = {addresses}, {files}"
+        return fetch.DOWNLOAD.replace("try:", f"{here}\ntry:")
 
 
 @pytest.fixture
@@ -83,19 +90,22 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 WORKER = """
-import json, pathlib, sys
+import pathlib, sys
 from rankup.errors import UserError
-from train.data.sources.fetch import Remote, fetch
+from train.config import Config
+from train.data.sources import fetch, load
 
 def check(folder):
-    assert len([*(folder / "raw").iterdir()]) == 4
+    assert len([*(folder / "raw").glob("*-ubyte")]) == 4
 
 print("ready", flush=True)
 sys.stdin.readline()
-remote = Remote("Fashion-MNIST", "FashionMNIST", lambda: json.loads(sys.argv[2]), "FashionMNIST/raw", check)
+fetch.DOWNLOAD = sys.argv[2]
+remote = fetch.Remote("FashionMNIST", "FashionMNIST/raw", find=lambda root: None, check=check)
+target = pathlib.Path(sys.argv[1]) / "FashionMNIST"
 try:
-    fetch(remote, pathlib.Path(sys.argv[1]), timeout_s=240, say=lambda line: print(line, flush=True))
-    check(pathlib.Path(sys.argv[1]) / "FashionMNIST")
+    fetch.fetch(remote, target, timeout_s=240, say=lambda line: print(line, flush=True))
+    check(target)
     print("has all")
 except UserError as error:
     print("refused", error)
@@ -103,11 +113,11 @@ assert "torch" not in sys.modules, "four of these on two cores would take longer
 """
 
 
-def start_workers(count: int, root: Path, files: list[Any]) -> list[subprocess.Popen[str]]:
+def start_workers(count: int, root: Path, download: str) -> list[subprocess.Popen[str]]:
     """Processes that begin to fetch at the same moment: whoever waits for a server may do so for 10 s only."""
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(root), json.dumps(files)], stdin=subprocess.PIPE, text=True,
+            [sys.executable, "-c", WORKER, str(root), download], stdin=subprocess.PIPE, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
         )
         for _ in range(count)
@@ -127,25 +137,24 @@ def all_wait_for_the_download(workers: list[subprocess.Popen[str]], server: Mirr
     assert server.begun.wait(WAIT_S)
     for worker in workers:
         assert worker.stdout is not None
-        assert worker.stdout.readline().startswith("downloading Fashion-MNIST to")
+        assert worker.stdout.readline().startswith("downloading FashionMNIST to")
 
 
 def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
-    workers = start_workers(4, root, server.files())
+    workers = start_workers(4, root, server.download())
     all_wait_for_the_download(workers, server)
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
         assert "has all" in output
-    assert server.served == {path.name: 1 for path in server.folder.iterdir()}
+    assert server.served == {path.name: 2 for path in server.folder.iterdir()}  # torchvision follows redirects first
     assert everything(root) == ["FashionMNIST"]
-    assert {path.name: path.read_bytes() for path in (root / "FashionMNIST" / "raw").iterdir()} == {
-        path.stem: gzip.decompress(path.read_bytes()) for path in server.folder.iterdir()
-    }
+    for path in server.folder.iterdir():
+        assert (root / "FashionMNIST" / "raw" / path.stem).read_bytes() == gzip.decompress(path.read_bytes())
 
 
 def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
@@ -154,7 +163,7 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
     server = mirror()
     server.gate.clear()
     root = tmp_path / "data"
-    (killed,) = start_workers(1, root, server.files())
+    (killed,) = start_workers(1, root, server.download())
     with killed:
         assert server.begun.wait(WAIT_S)
         killed.send_signal(signal.SIGKILL)
@@ -162,7 +171,7 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
     assert any(".partial-" in name for name in everything(root))
     assert "FashionMNIST" not in everything(root)
     server.gate.set()
-    (second,) = start_workers(1, root, server.files())
+    (second,) = start_workers(1, root, server.download())
     with second:
         output = second.communicate(timeout=WAIT_S)[0]
     assert second.returncode == 0, output
@@ -173,7 +182,7 @@ def test_killed_downloader_leaves_no_orphan_and_the_next_run_cleans_up(
 def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
     server = mirror(status=403)
     server.gate.clear()
-    workers = start_workers(3, tmp_path / "data", server.files())
+    workers = start_workers(3, tmp_path / "data", server.download())
     all_wait_for_the_download(workers, server)
     server.gate.set()
     outputs = [worker.communicate(timeout=WAIT_S)[0] for worker in workers]
@@ -183,14 +192,176 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
     assert everything(tmp_path / "data") == []
 
 
-def test_wrong_md5_is_refused_and_nothing_is_left(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
-    files = mirror().files()
-    files[0] = (files[0][0], "0" * 32)
-    with pytest.raises(NotFetched, match=r"web: .* gave another file, its md5 is"):
-        locate(small(files), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+def test_wrong_md5_is_refused_and_nothing_is_left(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "DOWNLOAD", mirror().download(wrong=True))
+    with pytest.raises(NotFetched, match=r"web: .*File not found or corrupted"):
+        find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
     assert everything(tmp_path / "data") == []
 
 
-def test_slow_download_is_bounded_and_says_how_far_it_is(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
-    with pytest.raises(NotFetched, match=r"web: t10k-images-idx3-ubyte\.gz is not done in time, 0\.0 MB"):
-        locate(small(mirror().files()), data_dir=str(tmp_path / "data"), timeout_s=0.0, say=print)
+# Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
+
+# Quicker than what imports torchvision to be refused by its servers
+NOBODY = "raise SystemExit('Connection refused')"
+# In a bare container there are no lists of packages
+APT_GET = """#!/bin/sh
+case "$*" in
+  *Lists*update*) touch lists/fetched; echo "Err:1 one of the lists"; exit 100 ;;
+  *Lists*download*) [ -e lists/fetched ] && touch some-package_1_all.deb ;;
+  *) echo "E: unexpected: $*"; exit 100 ;;
+esac
+"""
+DPKG = """#!/bin/sh
+[ "$1" = -x ] && [ -f "$2" ] && mkdir -p "$3/usr/share" && cp -r {served} "$3/usr/share/place"
+"""
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
+    """A family that no server has, and Debian does: its package holds what `served` holds."""
+    monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
+    write_set(tmp_path / "served")
+    put(tmp_path, apt_get=APT_GET, dpkg=DPKG.format(served=tmp_path / "served"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    return replace(small(), package="some-package", here=Path("/usr/share/place"))
+
+
+def put(tmp_path: Path, **scripts: str) -> None:
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        path = tmp_path / "bin" / name.replace("_", "-")
+        path.write_text(script)
+        path.chmod(0o755)
+
+
+def test_package_is_unpacked_where_the_download_is_refused(
+    tmp_path: Path, packaged: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # apt-get runs in another folder
+    folder = find_family(packaged, data_dir="data", timeout_s=WAIT_S, say=print)
+    assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
+    assert len(read_half(folder, packaged, train=False)) == ROWS["t10k"]
+    assert everything(tmp_path / "data") == ["FashionMNIST"]
+
+
+@pytest.mark.parametrize(
+    ("apt_get", "timeout_s", "message"),
+    [
+        ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
+         r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
+        ("exec sleep 600", 0.5, "apt: timed out"),
+    ],
+)
+def test_apt_that_fails_or_hangs_gives_its_reason(
+    tmp_path: Path, packaged: Family, apt_get: str, timeout_s: float, message: str
+) -> None:
+    put(tmp_path, apt_get=f"#!/bin/sh\n{apt_get}\n")
+    with pytest.raises(NotFetched, match=message):
+        find_family(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s, say=print)
+
+
+def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, packaged: Family) -> None:
+    write_idx(tmp_path / "served" / "t10k-images-idx3-ubyte", torch.zeros(9, 5, 5, dtype=torch.uint8))
+    with pytest.raises(NotFetched, match="10 labels for 9 images"):
+        find_family(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    assert everything(tmp_path / "data") == []
+
+
+def test_debians_package_that_is_installed_is_what_was_published() -> None:
+    family = FAMILIES["fashion-mnist"]
+    if not (family.here and family.here.is_dir()):
+        pytest.skip("needs Debian's dataset-fashion-mnist")
+    halves = load(Config())
+    assert [(half.name, len(half)) for half in halves] == [("fashion-mnist", 60_000), ("fashion-mnist", 10_000)]
+
+
+HOLDER = """
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "GRACE_S", 0.3)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / ".FashionMNIST.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process has not finished downloading FashionMNIST") as e:
+            find_family(small(), data_dir=str(tmp_path), timeout_s=0.2, say=print)
+        assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
+        holder.kill()
+
+
+def test_folder_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(UserError, match=r"/proc/none: FashionMNIST cannot be stored there \(No such file"):
+        find_family(small(), data_dir="/proc/none", timeout_s=1.0, say=print)
+
+
+# What is done without network and package -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fashion-mnist", "mnist"):
+        monkeypatch.setitem(FAMILIES, name, replace(small(), name=name))
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
+
+
+@pytest.mark.usefixtures("offline")
+def test_default_falls_back_to_digits_and_says_so_in_one_line() -> None:
+    said: list[str] = []
+    assert [half.name for half in load(Config(), say=said.append)] == ["digits", "digits"]
+    (told,) = [line for line in said if "digits" in line]
+    assert "Connection refused" in told
+    assert "\n" not in told
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_chosen_set_or_place_is_never_replaced(tmp_path: Path) -> None:
+    for config in (Config(dataset="mnist"), Config(data_dir=str(tmp_path / "empty"))):
+        with pytest.raises(NotFetched, match=r"cannot be downloaded.*set data_dir"):
+            load(config, say=print)
+
+
+def test_cache_is_the_named_one_then_the_users_then_the_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "broken").write_text("")
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "broken" / "cache"))
+    with pytest.raises(UserError, match=rf"{tmp_path / 'broken' / 'cache'}: cannot be written"):
+        fetch.writable_cache()
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "named"))
+    assert fetch.writable_cache() == tmp_path / "named"
+    monkeypatch.delenv("RANKUP_CACHE")
+    assert fetch.writable_cache() == tmp_path / "xdg" / "rankup"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert fetch.writable_cache() == tmp_path / "home" / ".cache" / "rankup"
+    monkeypatch.setenv("HOME", str(tmp_path / "broken"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    last = tmp_path / f"rankup-cache-{os.geteuid()}"
+    assert fetch.writable_cache() == last
+    assert last.stat().st_mode & 0o777 == 0o700
+
+
+def test_cache_folder_that_another_user_prepared_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANKUP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "~")  # as for a user without a home directory
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rankup-cache-4711" / "FashionMNIST").mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    for call in (fetch.writable_cache, cache_roots):
+        with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711 must belong to this user"):
+            call()
+    monkeypatch.setenv("RANKUP_CACHE", f"{tmp_path}/rankup-cache-4711/deep/down")
+    with pytest.raises(UserError, match=rf"{tmp_path}/rankup-cache-4711/deep/down must belong to this user"):
+        cache_roots()

@@ -141,4 +141,4 @@ def test_file_that_is_no_image_is_named_when_loaded(tmp_path: Path, kind: str, m
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
-    assert {"bomb": "too many pixels", "gone": "is gone"}.get(kind, "is no image") in message
+    assert {"bomb": "too many pixels", "gone": "cannot be read"}.get(kind, "is no image") in message

@@ -84,7 +84,6 @@ def test_variant_of_three_ranks_follows_one(
 
 # These have a curve of their own: that of one process.
 OTHERS: dict[str, tuple[str, ...]] = {
-    "clipped": ("--clip-norm", "0.5"),
     "clipped, accumulated, with adamw": (
         "--clip-norm", "0.5", "--accumulate", "4", "--optimizer", "adamw", "--lr", "0.002"
     ),

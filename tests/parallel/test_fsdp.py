@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rankup.errors import UserError
 from tests.rigs import recording_workload
 from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.fork_server import Forks
@@ -69,13 +68,6 @@ def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) ->
     assert list((run / "tensorboard").iterdir())
     assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).tracked["model"].values())
     assert result(run)["parallel"] == "fsdp"
-
-
-def test_fsdp_refuses_a_parameter_without_dimensions() -> None:
-    model = nn.Linear(2, 2)
-    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(UserError, match="needs parameters with at least one dimension, got scale"):
-        methods.FSDP(Config(), None).split(model)  # type: ignore[arg-type]
 
 
 def test_parts_that_share_a_parameter_stay_together() -> None:

@@ -194,5 +194,6 @@ def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path)
 def test_horovod_for_cpus_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "load_horovod", lambda: types.SimpleNamespace(cuda_built=lambda: False))
     group = types.SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(UserError, match=r"Horovod was built for CPUs here, got device cuda:0\. Set --device cpu"):
-        horovod.Horovod(Config(parallel="horovod"), group).refuse()  # type: ignore[arg-type]
+    method = horovod.Horovod(Config(parallel="horovod"), group)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"built for CPUs here, got device cuda:0\. Set --device"), method.running():
+        pass

@@ -14,7 +14,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
 from train.parallel.model import build_optimizer, prepare
-from train.workloads.vision_models import build_model
+from train.workloads.images import build_model
 
 CPU = torch.device("cpu")
 

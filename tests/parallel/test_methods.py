@@ -15,10 +15,9 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
 from tests.rigs.recording_workload import records
 from train.config import Config, load_config
-from train.parallel import METHODS, load_method, method_name
+from train.parallel import METHODS, method_name
 from train.parallel.methods import Method
 from train.parallel.model import warm_up
-from train.run import CHOICES
 
 # A constant rate, since a cosine over fewer steps would be another curve; a small one, which does not magnify
 # differences
@@ -83,7 +82,6 @@ def test_variant_follows_one_process_and_resumes_to_the_bit(
 # These train to other weights, so that they have a curve of their own to follow.
 OTHERS: dict[str, tuple[str, ...]] = {
     "adamw": ("--optimizer", "adamw", "--lr", "0.002"),
-    "clipped": ("--clip-norm", "0.5"),
     "fsdp with adamw, clipped": ("--parallel", "fsdp", "--optimizer", "adamw", "--lr", "0.002", "--clip-norm", "0.5"),
     "everything": ("--optimizer", "adamw", "--precision", "bf16", "--accumulate", "2", "--clip-norm", "1", "--lr",
                    "0.002", "--label-smoothing", "0.1", "--augment"),
@@ -167,19 +165,13 @@ def test_compression_is_another_arithmetic(forks: Forks, tmp_path: Path) -> None
 # Unused parameters ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int) -> None:
-    codes, output = forks.run(*RECORDED, "--options.model", "unused", "--run-dir", tmp_path, world_size=world_size)
+@pytest.mark.parametrize(("world_size", "method"), [(1, "auto"), (2, "auto"), (2, "fsdp")])
+def test_unused_parameter_is_named(forks: Forks, tmp_path: Path, world_size: int, method: str) -> None:
+    line = (*RECORDED, "--options.model", "unused", "--parallel", method, "--run-dir", tmp_path)
+    codes, output = forks.run(*line, world_size=world_size)
     assert codes == [2] * world_size
     assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
     assert "Traceback" not in output
-
-
-def test_unused_parameter_is_named_by_fsdp(forks: Forks, tmp_path: Path) -> None:
-    line = (*RECORDED, "--options.model", "unused", "--parallel", "fsdp", "--run-dir", tmp_path)
-    codes, output = forks.run(*line, world_size=2)
-    assert codes == [2, 2], output
-    assert "got none from other_head.weight, other_head.bias. Freeze them (requires_grad=False), or set" in output
 
 
 def test_unused_parameter_is_allowed_on_request(forks: Forks, tmp_path: Path) -> None:
@@ -222,6 +214,50 @@ def test_ddp_of_one_process_trains_as_without(forks: Forks, alone: list[float], 
     assert losses(train(forks, tmp_path / "run", 1, "--parallel", "ddp")) == alone
 
 
+# --compile ------------------------------------------------------------------------------------------------------
+
+
+def say_graphs() -> None:
+    """In the process of a rank: have it say before each evaluation what dynamo has captured."""
+    import train.run.evaluation
+
+    evaluate = train.run.evaluation.evaluate
+
+    def counted(*values: Any, **named: Any) -> Any:
+        from torch._dynamo.utils import counters
+
+        print(f"graphs {counters['stats']['unique_graphs']} breaks {len(counters['graph_break'])}", flush=True)
+        return evaluate(*values, **named)
+
+    import train.loop
+
+    train.loop.evaluate = counted  # type: ignore[assignment]
+
+
+def test_compiled_model_trains_resumes_and_is_compiled_in_fact(forks: Forks, tmp_path: Path) -> None:
+    line = ("train", *DIGITS, "--model", "mlp", "--run-dir", tmp_path)
+    for name, steps, compiled in (("eager", 10, False), ("whole", 10, True), ("parts", 6, True), ("parts", 10, True)):
+        output = forks.ends(
+            *line, f"--compile={str(compiled).lower()}", "--name", name, "--max-steps", str(steps), world_size=2,
+            timeout_s=280, preload="tests.parallel.test_methods:say_graphs",
+        )
+        assert output.count(f"graphs {int(compiled)} breaks 0") == output.count("graphs ") == 2, output
+    assert result(tmp_path / "whole")["digest"] == result(tmp_path / "parts")["digest"]
+    eager, compiled_, parts = (
+        [line["train/loss"] for line in metrics(tmp_path / name) if "train/loss" in line]
+        for name in ("eager", "whole", "parts")
+    )
+    assert parts == compiled_
+    assert compiled_ == pytest.approx(eager, rel=1e-4)
+
+
+def test_compile_without_a_compiler_is_one_line(forks: Forks, tmp_path: Path) -> None:
+    codes, output = forks.run("train", *DIGITS, "--compile", "--run-dir", tmp_path, env={"PATH": ""})
+    assert codes == [2]
+    assert "error: compile needs a C++ compiler" in output
+    assert "Traceback" not in output
+
+
 # DataParallel ---------------------------------------------------------------------------------------------------
 
 
@@ -240,8 +276,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     log = types.SimpleNamespace(info=lambda text: None)
     group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=log)
-    method = load_method("dp")(Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
-    method.refuse()
+    method = METHODS["dp"](Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
     return method.wrap(nn.Linear(2, 2))
 
 
@@ -272,10 +307,10 @@ def test_dp_on_two_gpus_in_any_order_follows_one_process(forks: Forks, alone: li
 
 def test_methods_are_the_choices_of_the_setting() -> None:
     for name in METHODS:
-        assert load_config({"parallel": name}, choices=CHOICES).parallel == name
-        assert issubclass(load_method(name), Method)
-    with pytest.raises(UserError, match=r'^--parallel must be one of auto, none, ddp, dp, fsdp, horovod, got "dpp"'):
-        load_config({"parallel": "dpp"}, choices=CHOICES)
+        assert load_config({"parallel": name}).parallel == name
+        assert issubclass(METHODS[name], Method)
+    with pytest.raises(UserError, match=r"^--parallel must be 'auto', 'none', .* or 'horovod', got"):
+        load_config({"parallel": "dpp"})
 
 
 def test_method_is_ddp_for_several_and_none_for_one() -> None:

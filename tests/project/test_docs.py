@@ -22,7 +22,6 @@ from tests.rigs.jobs import ROOT
 from train.config import Config, load_config
 from train.config.load import fields_of
 from train.config.options import OPTIONS, parse_args
-from train.run import CHOICES
 from train.workloads import Workload
 
 TOP_LEVEL = {
@@ -149,7 +148,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
             continue
         parsed = parse_args(words)
         assert parsed.command in OPTIONS, words
-        load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
+        load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
 
 
 def test_docs_have_the_commands_of_the_program() -> None:

@@ -42,8 +42,8 @@ from rankup.state import reading, tree
 from rankup.state.copies import MANIFEST, STATE, fingerprint
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
-from train.data.sources.decode import decode
-from train.data.sources.mnist_family import read_idx
+from train.data.file_samples import decode
+from train.data.sources.in_memory import read_idx
 from train.run.weights import init_from
 
 Files = dict[str, bytes]
@@ -143,7 +143,7 @@ def sealed(files: Files) -> Files:
 
 def plain_copy() -> Files:
     files = {name: content if isinstance(content, bytes) else b"".join(map(bytes, content))
-             for name, content in tree.to_files(TRACKED).items()}
+             for name, content in tree.files_of(*tree.encode(TRACKED)).items()}
     return sealed({STATE: RECORD, **files})
 
 

@@ -5,17 +5,13 @@ What a measurement gives depends on the machine, so the tests move the bound abo
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from torch import nn
 
 from rankup.group import group
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
-from train.config import Config
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 
@@ -46,17 +42,6 @@ def test_workers_are_advised_where_batches_take_long_and_cpus_are_free(
 ) -> None:
     found = list(on_workers(load_s=load_s, pass_s=0.04, free=free))
     assert [re.findall(r"--num-workers (\d+) may gain", line) for line in found] == ([[str(wanted)]] if wanted else [])
-
-
-@pytest.mark.parametrize(("settings", "layer", "said"), [
-    ({}, nn.Conv2d(1, 1, 1), True), ({}, nn.Linear(1, 1), False), ({"channels_last": False}, nn.Conv2d(1, 1, 1), False),
-    ({"parallel": "fsdp"}, nn.Conv2d(1, 1, 1), False), ({"workload": "images"}, nn.Conv2d(1, 1, 1), False),
-])
-def test_own_convolutions_hear_of_channels_last(settings: dict[str, Any], layer: nn.Module, said: bool) -> None:
-    config = Config(**{"workload": "my.job:build", **settings})
-    unmeasured: Any = SimpleNamespace(replicates_state=False)
-    found = list(advice.lines(config, unmeasured, unmeasured, unmeasured, nn.Sequential(layer), dict))
-    assert [line.split()[0] for line in found] == ["--channels-last"] * said
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from train.config import Config
-from train.data.loader import Order
+from train.data.samples import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.workloads.classification import class_scores, macro_f1
 from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples
@@ -44,8 +44,9 @@ def test_texts_that_ship_stand_once_each() -> None:
 def test_texts_of_a_folder_have_the_labels_of_the_training_part(tmp_path: Path) -> None:
     found = load_texts(texts_in(tmp_path, train=GOOD, dev="sports\ta\tgoal\n"))
     assert found.classes == ("food", "sports")
-    assert (found.train.texts, found.train.labels) == (("a warm soup", "a late goal", "热汤"), (0, 1, 0))
-    assert (found.evaluation.texts, found.evaluation.labels) == (("a\tgoal",), (1,))
+    assert found.train.texts == ("a warm soup", "a late goal", "热汤")
+    assert found.train.labels == ("food", "sports", "food")
+    assert (found.evaluation.texts, found.evaluation.labels) == (("a\tgoal",), ("sports",))
     assert found.characters[:2] == ("a", " ")  # five, four
 
 

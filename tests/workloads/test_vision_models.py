@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankup.errors import UserError
-from train.workloads.vision_models import build_model
+from train.workloads.images import build_model
 
 # Those that need special treatment, and some of the common kinds, with the smallest round size that they take
 FAMILIES = {

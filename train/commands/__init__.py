@@ -2,10 +2,11 @@
 for success. Each imports what it needs inside, so that only those pay for torch that use it.
 """
 
-import contextlib
 import gc
+import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import rankup
 from rankup import Program
 
 from ..config import Config, check_world_size, options, refuse_foreign, to_yaml
-from ..run import CHOICES
 
 
 def run_dir_of(config: Config, program: Program) -> Path:
@@ -23,9 +23,8 @@ def run_dir_of(config: Config, program: Program) -> Path:
     return program.runs_folder(config.run_dir) / (config.name or program.rank_env.run_name or default)
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Around slow imports: no garbage is collected in the block, nor ever in what it imported.
+def _imported(module: str, name: str) -> Any:
+    """Of a module that is slow to import: no garbage is collected meanwhile, nor ever in what it imported.
 
     torch and what belongs to it are 350,000 objects, which live as long as the process. Importing them triggers
     collections, which take a fifth of the time to find 8 MB; each full one later would walk them again, 0.15 s in the
@@ -33,7 +32,7 @@ def without_collections() -> Iterator[None]:
     """
     gc.disable()
     try:
-        yield
+        return getattr(importlib.import_module(module, __package__), name)
     finally:
         gc.freeze()
         gc.enable()
@@ -42,33 +41,15 @@ def without_collections() -> Iterator[None]:
 def _train(config: Config, program: Program, given: options.TrainOptions) -> None:
     refuse_foreign(config)
     check_world_size(config, program.rank_env.world_size)
-    run_dir = _start(config, program, stacks=True)
-    with without_collections():
-        from ..loop import train
-
-    train(config, program, run_dir=run_dir)
-
-
-def _evaluate(config: Config, program: Program, given: options.EvaluateOptions) -> None:
-    run_dir = _start(config, program)
-    with without_collections():
-        from .checkpoint import evaluate_checkpoint
-
-    evaluate_checkpoint(config, program, run_dir, given)
-
-
-def _predict(config: Config, program: Program, given: options.PredictOptions) -> None:
-    run_dir = _start(config, program)
-    with without_collections():
-        from .checkpoint import predict
-
-    predict(config, program, run_dir, given)
-
-
-def _start(config: Config, program: Program, *, stacks: bool = False) -> Path:
     run_dir = run_dir_of(config, program)
-    program.start(run_dir, stacks=stacks)
-    return run_dir
+    program.start(run_dir, stacks=True)
+    _imported("..loop", "train")(config, program, run_dir=run_dir)
+
+
+def _read_checkpoint(name: str, config: Config, program: Program, given: options.CheckpointOptions) -> None:
+    run_dir = run_dir_of(config, program)
+    program.start(run_dir)
+    _imported(".checkpoint", name)(config, program, run_dir, given)
 
 
 def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> int:
@@ -88,10 +69,11 @@ def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> i
 
 
 def _show(config: Config, program: Program, given: options.ShowOptions) -> None:
-    text = f"{config.model_dump_json()}\n" if given.as_json else to_yaml(config, choices=CHOICES)
+    text = f"{config.model_dump_json()}\n" if given.as_json else to_yaml(config)
     rankup.cli.print_whole(text)
 
 
 COMMANDS: dict[str, Callable[[Config, Program, Any], int | None]] = {
-    "train": _train, "evaluate": _evaluate, "predict": _predict, "show": _show, "doctor": _doctor,
+    "train": _train, "evaluate": partial(_read_checkpoint, "evaluate_checkpoint"),
+    "predict": partial(_read_checkpoint, "predict"), "show": _show, "doctor": _doctor,
 }

@@ -26,7 +26,7 @@ from ..parallel.model import autocast, prepare
 from ..run import weights
 from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
-from ..run.run_directory import check
+from ..run.run_directory import check, check_data
 from ..workloads import Workload, load
 
 
@@ -64,7 +64,8 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
         workload = load(settings, pretrained=False)
         for note in workload.notes:
             program.log.info(note)
-        _refuse_other_data(checkpoint, workload, settings, given=config.model_fields_set)
+        if settings.workload == "text" or not config.model_fields_set & {"dataset", "data_dir", "workload"}:
+            check_data(checkpoint, workload.data_name)
         try:
             workload.model.load_state_dict(checkpoint.tracked["model"])
         except RuntimeError as error:
@@ -82,18 +83,6 @@ def _settings_of(checkpoint: Copy, config: Config) -> Config:
     if "options" in given:  # here single keys outrank single keys
         update["options"] = {**trained["options"], **config.options}
     return config.model_copy(update=update)
-
-
-def _refuse_other_data(checkpoint: Copy, workload: Workload, settings: Config, *, given: set[str]) -> None:
-    """The default data set falls back to digits if it can't be downloaded: in the training, or now. Its classes differ,
-    so the results would be wrong. Texts of another vocabulary would become other numbers. Raises UserError."""
-    texts = settings.workload == "text"
-    if checkpoint.record['data'] != workload.data_name and (texts or not given & {"dataset", "data_dir", "workload"}):
-        setting = "bert-dir" if texts else "dataset"
-        raise UserError(
-            f"{checkpoint.path} was trained on {checkpoint.record['data']}, got {workload.data_name} now. Set "
-            f"--data-dir or --{setting}."
-        )
 
 
 def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: EvaluateOptions) -> None:
@@ -132,9 +121,11 @@ def predict(config: Config, program: Program, run_dir: Path, options: PredictOpt
         _open_samples(opened, options.input) as (samples, name_of),
     ):
         own = _predict_share(opened, samples)
-        rows = sorted(row for part in opened.group.gather(own) for row in part)
-        lines = [(name_of(index), label, probability) for index, label, probability in rows]
-        opened.group.on_rank0(lambda: _write(Path(options.output), lines))
+        rows = [
+            {"input": name_of(index), "label": label, "probability": round(probability, 6)}
+            for index, label, probability in sorted(row for part in opened.group.gather(own) for row in part)
+        ]
+        opened.group.on_rank0(lambda: _write(Path(options.output), rows))
         program.log.info(f"{len(rows)} predictions in {Path(options.output)}")
 
 
@@ -184,20 +175,18 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
     return rows
 
 
-def _write(path: Path, rows: list[tuple[str, str, float]]) -> None:
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     """The complete file or none. Raises UserError if it can't be written."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging.open("w", encoding="utf-8", newline="") as file:
             if path.suffix == ".csv":
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(("input", "label", "probability"))
-                writer.writerows((name, label, f"{probability:.6f}") for name, label, probability in rows)
+                writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
             else:
-                for name, label, probability in rows:
-                    line = {"input": name, "label": label, "probability": round(probability, 6)}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         staging.replace(path)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -13,7 +17,6 @@ from rankup import UserError
 from rankup.urls import must_hold_no_secrets, secrets_in
 
 from .settings import GROUPS, INT32_MAX, Config
-from .yaml_text import describe, dump_value, read_yaml, scalar
 
 # How this program is called: an installed rankup has it inside
 PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
@@ -24,15 +27,8 @@ SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "amp": "precision", "ou
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# Setting -> its possible values, where a room above this one knows them. One with a colon, such as hf:NAME, stands for
-# all that begin like it.
-Choices = Mapping[str, Sequence[str]]
-NO_CHOICES: Choices = {}
 
-
-def load_config(
-    flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = (), choices: Choices = NO_CHOICES
-) -> Config:
+def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: Sequence[str] = ()) -> Config:
     """Defaults, then the YAML file, then flags (name -> text); a flag `options.key` sets one key of options.
 
     Raises UserError with every mistake, one per line: `mistakes` (those of `parse_args`) first, then unknown names,
@@ -61,10 +57,6 @@ def load_config(
         return flag(name) if name in flags else f"{file}: {name}" if name in values and file else name
 
     config, wrong = validate(Config, values, label)
-    for name, known in choices.items():
-        value = values.get(name, "")
-        if name in values and not (isinstance(value, str) and any(is_choice(value, one) for one in known)):
-            wrong[name] = f"{label(name)} must be one of {', '.join(known)}, got {describe(value)}."
     found += wrong.values()
     if not found:
         found = [f"{label(name)} must be {rule}, got {describe(getattr(config, name))}. {why}"
@@ -115,12 +107,6 @@ def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> st
 # What the declaration of a setting or option says --------------------------------------------------------------------
 
 
-def is_choice(value: str, known: str) -> bool:
-    """Whether `value` is the choice `known`, or one of those that it stands for."""
-    start, colon, _ = known.partition(":")
-    return value.startswith(f"{start}:") and value != f"{start}:" if colon else value == known
-
-
 def flag(name: str) -> str:
     """The flag of a setting, as help and messages write it: batch_size -> --batch-size."""
     head, dot, key = name.partition(".")
@@ -129,7 +115,7 @@ def flag(name: str) -> str:
 
 def literals(field: FieldInfo) -> tuple[str, ...]:
     """The choices of a field; empty: any value."""
-    return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
+    return facts(field)["choices"] or tuple(word for word in get_args(field.annotation) if isinstance(word, str))
 
 
 def is_switch(field: FieldInfo) -> bool:
@@ -192,7 +178,7 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
     return changes
 
 
-def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
+def to_yaml(config: Config) -> str:
     """The settings in their groups, each with its line of help, range and unit; `--config` reads it back equal.
 
     Those of other data sets, workloads and methods are left out, unless they were set.
@@ -205,8 +191,7 @@ def to_yaml(config: Config, *, choices: Choices = NO_CHOICES) -> str:
         if name in others:
             continue
         of = f"{facts(field)['of']}: " if facts(field)["of"] else ""
-        known = choices.get(name, literals(field))
-        more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(known)]))
+        more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(literals(field))]))
         line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {of}{field.description}"
         lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"
@@ -276,3 +261,82 @@ def check_world_size(config: Config, world_size: int) -> None:
             f"batch_size must be at least {least} ({product}), got {config.batch_size}. Start at most "
             f"{config.batch_size // config.accumulate}, or set --batch-size {least}."
         )
+
+
+# Settings as YAML text, by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no`
+# is false, `010` is eight and the last of two equal keys wins silently. Each of these changes a run -----------------
+
+_CORE = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": r"(?:null|Null|NULL|~|)\Z",
+    "bool": r"(?:true|True|TRUE|false|False|FALSE)\Z",
+    "int": r"[-+]?(?:0|[1-9][0-9]*)\Z",
+    "float": r"[-+]?(?:(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|\.(?i:inf|nan))\Z",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own declaration): not the inherited ones
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found, names = super().construct_mapping(node, deep=True), set[Any]()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f'duplicate "{key.value}"', problem_mark=key.start_mark)
+            names.add(key.value)
+        return found
+
+
+class _Dumper(yaml.SafeDumper):
+    # The loader's table: the dumper quotes exactly the texts that the loader would take for something else ("1e5")
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(_CORE + _name, re.compile(_pattern), None)  # None: whatever it begins with
+# Line breaks (U+0085 is one too) survive only in double quotes, and would leave the one line of `dump_value`
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
+    f"{_CORE}str", text, style=None if text.isprintable() else '"'))
+
+
+def scalar(text: str) -> Any:
+    """The value of a text without quotes: None, bool, int, float, or the text itself."""
+    if any(re.match(pattern, text) for pattern in _SCALARS.values()):
+        return yaml.load(text, Loader=_Loader)
+    return text
+
+
+def read_yaml(file: str) -> dict[str, Any]:
+    """Settings from a YAML file (UTF-8); an empty one holds none.
+
+    Raises UserError, one line with the number of the line in the file, when it cannot be read or parsed.
+    """
+    try:
+        found = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)  # it builds plain values alone
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = " ".join(str(error.problem or error.context or "syntax").split())[:200]
+        raise UserError(f"{file}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}.") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}.") from error
+    except Exception as error:  # many types: bytes that are no UTF-8, or a tag such as !!bool at another value
+        raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}.") from error
+    if found is not None and not isinstance(found, dict):
+        raise UserError(f"{file}: settings must be lines of `name: value`, got a {type(found).__name__}.")
+    return found or {}
+
+
+def dump_value(value: Any) -> str:
+    """One value as YAML on one line, read back equal by `read_yaml`."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def describe(value: Any) -> str:
+    """A value as messages show it: texts in quotes, the rest as YAML, cut at 80 characters."""
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else dump_value(value)
+    text = text.encode(errors="backslashreplace").decode()  # bytes of argv that are no UTF-8 must not break print
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -12,21 +12,18 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from .load import NO_CHOICES, PROGRAM, Choices, fields_of, flag, is_switch, literals, unknown, validate
+from .load import PROGRAM, describe, dump_value, fields_of, flag, is_switch, literals, unknown, validate
 from .settings import Config, setting
-from .yaml_text import describe, dump_value
 
 
 class Options(BaseModel):
     """The options of one command. The docstring of a command's class is its text in --help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    only_reads: ClassVar[bool] = False  # it starts no rank and leaves nothing behind, so a signal may end it at once
 
 
 class RankOptions(Options):
@@ -71,8 +68,6 @@ class PredictOptions(CheckpointOptions, RankOptions):
 
 class ShowOptions(JsonOptions):
     """Print all settings as they would be used, with help, range and unit."""
-
-    only_reads: ClassVar[bool] = True
 
 
 class DoctorOptions(JsonOptions, RankOptions):
@@ -185,7 +180,7 @@ EXAMPLES = {
 }
 
 
-def help_text(command: str = "", *, choices: Choices = NO_CHOICES) -> str:
+def help_text(command: str = "") -> str:
     """The help of `command`, or of all: at most 40 lines at 80 columns."""
     width = min(shutil.get_terminal_size().columns, 120)
     if command not in OPTIONS:
@@ -194,12 +189,11 @@ def help_text(command: str = "", *, choices: Choices = NO_CHOICES) -> str:
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
         lines += [*_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]
         return "\n".join(lines) + "\n"
-    rows = [_row(name, field, literals(field)) for name, field in fields_of(OPTIONS[command]).items()]
+    rows = [_row(name, field) for name, field in fields_of(OPTIONS[command]).items()]
     lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(_text(OPTIONS[command]), width)]
     lines += ["", "options:", *_table(rows, width)]
     if command == "train":
-        fields = {name: Config.model_fields[name] for name in COMMON}
-        rows = [_row(name, field, choices.get(name, literals(field))) for name, field in fields.items()]
+        rows = [_row(name, Config.model_fields[name]) for name in COMMON]
         lines += ["", "settings, the most common ones:", *_table(rows, width)]
     lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in EXAMPLES[command])]
     lines += ["", *textwrap.wrap(NOTE, width)] if command in ("train", "show") else []
@@ -210,9 +204,10 @@ def _text(model: type[Options]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
-def _row(name: str, field: FieldInfo, known: Sequence[str]) -> tuple[str, str]:
+def _row(name: str, field: FieldInfo) -> tuple[str, str]:
     default = "" if field.default in (None, False, "") else f"[{dump_value(field.default)}] "
-    return flag(name) + ("" if is_switch(field) else " VALUE"), default + (", ".join(known) or str(field.description))
+    text = ", ".join(literals(field)) or str(field.description)
+    return flag(name) + ("" if is_switch(field) else " VALUE"), default + text
 
 
 def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:

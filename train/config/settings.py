@@ -5,11 +5,23 @@ A setting that affects the result must stay the same when a run is resumed. `sho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, JsonValue
 
+# `dataset` -> module in train/data/sources, and the function (config, say) -> (training half, test half) in it. A new
+# data set is a function and a line in this table.
+SOURCES = {
+    "fashion-mnist": "in_memory:mnist",
+    "mnist": "in_memory:mnist",
+    "cifar10": "in_memory:cifar10",
+    "imagefolder": "imagefolder:load",
+    "digits": "in_memory:mnist",
+    "fake": "in_memory:fake",
+    "hf:PATH_OR_NAME": "huggingface:load",
+}
 WEEK_S = 7 * 24 * 3600
 INT32_MAX = 2**31 - 1  # steps, samples: what a 32-bit counter holds
 Natural = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -18,14 +30,16 @@ Augment = bool | Literal["imagenet", "trivial"]
 
 
 def setting(
-    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", of: str = "", **limits: Any
+    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", of: str = "",
+    choices: Sequence[str] = (), **limits: Any,
 ) -> Any:
     """A field of Config, or of a command's options.
 
     `result`: it affects the trained weights. `rule`: what it must be, in place of pydantic's words. `of`: the data set,
-    workload or method that alone has it. `limits`: pydantic's own (ge, lt, ...).
+    workload or method that alone has it. `choices`: what a pattern allows. `limits`: pydantic's own (ge, lt, ...).
     """
-    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "of": of}
+    rule = rule or (f"one of {', '.join(choices)}" if choices else "")
+    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "of": of, "choices": choices}
     return Field(default, description=help, json_schema_extra=facts, **limits)
 
 
@@ -43,9 +57,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
-    # Its choices are the table in train/data/sources/: run/__init__.py has them for whatever checks or prints settings.
     dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
-                           rule="the name of a data set")
+                           pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$", choices=tuple(SOURCES))
     hf_config: str | None = _result(None, "Which configuration of the data set; null: the only or default one.",
                                     rule="a name", min_length=1, of="hf")
     input_column: str | None = _result(None, "Column of the images or texts; null: the only one of that kind.",
@@ -84,11 +97,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         {}, "Free settings of your own workload: --options.key value.",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
-    # Its choices are the table in train/parallel/, given in the same way.
-    parallel: str = setting(
+    parallel: Literal["auto", "none", "ddp", "dp", "fsdp", "horovod"] = setting(
         "auto",
-        "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.",
-        rule="the name of a method")
+        "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
     device_ids: str = _result("", "The GPUs, in this order; empty: all that are visible.",
                               pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0", of="dp")
     seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
@@ -166,9 +177,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         0, "Each so many steps let all ranks compute one batch, which costs about a step, and compare; 0: never.",
         unit="steps")
     tensorboard: bool = setting(True, "Write TensorBoard files.")
-    # Its choices are given in the same way.
-    tracker: str = setting("none", "Also send metrics, settings and result to a tracker, one run for all "
-                                   "attempts.", rule="the name of a tracker")
+    tracker: Literal["none", "mlflow", "wandb"] = setting(
+        "none", "Also send metrics, settings and result to a tracker, one run for all attempts.")
     progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
 

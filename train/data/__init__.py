@@ -10,7 +10,7 @@ __all__ = ["MapSamples", "Samples", "TensorSamples"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: `show` and `--help` read the names in sources/, which needs this package but not torch.
+    # Imported when first used: what downloads needs this package but not torch
     if name in __all__:
         return getattr(importlib.import_module(".samples", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,26 +1,26 @@
-"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them."""
+"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them.
 
+This module imports torchvision, 0.1 to 0.4 s: whoever holds images in memory does without it.
+"""
+
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import RandomResizedCrop
 
+from rankup import UserError
 from rankup.seeds import derive_seed, seed_host
 
 from ..config.settings import Augment
 from .samples import random_numbers
-from .sources.decode import decode, decode_bytes
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
-
-
-class Contents(Protocol):
-    """Image files that lie in something else, by the numbers of their samples."""
-
-    def read(self, number: int) -> bytearray:
-        """The bytes of a file. Raises UserError."""
 
 
 @dataclass(eq=False)
@@ -29,8 +29,8 @@ class FileSamples:
 
     labels: int64 [N]; mean, std: one per channel, of images / 255; origin: one line. image_size: height and width that
     they get; margin: whether, where nothing is random, the shorter side is resized to 8/7 of it first, as ImageNet's
-    recipe does (256 for 224); contents: what reads them where they lie in something else; `paths` are then names for
-    messages alone.
+    recipe does (256 for 224); contents: reads the one of that number where they lie in something else; `paths` are then
+    names for messages alone.
 
     Without augmentation the shorter side is resized, and the middle is cut out. `augment`, for training: True shifts
     and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one random
@@ -48,13 +48,17 @@ class FileSamples:
     image_size: int = 224
     mirror: bool = True
     margin: bool = False
-    contents: Contents | None = None
+    contents: Callable[[int], bytearray] | None = None
     augment: Augment = False
     seed: int = 0
     channels: int = 3
 
     def __post_init__(self) -> None:
-        self._change = _trivial_augment() if self.augment == "trivial" else None
+        self._change: Any = None
+        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it
+            from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
+
+            self._change = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -115,20 +119,8 @@ class FileSamples:
         return part if self._change is None else self._change(part)
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
-        path, contents = self.paths[index], self.contents
-        if contents is None:
-            return decode(path, at_least=at_least)
-        return decode_bytes(contents.read(index), path, at_least=at_least)
-
-
-def _trivial_augment() -> Callable[[torch.Tensor], torch.Tensor]:
-    """https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it: bilinear."""
-    from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
-
-    change: Callable[[torch.Tensor], torch.Tensor] = v2.TrivialAugmentWide(
-        interpolation=v2.InterpolationMode.BILINEAR
-    )
-    return change
+        data = self.contents(index) if self.contents else read_file(self.paths[index])
+        return decode_bytes(data, self.paths[index], at_least=at_least)
 
 
 # One image made as large as the model wants it: the same pixels as torchvision.transforms.v2 gives. v2 itself is not
@@ -156,3 +148,78 @@ def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float], *, mirror:
     padded = torch.nn.functional.pad(image, (reach, reach, reach, reach))
     part = padded[:, top : top + size, left : left + size]
     return part.flip(2) if mirror and numbers[2] < 0.5 else part
+
+
+# Decoding to upright RGB: JPEG and WebP by torchvision, everything else by PIL ----------------------------------------
+
+# PIL's name of a format -> torchvision's operator, which is faster: JPEG 1.2 to 2 times, WebP 1.6 times; PNG would not
+# be. MPO is what many phones write: a JPEG with more pictures behind it. The functions in torchvision.io warn, for each
+# image, that TorchCodec is to replace them; where a later torchvision lacks the operators, PIL decodes everything.
+_OPERATORS = {"JPEG": "decode_jpeg", "MPO": "decode_jpeg", "WEBP": "decode_webp"}
+_FASTER = {name: getattr(torch.ops.image, of) for name, of in _OPERATORS.items() if hasattr(torch.ops.image, of)}
+_RGB = 3  # the number of torchvision.io.ImageReadMode.RGB
+
+Image.preinit()  # PIL's commonest formats: loaded by the fork server once, not at the first image of each rank
+
+
+def read_file(path: str) -> bytearray:
+    """Raises UserError, naming the file, if it is missing or can't be read."""
+    try:
+        return bytearray(Path(path).read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
+    """One image file, see `decode_bytes`. Raises UserError, as `read_file` does too."""
+    return decode_bytes(read_file(path), path, at_least=at_least)
+
+
+def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> torch.Tensor:
+    """The image in `data`: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are those of
+    [H, W, 3]. A bytearray, since torch warns of memory that can't be written, such as bytes; `name` is for messages.
+
+    With `at_least`, a JPEG that is to be made smaller may be decoded at 1/2, 1/4 or 1/8, neither side below so many
+    pixels: of large photographs that takes a third of the time.
+    Raises UserError if it is truncated, no image, or too large to be decoded.
+    """
+    try:
+        # PIL reads the head alone here, 25 µs. It says what the file is, and refuses one that would fill the memory.
+        with Image.open(io.BytesIO(data)) as file:
+            whole = file.size
+            if at_least is not None:
+                file.draft("RGB", (at_least, at_least))
+            # Not CMYK or transparency, of which torchvision makes other colours than PIL, nor reduced sizes
+            if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER and _is_upright(file):
+                image = _decode_fast(data, file.format)
+                if image is not None:
+                    return image
+            file.load()  # PIL turns a TIFF by itself, and forgets its orientation then
+            if not _is_upright(file):
+                ImageOps.exif_transpose(file, in_place=True)
+            # PIL warns when it drops the transparency of a palette, unless the image passes through RGBA.
+            rgb = file.convert("RGBA").convert("RGB") if "transparency" in file.info else file.convert("RGB")
+            return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UserError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
+    # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{name}: is no image that can be decoded ({reason}). Remove or repair it.") from error
+
+
+def _decode_fast(data: bytearray, format: str) -> torch.Tensor | None:
+    """uint8 [3, H, W] by torchvision, or None for what it refuses: PIL may read that, or says better what is wrong."""
+    try:
+        image: torch.Tensor = _FASTER[format](torch.frombuffer(data, dtype=torch.uint8), _RGB)
+    except RuntimeError:
+        return None
+    return image if image.ndim == 3 else None  # an animation has four dimensions
+
+
+def _is_upright(file: Image.Image) -> bool:
+    # PIL's reader and not torchvision's: it also knows the orientation in XMP, which editors write.
+    try:
+        return file.getexif().get(ExifTags.Base.Orientation, 1) not in range(2, 9)
+    except Exception:
+        return True  # ImageNet has a file with damaged EXIF data too; the picture itself is whole

@@ -11,7 +11,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -41,25 +41,20 @@ def load_horovod() -> Any:
 class Horovod(Method):
     """Horovod's DistributedOptimizer over gloo. Each rank holds the whole model and optimizer state."""
 
-    @property
-    def every_rank_has_all(self) -> bool:
-        """Not in the moment of a loss: Horovod may raise it while the optimizer's step is being made."""
-        return False
-
-    def refuse(self) -> None:
-        """Horovod that is not installed, or not built for this device."""
-        horovod, device = load_horovod(), self.group.device
-        if device.type != "cpu" and not horovod.cuda_built():
-            raise UserError(f"Horovod was built for CPUs here, got device {device}. Set --device cpu, or use ddp.")
+    # Not in the moment of a loss: Horovod may raise it while the optimizer's step is being made
+    every_rank_has_all: ClassVar[bool] = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Horovod, for the length of the block. Raises JoinError.
+        """Horovod, for the length of the block. Raises JoinError, and UserError where it is not installed, or not built
+        for this device.
 
         It is shut down after success only: a rank that fails leaves at once, as from torch's group.
         """
-        config, group = self.config, self.group
-        horovod = load_horovod()
+        config, group, horovod = self.config, self.group, load_horovod()
+        if group.device.type != "cpu" and not horovod.cuda_built():
+            got = f"got device {group.device}. Set --device cpu, or use ddp."
+            raise UserError(f"Horovod was built for CPUs here, {got}")
         group.watch.enter("setup", config.setup_timeout_s)
         # 0 sends one tensor at a time. By default Horovod puts together what happens to be ready at the moment, which
         # changes the order of sums of three or more ranks from run to run. A user's own number stays.

@@ -21,9 +21,10 @@ HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_co
 
 
 class Method:
-    """A method by which several ranks train one model. What a subclass does not override works as in one process.
+    """A method by which several ranks train one model. What a subclass does not override works as in one process; this
+    class itself is the method none.
 
-    The loop calls the hooks in this order: `refuse`, `running`, `split`, `wrap`, `after_warm_up`; then `micro_batch`
+    The loop calls the hooks in this order: `running`, `split`, `wrap`, `after_warm_up`; then `micro_batch`
     and `step` in every step. What a checkpoint holds is no matter of the method, see `rankup.loop.tracked`.
 
     `plain` is always the user's module without wrappers: its names are those in a checkpoint.
@@ -32,6 +33,9 @@ class Method:
     # Whether each rank holds all weights and the whole optimizer state. If not, no single rank can save them or compute
     # their digest without the others.
     replicates_state: ClassVar[bool] = True
+    # Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the weights.
+    # If not, a lost rank costs the steps since the newest checkpoint.
+    every_rank_has_all: ClassVar[bool] = True
     # Whether it needs torch's process group also where there is one rank only.
     needs_process_group: ClassVar[bool] = False
     # Whether a rank trains on one device. If not, one process takes all devices of its node.
@@ -42,34 +46,21 @@ class Method:
         # What exchanges gradients beside torch, in the middle of backward: its `waited_s` says how long it waited there
         self.exchange: Any = None
 
-    @property
-    def every_rank_has_all(self) -> bool:
-        """Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the
-        weights. If not, a lost rank costs the steps since the newest checkpoint."""
-        return self.replicates_state
-
-    def refuse(self) -> None:
-        """Raise UserError for what the method can't do with these settings, this device and so many ranks, which have
-        met. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
-
     def running(self) -> AbstractContextManager[None]:
-        """What has to be up for the length of the run. Raises JoinError."""
+        """What has to be up for the length of the run. Raises JoinError, and UserError for what the method can't do
+        here. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
         return nullcontext()
 
     # Before the first step ------------------------------------------------------------------------------------
 
     def split(self, plain: nn.Module) -> None:
         """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
-        keeps to the device. Raises UserError.
-
-        The model is the same on all ranks, where it was built. A checkpoint's weights are loaded later.
+        keeps to the device. The model is the same on all ranks, where it was built; a checkpoint's weights come later.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose forward and backward train with the other ranks. Raises UserError.
-
-        `model` may be compiled already. Ranks may still differ here; where state is replicated they are compared next.
-        """
+        """The module whose forward and backward train with the other ranks; `model` may be compiled already. Raises
+        UserError."""
         return model
 
     def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -92,15 +83,6 @@ class Method:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-
-
-class OneProcess(Method):
-    """The defaults of `Method`. `train.config.check_world_size` refuses several ranks before torch is imported."""
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        if self.config.compress != "none":  # a run that was scaled down keeps its settings
-            self.group.log.info("compress  one process sends no gradients: nothing to compress")
-        return model
 
 
 class DDP(Method):
@@ -144,32 +126,20 @@ class DataParallelMethod(Method):
 
     one_device_per_rank: ClassVar[bool] = False
 
-    def refuse(self) -> None:
-        """Devices that are not there, or named twice."""
-        count, ids = self._num_devices(), self._device_ids()
-        on_gpus = self.group.device.type == "cuda"
-        out_of_range = on_gpus and any(number >= count for number in ids)
-        if out_of_range or len(set(ids)) != len(ids):
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model over `device_ids`, in that order, or as it is where there is one device."""
+        group = self.group
+        count = torch.cuda.device_count() if group.device.type == "cuda" else 1
+        ids = [int(word) for word in self.config.device_ids.split(",") if word] or list(range(count))
+        if group.device.type == "cuda" and (max(ids) >= count or len(set(ids)) != len(ids)):
             raise UserError(
                 f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
                 "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
             )
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model over `device_ids`, in that order, or as it is where there is one device."""
-        group, ids = self.group, self._device_ids()
         if group.device.type == "cuda" and len(ids) > 1:
             return DataParallel(model, device_ids=ids)
         group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
         return model
-
-    def _num_devices(self) -> int:
-        return torch.cuda.device_count() if self.group.device.type == "cuda" else 1
-
-    def _device_ids(self) -> list[int]:
-        if self.config.device_ids:
-            return [int(word) for word in self.config.device_ids.split(",")]
-        return list(range(self._num_devices()))
 
 
 class FSDP(Method):
@@ -177,15 +147,11 @@ class FSDP(Method):
     of `world_size` slices along the first dimension."""
 
     replicates_state: ClassVar[bool] = False
+    every_rank_has_all: ClassVar[bool] = False
     needs_process_group: ClassVar[bool] = True
 
     def split(self, plain: nn.Module) -> None:
-        """Split each layer by itself, then what is left. Raises UserError for parameters that can't be split."""
-        scalars = [name for name, parameter in plain.named_parameters() if parameter.ndim == 0]
-        if scalars:
-            raise UserError(
-                f"parallel fsdp needs parameters with at least one dimension, got {', '.join(scalars[:8])}. Use ddp."
-            )
+        """Split each layer by itself, then what is left."""
         mesh = init_device_mesh(self.group.device.type, (self.group.world_size,))
         bf16 = self.config.precision == "bf16"
         # Batch norms keep their statistics in fp32, and torch has no kernel for these beside weights in bf16

@@ -86,6 +86,18 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     return compiled
 
 
+@contextmanager
+def kept_buffers(plain: nn.Module) -> Iterator[None]:
+    """Around forward passes that are not to count: afterwards the buffers have the values from before."""
+    buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in plain.named_buffers():  # forward may have put others in their place
+                buffer.copy_(buffers[name])
+
+
 def warm_up(plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool) -> None:
     """A throwaway pass before the first step, on every start: run `loss()`, a scalar, forward and backward once. Then
     put back the buffers of `plain` and drop its gradients.
@@ -98,17 +110,14 @@ def warm_up(plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowe
     Raises UserError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
     says so a step later, by number.
     """
-    buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
-    loss().backward()  # type: ignore[no-untyped-call]
+    with kept_buffers(plain):
+        loss().backward()  # type: ignore[no-untyped-call]
     unused = [name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None]
     if unused and not unused_allowed:
         raise UserError(
             f"the loss must depend on every parameter, got none from {', '.join(unused[:8])}. Freeze them "
             "(requires_grad=False), or set --find-unused-parameters, which is slower."
         )
-    with torch.no_grad():
-        for name, buffer in plain.named_buffers():
-            buffer.copy_(buffers[name])
     for parameter in plain.parameters():
         parameter.grad = None
 
@@ -161,25 +170,22 @@ def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int
 
 # glibc's malloc -----------------------------------------------------------------------------------------------------
 
-
-# Numbers and names from malloc.h
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-TRIM_THRESHOLD = 512 * 2**20  # so much may lie unused at the heap's end; what is more goes back
-TOP_PAD = 64 * 2**20  # asked of the kernel at a time; a page that is never touched costs nothing
+# Numbers and names from malloc.h -> values. M_MMAP_MAX 0: no block gets a mapping of its own; below a limit of size,
+# batches of 38 MB were mapped in each step of some runs
+MALLOC = {
+    -4: 0,  # M_MMAP_MAX
+    -1: 512 * 2**20,  # M_TRIM_THRESHOLD: so much may lie unused at the heap's end; what is more goes back
+    -2: 64 * 2**20,  # M_TOP_PAD: asked of the kernel at a time; a page that is never touched costs nothing
+}
 
 
 def keep_freed_memory() -> None:
     """Set the process's malloc up for a loop that takes and frees the same blocks again and again.
 
-    Costs up to TRIM_THRESHOLD bytes that another process could have used. ResNet-18 at batch 64 takes 6 % less time a
-    step than with glibc's largest size for blocks in the heap, 32 MB (one thread, AMD EPYC), and a fifth more memory at
-    its peak. Does nothing where malloc is not glibc's.
+    ResNet-18 at batch 64 takes 6 % less time a step than with glibc's largest size for blocks in the heap, 32 MB (one
+    thread, AMD EPYC), and a fifth more memory at its peak. Does nothing where malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:
-        # M_MMAP_MAX 0: no block gets a mapping of its own. A limit of size would let a block above it into the heap
-        # only where a free piece happens to be large enough: batches of 38 MB were mapped in each step of some runs
-        for parameter, value in (
-            (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, TRIM_THRESHOLD), (M_TOP_PAD, TOP_PAD)
-        ):
+        for parameter, value in MALLOC.items():
             mallopt(parameter, value)

@@ -16,9 +16,8 @@ from torch import nn
 from rankup import Group
 
 from ..config import Config
-from ..config.load import NOT_WITH
 from ..parallel.methods import Method
-from ..parallel.model import autocast, has_bf16
+from ..parallel.model import autocast, has_bf16, kept_buffers
 from ..workloads import Workload
 
 LEAST_STEPS = 40  # a shorter training has nothing to gain
@@ -42,9 +41,6 @@ def lines(
 ) -> Iterator[str]:
     """For rank 0 to print. `plain`: the user's module; its weights, buffers and gradients stay as they are.
     `make_batch` prepares a micro-batch, on the device."""
-    may = ":" in config.workload and "channels_last" not in NOT_WITH.get(config.parallel, {})
-    if may and config.channels_last == "auto" and any(isinstance(module, nn.Conv2d) for module in plain.modules()):
-        yield "--channels-last may be faster; the model must not call view()."
     # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A compiled
     # model would be compiled once more
     alone = method.replicates_state and method.one_device_per_rank and not config.sync_bn and not config.compile
@@ -54,18 +50,21 @@ def lines(
     batch = make_batch()
     load_s = time.perf_counter() - began_s
     threads = min(group.cpus, MOST_THREADS)
-    changes = {"own": (config.precision, config.num_threads)}
+    variants = {"own": config}
     if config.precision == "fp32" and has_bf16(group.device):
-        changes["bf16"] = ("bf16", config.num_threads)
+        variants["bf16"] = config.model_copy(update={"precision": "bf16"})
     if group.device.type == "cpu" and threads > config.num_threads:
-        changes["threads"] = (config.precision, threads)
-    times: dict[str, list[float]] = {name: [] for name in changes}
-    for _ in range(ROUNDS + 1):  # the first of each chooses kernels and starts threads
-        for name, (precision, num_threads) in changes.items():
-            own = config.model_copy(update={"precision": precision, "num_threads": num_threads})
-            times[name].append(_seconds_of_a_pass(own, config.num_threads, group.device, workload, plain, batch))
-            if group.stop.requested or times[name][-1] > LONGEST_S:
-                return
+        variants["threads"] = config.model_copy(update={"num_threads": threads})
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    try:
+        for _ in range(ROUNDS + 1):  # the first of each chooses kernels and starts threads
+            for name, variant in variants.items():
+                torch.set_num_threads(variant.num_threads)
+                times[name].append(_seconds_of_a_pass(variant, group.device, workload, plain, batch))
+                if group.stop.requested or times[name][-1] > LONGEST_S:
+                    return
+    finally:
+        torch.set_num_threads(config.num_threads)
     seconds = {name: statistics.median(each[1:]) for name, each in times.items()}
     if not getattr(workload.train, "in_memory", False) and not config.num_workers:
         # A GPU's rank computes elsewhere, so its workers may have all CPUs
@@ -76,13 +75,11 @@ def lines(
 
 
 def _seconds_of_a_pass(
-    config: Config, num_threads: int, device: torch.device, workload: Workload, plain: nn.Module, batch: Any
+    config: Config, device: torch.device, workload: Workload, plain: nn.Module, batch: Any
 ) -> float:
-    """Forward and backward of a micro-batch with these settings. `num_threads`: to go back to."""
+    """Forward and backward of a micro-batch with these settings."""
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
-    torch.set_num_threads(config.num_threads)
-    try:
+    with kept_buffers(plain):
         _wait_for(device)
         began_s = time.perf_counter()
         with autocast(config, device):
@@ -91,11 +88,6 @@ def _seconds_of_a_pass(
         torch.autograd.grad(loss, parameters, allow_unused=True)
         _wait_for(device)
         return time.perf_counter() - began_s
-    finally:
-        torch.set_num_threads(num_threads)
-        with torch.no_grad():
-            for name, buffer in plain.named_buffers():  # forward may have put others in their place
-                buffer.copy_(buffers[name])
 
 
 def on_setting(setting: str, price: str, seconds: dict[str, float], name: str) -> Iterator[str]:

@@ -20,8 +20,7 @@ from rankup import Group, UserError
 
 from ..config import Config
 from ..data import Samples
-from ..data.loader import load_batches
-from ..data.samples import to_device
+from ..data.samples import load_batches, to_device
 from ..parallel.model import autocast, eval_mode
 from ..workloads import Sums, Workload
 

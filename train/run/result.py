@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from rankup import Group, Job
 
 from ..config import Config
-from ..data.loader import Order
+from ..data.samples import Order
 from ..parallel import method_name
 from ..parallel.methods import Method
 from ..parallel.model import peak_rate

@@ -14,7 +14,6 @@ from rankup import Copy, Group, Job, UserError
 
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.methods import Method
-from . import CHOICES
 
 BEGIN_ANEW = "set --fresh to start anew, or another --name"
 ITEMS = {"model", "optimizer", "scaler"}  # what `train.loop.build` tracks
@@ -50,16 +49,19 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            job.write("config.yaml", to_yaml(config, choices=CHOICES))
+            job.write("config.yaml", to_yaml(config))
         yield job
 
 
-def check_data(newest: Copy, data_name: str) -> None:
-    """Raises UserError where the run can't go on from its newest checkpoint with this data."""
-    record = newest.record
+def check_data(copy: Copy, data_name: str) -> None:
+    """Raises UserError where the weights were trained on other data. The default data set falls back to digits if it
+    can't be downloaded; texts of another vocabulary would become other numbers."""
+    record = copy.record
     if record["data"] != data_name:
-        way_out = "Set --data-dir or --bert-dir" if record["config"]["workload"] == "text" else "Set --data-dir"
-        raise UserError(f"{newest.path} was trained on {record['data']}, got {data_name} now. {way_out}.")
+        setting = "bert-dir" if record["config"]["workload"] == "text" else "dataset"
+        raise UserError(
+            f"{copy.path} was trained on {record['data']}, got {data_name} now. Set --data-dir or --{setting}."
+        )
 
 
 def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Group) -> bool:

@@ -15,8 +15,6 @@ from rankup import Group, UserError
 from ..config import Config
 from .run_directory import check
 
-HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
-
 
 def digest(state: dict[str, torch.Tensor]) -> str:
     """SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict, in the order of the names.
@@ -60,12 +58,16 @@ def _read(path: Path, place: str) -> Any:
     """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
     from safetensors.torch import load_file
 
-    ours = (path / "manifest.json").exists() or not any((path / name).exists() for name in HUGGING_FACE)
-    if path.is_dir() and ours:
+    parts = sorted(path.glob("model*.safetensors"))  # as Hugging Face names them; our folders have a manifest besides
+    if path.is_dir() and (not parts or (path / "manifest.json").exists()):
         return rankup.open_checkpoint(path, check=check).tracked["model"]
     try:
         if path.is_dir():
-            return {name: tensor for file in _files_of(path) for name, tensor in load_file(file).items()}
+            index = path / "model.safetensors.index.json"
+            named = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ()
+            if missing := {*named} - {part.name for part in parts}:
+                raise ValueError(f"no {missing.pop()} in it")
+            return {name: tensor for part in parts for name, tensor in load_file(part).items()}
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -75,20 +77,6 @@ def _read(path: Path, place: str) -> Any:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         text = f"init_from: {place} must hold safetensors, or weights that load with weights_only, got: {reason}"
         raise UserError(text) from None
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """The files of weights in a folder of Hugging Face's. Raises OSError and ValueError, LookupError or TypeError."""
-    index = folder / HUGGING_FACE[1]
-    names = [HUGGING_FACE[0]]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    if any(Path(name).name != name for name in names):
-        raise ValueError(f"{index.name} names files elsewhere")
-    files = [folder / name for name in names]
-    if not all(file.is_file() for file in files):  # a pipe or a device may never end
-        raise FileNotFoundError
-    return files
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from rankup import UserError
 
 from ..config import Config
+from ..data.sources.huggingface import one_line
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
@@ -38,7 +39,7 @@ class WordPieceTokenizer:
             vocabulary = self.tokenizer.get_vocab()
             self.size, self.pad = max(vocabulary.values()) + 1, vocabulary["[PAD]"]
         except Exception as error:  # many types
-            raise UserError(f"{self.path}: must be a vocabulary of word pieces, got: {_one_line(error)}.") from None
+            raise UserError(f"{self.path}: must be a vocabulary of word pieces, got: {one_line(error)}.") from None
         held = self.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
         if missing := [token for token in ("[CLS]", "[SEP]", "[UNK]", "[PAD]") if token not in held]:
             # transformers adds them with numbers that the weights do not know
@@ -126,7 +127,7 @@ def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
             if any(folder.glob(weights)):
                 break
     except Exception as error:  # many types: no network, no such name, no access
-        why = _one_line(error)
+        why = one_line(error)
         raise UserError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
     return folder
 
@@ -142,7 +143,7 @@ def _shape(folder: Path, dropout: float) -> Any:
             raise ValueError(f"model_type {kind}; other models need a workload of your own")
         return BertConfig.from_dict({**given, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout})
     except Exception as error:  # many types
-        raise UserError(f"{path}: must be a BERT's, got: {_one_line(error)}. {LAYOUT}") from None
+        raise UserError(f"{path}: must be a BERT's, got: {one_line(error)}. {LAYOUT}") from None
 
 
 def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
@@ -159,7 +160,7 @@ def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
             output_loading_info=True,
         )
     except Exception as error:  # a damaged file raises one of half a dozen unrelated types
-        raise UserError(f"{folder}: must hold weights that load, got: {_one_line(error)}. {LAYOUT}") from None
+        raise UserError(f"{folder}: must hold weights that load, got: {one_line(error)}. {LAYOUT}") from None
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if lacking := [key for key in missing if not key.startswith("pooler.")]:
         raise UserError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
@@ -171,8 +172,3 @@ def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _one_line(error: BaseException) -> str:
-    """What an exception says, on one line of at most 200 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")

@@ -119,10 +119,8 @@ NAMED = 20  # with more classes, the names and counts of a matrix would be too s
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The picture of a confusion matrix, int64 [C, C], by its name: true class down, predicted class across.
-
-    None with more than NAMED classes.
-    """
+    """The picture of a confusion matrix, int64 [C, C], by its name: true class down, predicted class across, and in
+    each cell its percent of the row. None with more than NAMED classes."""
     if len(classes) > NAMED:
         return {}
     # Its cache of fonts lies in ours: a home that can't be written would cost a warning and a folder
@@ -138,22 +136,19 @@ def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str
 
 
 def draw_matrix(matrix: torch.Tensor, labels: Sequence[str]) -> "Figure":
-    """The matrix with the names of all classes, and in each cell its percent of the row."""
+    """The matrix with the names of all classes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / DPI, (WIDTH + 60) / DPI), dpi=DPI, layout="constrained")
-    count, shares = len(labels), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
-    axes = figure.subplots()
+    axes, shares = figure.subplots(), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
     axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
-    cell = 0.7 * WIDTH / count
-    size = min(TEXT, 0.9 * cell / (0.64 * len("100")))
+    cell = 0.7 * WIDTH / len(labels)
     for row, column in (shares >= 0.005).nonzero().tolist():
         ink, percent = "white" if shares[row, column] > 0.5 else "black", f"{100 * shares[row, column]:.0f}"
-        axes.text(column, row, percent, ha="center", va="center", color=ink, size=size)
+        axes.text(column, row, percent, ha="center", va="center", color=ink, size=min(TEXT, 0.46 * cell))
     letters = min(TEXT, 0.6 * cell)
-    upright = max(map(len, labels)) * 0.64 * letters > cell
-    axes.set_xticks(range(count), labels, rotation=90 if upright else 0, size=letters)
-    axes.set_yticks(range(count), labels, size=letters)
+    axes.set_xticks(range(len(labels)), labels, rotation=90, size=letters)
+    axes.set_yticks(range(len(labels)), labels, size=letters)
     axes.tick_params(length=0)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")

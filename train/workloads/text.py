@@ -120,7 +120,11 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         values = {"classes": class_scores(confusion, found.classes), "confusion": confusion.tolist()}
         return report(confusion, found.classes), values
 
-    train, evaluation = (TextSamples(part.texts, part.labels, tokenizer) for part in (found.train, found.evaluation))
+    number = {name: index for index, name in enumerate(found.classes)}
+    train, evaluation = (
+        TextSamples(part.texts, [number[label] for label in part.labels], tokenizer)
+        for part in (found.train, found.evaluation)
+    )
     for part, path in ((train, found.train.path), (evaluation, found.evaluation.path)):
         if part.num_cut:
             longer = f"{part.num_cut:,} of {len(part):,} texts are longer than max_seq_len={config.max_seq_len}"

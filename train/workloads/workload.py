@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..data import Samples
-from ..data.samples import tensors
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.
@@ -50,10 +50,7 @@ class Workload:
         samples."""
         if self.evaluate is not None:
             return self.evaluate(model, batch)
-        count = _num_samples(batch)
+        # The length of the first tensor that has one
+        found = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        count = next((len(tensor) for tensor in found if tensor.ndim and len(tensor)), 0)
         return {"count": torch.tensor(count), "loss": self.loss(model, batch).double() * count}
-
-
-def _num_samples(batch: Any) -> int:
-    """The length of the batch's first tensor that has one; 0 where there is none."""
-    return next((len(tensor) for tensor in tensors(batch) if tensor.ndim and len(tensor)), 0)

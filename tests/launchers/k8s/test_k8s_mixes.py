@@ -14,7 +14,6 @@ from tests.rigs.kube import CLAIMS, IMAGE, K8S, TRAINING, kustomized, one, probl
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
 from train.config import Config, check_world_size, load_config
 from train.config.options import parse_args
-from train.run import CHOICES
 
 Object = dict[str, Any]
 CODE = ("own", "script", "")  # which exclude each other
@@ -46,7 +45,7 @@ def test_k8s_nothing_added_is_the_plain_file() -> None:
 def config_of(words: list[str]) -> Config:
     """What the program makes of its own words."""
     parsed = parse_args(words)
-    return load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes, choices=CHOICES)
+    return load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
 
 
 def check_command(pods: list[Object], what: str) -> None:

@@ -1,7 +1,4 @@
-"""Data sources: each named data set becomes samples, in memory or in files that are decoded one at a time.
-
-No torch here: the command line checks `dataset` against the names below before anything slow is imported.
-"""
+"""Data sources: each named data set becomes samples, in memory or in files that are decoded one at a time."""
 
 from __future__ import annotations
 
@@ -9,25 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ...config import Config
-from ...config.load import is_choice
+from ...config.settings import SOURCES
 from .fetch import Say, print_to_stderr
 
 if TYPE_CHECKING:
     from ..file_samples import FileSamples
     from ..samples import TensorSamples
-
-# `dataset` -> its module in this folder, with a function load(config, say) -> (training half, test half).
-# A name with a colon stands for all that begin like it. A new data set is a new file here and a line in this table.
-SOURCES = {
-    "fashion-mnist": "mnist_family",
-    "mnist": "mnist_family",
-    "cifar10": "cifar10",
-    "imagefolder": "imagefolder",
-    "digits": "mnist_family",
-    "fake": "fake",
-    "hf:PATH_OR_NAME": "huggingface",
-}
-
 
 def load(
     config: Config, *, say: Say = print_to_stderr
@@ -40,7 +24,7 @@ def load(
     With image_size, images in memory are scaled to that height and width.
     Raises UserError, one line with the file's path, for data that are missing, damaged or not what they claim to be.
     """
-    module = next(SOURCES[name] for name in SOURCES if is_choice(config.dataset, name))
-    train, test = importlib.import_module(f".{module}", __package__).load(config, say)
+    module, _, function = SOURCES.get(config.dataset, SOURCES["hf:PATH_OR_NAME"]).partition(":")
+    train, test = getattr(importlib.import_module(f".{module}", __package__), function)(config, say)
     train, test = train.first(config.limit_train), test.first(config.limit_eval)
     return train.scaled(config.image_size), test.scaled(config.image_size)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from rankup import UserError
 
 from ...config import Config
 from ...config.load import flag
-from ..file_samples import FileSamples
+from ..file_samples import FileSamples, read_file
 from .fetch import Say
 from .imagefolder import MEAN, STD
-from .texts import Texts, checked, labelled_texts
+from .texts import Texts, TextSet, checked, texts_of
 
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  # eval_split -> usual names of splits
@@ -42,21 +43,20 @@ def load_texts(config: Config) -> Texts:
     without a text or a label."""
     train, test = open_rows(config, _is_text, what="texts", usual="text")
 
-    def read(rows: Rows) -> list[tuple[str, str]]:
-        cells = zip(rows.labels, rows.column(rows.input).to_pylist(), strict=True)
-        found = ((number, (label or "").strip(), (text or "").strip())
-                 for number, (label, text) in enumerate(cells, rows.start))
+    def read(rows: Rows) -> TextSet:
+        cells = zip(rows.labels, rows.cells().to_pylist(), strict=True)
+        found = ((row, (label or "").strip(), (text or "").strip())
+                 for row, (label, text) in enumerate(cells, rows.start))
         return checked(found, Path(config.dataset) / rows.split, train.classes, unit="row")
 
-    paths = Path(config.dataset) / train.split, Path(config.dataset) / test.split
-    return labelled_texts(read(train), read(test), paths, train.classes, _title(config), config)
+    return texts_of(read(train), read(test), train.classes, _title(config), config)
 
 
 def _title(config: Config) -> str:
     return Path(config.dataset.removeprefix("hf:")).name
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What an exception says, on one line of at most 200 characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
 
@@ -79,6 +79,7 @@ def open_splits(config: Config) -> Mapping[str, Any]:
     os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     import datasets
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+    from huggingface_hub import constants
 
     name = config.dataset.removeprefix("hf:")
     folder = Path(name).expanduser()
@@ -87,41 +88,29 @@ def open_splits(config: Config) -> Mapping[str, Any]:
             f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is the name of a "
             "format. Files of any format are read by hf:FOLDER."
         )
-    try:  # of several processes one downloads: `datasets` locks its cache
-        with _quiet(offline=folder.is_dir() or not config.hf_download):
-            if any((folder / file).is_file() for file in SAVED):
-                found = datasets.load_from_disk(str(folder))
-            else:
-                found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
-    except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
-        if folder.is_dir():
-            raise UserError(f"{folder}: can't be read as a Hugging Face data set ({_line(error)}).") from error
-        if config.hf_download:
-            raise UserError(f"{name} cannot be downloaded from the Hugging Face hub ({_line(error)}).") from error
-        raise UserError(
-            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and "
-            f"can't be read from the cache ({_line(error)}). Nothing is downloaded unasked: to fetch it from the "
-            "Hugging Face hub, once, set --hf-download."
-        ) from error
-    return found if isinstance(found, Mapping) else {"train": found}
-
-
-@contextmanager
-def _quiet(*, offline: bool) -> Iterator[None]:
-    """Keep the bars and warnings of `datasets` off the terminal, and itself from the network as HF_HUB_OFFLINE=1
-    would."""
-    import datasets
-    from huggingface_hub import constants
-
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if offline:
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        yield
+    try:  # of several processes one downloads: `datasets` locks its cache
+        if folder.is_dir() or not config.hf_download:  # as HF_HUB_OFFLINE=1 would have it
+            datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        if any((folder / file).is_file() for file in SAVED):
+            found = datasets.load_from_disk(str(folder))
+        else:
+            found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
+    except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
+        if folder.is_dir():
+            raise UserError(f"{folder}: can't be read as a Hugging Face data set ({one_line(error)}).") from error
+        if config.hf_download:
+            raise UserError(f"{name} cannot be downloaded from the Hugging Face hub ({one_line(error)}).") from error
+        raise UserError(
+            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and "
+            f"can't be read from the cache ({one_line(error)}). Nothing is downloaded unasked: to fetch it from the "
+            "Hugging Face hub, once, set --hf-download."
+        ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+    return found if isinstance(found, Mapping) else {"train": found}
 
 
 # Which rows, and their columns -------------------------------------------------------------------------------------
@@ -144,28 +133,31 @@ class Rows:
     labels: Sequence[str | None] = ()
     classes: tuple[str, ...] = ()
 
-    def column(self, name: str) -> Any:
-        """The values of a column, a pyarrow.ChunkedArray."""
-        return self.table.data.column(name)
+    def cells(self) -> Any:
+        """The values of the column `input`, a pyarrow.ChunkedArray."""
+        return self.table.data.column(self.input)
 
-    def chosen(self, setting: str, wanted: str | None, fitting: Sequence[str], usual: Sequence[str], what: str) -> str:
-        """The column that the setting names, one of those that hold `what`; else the only one of `usual`."""
-        if wanted is None and len(usual) == 1:
-            return usual[0]
-        if wanted in fitting:
-            return str(wanted)
-        raise UserError(
-            f"{self.where}: {flag(setting)} must name a column of {what} among {', '.join(self.table.features)}, got "
-            f"{wanted or ', '.join(usual) or 'none'}."
-        )
+    def use(self, column: str, label: str) -> None:
+        """Read the labels. Raises UserError where a column is missing."""
+        features = self.table.features
+        if missing := {column, label} - set(features):
+            raise UserError(f"{self.where}: must have the columns of the training rows, got no {missing.pop()}.")
+        self.input, self.label = column, label
+        values = self.table.data.column(label).to_pylist()
+        if hasattr(features[label], "int2str"):  # -1 stands for a label that was not published
+            self.labels = [None if value in (None, -1) else features[label].int2str(value) for value in values]
+            self.classes = tuple(features[label].names)
+        else:
+            self.labels = [None if value is None else str(value) for value in values]
+            self.classes = tuple(map(str, sorted({value for value in values if value is not None})))
 
 
 def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: str = "") -> tuple[Rows, Rows]:
     """The rows to train and to evaluate on, with their labels. `fits`: whether a column's feature holds `what`;
     `usual`: the column that is taken if no other is named.
 
-    Raises UserError as `open_splits`; naming those there are, for a split, part or column that is not there; for labels
-    that are none, and for fewer than two classes.
+    Raises UserError as `open_splits`; naming those there are, for a split, part or column that is not there; and for
+    fewer than two classes.
     """
     splits = open_splits(config)
     usual_splits = [*EVALUATED[config.eval_split], *(name for names in EVALUATED.values() for name in names)]
@@ -178,17 +170,26 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
     train = _part(splits, config.hf_train_split, config.dataset, "hf_train_split")
     test = _part(splits, evaluated, config.dataset, "hf_eval_split")
     features = train.table.features
+
+    def column(setting: str, wanted: str | None, fitting: list[str], usual: list[str], what: str) -> str:
+        """The column that the setting names, one of those that hold `what`; else the only one of `usual`."""
+        if wanted is None and len(usual) == 1:
+            return usual[0]
+        if wanted in fitting:
+            return str(wanted)
+        raise UserError(
+            f"{train.where}: {flag(setting)} must name a column of {what} among {', '.join(features)}, got "
+            f"{wanted or ', '.join(usual) or 'none'}."
+        )
+
     declared = [name for name in features if type(features[name]).__name__ == "ClassLabel"]
     labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")]
     discrete = [name for name in features if name in declared or _is_discrete(features[name])]
-    label = train.chosen("label_column", config.label_column, discrete, labels, "labels")
+    label = column("label_column", config.label_column, discrete, labels, "labels")
     fitting = [name for name in features if fits(features[name]) and name != label]
-    column = train.chosen("input_column", config.input_column, fitting, [usual] if usual in fitting else fitting, what)
+    given = column("input_column", config.input_column, fitting, [usual] if usual in fitting else fitting, what)
     for rows in (train, test):
-        if missing := {column, label} - set(rows.table.features):
-            raise UserError(f"{rows.where}: must have the columns of {train.where}, got no {missing.pop()}.")
-        rows.input, rows.label = column, label
-        _read_labels(rows)
+        rows.use(given, label)
     if len(train.classes) < 2:
         raise UserError(f"{train.where}: must have at least two labels to tell apart, got {len(train.classes)}.")
     return train, test
@@ -210,19 +211,6 @@ def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Ro
     return Rows(splits[split].select(rows), split, rows.start, f"{name}, split {split}")
 
 
-def _read_labels(rows: Rows) -> None:
-    values, feature = rows.column(rows.label).to_pylist(), rows.table.features[rows.label]
-    if hasattr(feature, "int2str"):
-        try:  # -1 stands for a label that was not published
-            rows.labels = [None if value in (None, -1) else feature.int2str(value) for value in values]
-        except ValueError as error:
-            raise UserError(f"{rows.where}: {rows.label} must hold class labels, got: {_line(error)}.") from None
-        rows.classes = tuple(feature.names)
-    else:
-        rows.labels = [None if value is None else str(value) for value in values]
-        rows.classes = tuple(map(str, sorted({value for value in values if value is not None})))
-
-
 def _is_discrete(feature: Any) -> bool:
     return getattr(feature, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool"))
 
@@ -240,23 +228,11 @@ def _is_image(feature: Any) -> bool:
 # Images ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ImageColumn:
-    """The encoded images of some rows. Picklable: workers that are not forked map the rows anew."""
-
-    table: Any
-    name: str
-
-    def read(self, number: int) -> bytearray:
-        """The bytes of one. Raises UserError for an image that is a file of its own and can't be read."""
-        cell = self.table.data.column(self.name)[number].as_py()
-        found = cell["bytes"] if isinstance(cell, dict) else cell
-        if found is not None:
-            return bytearray(found)
-        try:
-            return bytearray(Path(cell["path"]).read_bytes())
-        except OSError as error:
-            raise UserError(f"{cell['path']}: can't be read ({error.strerror}).") from error
+def _encoded(table: Any, column: str, number: int) -> bytearray:
+    """The bytes of one image. Raises UserError for one that is a file of its own and can't be read."""
+    cell = table.data.column(column)[number].as_py()
+    found = cell["bytes"] if isinstance(cell, dict) else cell
+    return read_file(cell["path"]) if found is None else bytearray(found)
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
@@ -269,8 +245,8 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
         if label not in place:
             got = "none" if label is None else f"{label}, which the training rows lack,"
             raise UserError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
-    labels = torch.tensor([place[label] for label in rows.labels if label is not None], dtype=torch.int64)
-    encoded, images = rows.column(rows.input), ImageColumn(rows.table, rows.input)
+    labels = torch.tensor([place[str(label)] for label in rows.labels], dtype=torch.int64)
+    encoded, read = rows.cells(), partial(_encoded, rows.table, rows.input)
     files: list[str | None] = [None] * len(labels)
     if pyarrow.types.is_struct(encoded.type):
         files = pyarrow.compute.struct_field(encoded, "path").to_pylist()
@@ -285,9 +261,9 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     digest = hashlib.sha256(repr((classes, [Path(path).name for path in paths], lengths)).encode())
     digest.update(labels.numpy().tobytes())
     for index in range(0, len(paths), -(-len(paths) // COMPARED)):
-        digest.update(images.read(index))
+        digest.update(read(index))
     return FileSamples(
         tuple(paths), labels, classes, MEAN, STD, f"{title}-{digest.hexdigest()[:8]}",
         origin=f"column {rows.input} of {rows.where}", margin=config.augment in ("imagenet", "trivial"),
-        contents=images,
+        contents=read,
     )

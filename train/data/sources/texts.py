@@ -17,16 +17,15 @@ LAYOUT = (
 )
 NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
 NAMED = 5  # bad lines that a message names; the others are only counted
-Pair = tuple[str, str]  # a label and its text
 
 
 @dataclass(frozen=True, slots=True)
 class TextSet:
-    """Texts with their labels."""
+    """Texts with the names of their classes."""
 
-    texts: tuple[str, ...]
-    labels: tuple[int, ...]
     path: Path
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -61,27 +60,21 @@ def load_texts(config: Config) -> Texts:
         problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
         raise UserError(f"{folder}: {problem}. {LAYOUT}")
     train = checked(_rows(train_path), train_path)
-    classes = tuple(sorted({label for label, _ in train}))
+    classes = tuple(sorted({*train.labels}))
     if len(classes) < 2:
         raise UserError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
     evaluation = checked(_rows(evaluation_path), evaluation_path, classes)
     name = "texts" if config.data_dir is None else folder.resolve().name
-    return labelled_texts(train, evaluation, (train_path, evaluation_path), classes, name, config)
+    return texts_of(train, evaluation, classes, name, config)
 
 
-def labelled_texts(
-    train: Sequence[Pair], evaluation: Sequence[Pair], paths: tuple[Path, Path], classes: tuple[str, ...], name: str,
-    config: Config,
-) -> Texts:
-    """Both parts, given as labels and texts, cut to limit_train and limit_eval. `paths`: where they were."""
-    number = {name: index for index, name in enumerate(classes)}
-    labels, texts = zip(*train, strict=True)
-    counts = Counter(character for text in texts for character in text)
-    content = repr((texts, [*labels], classes)).encode("utf-8", "surrogatepass")
+def texts_of(train: TextSet, evaluation: TextSet, classes: tuple[str, ...], name: str, config: Config) -> Texts:
+    """Both parts, cut to limit_train and limit_eval."""
+    counts = Counter(character for text in train.texts for character in text)
+    content = repr((train.texts, [*train.labels], classes)).encode("utf-8", "surrogatepass")
     halves = [
-        TextSet(tuple(text for _, text in pairs[:limit]), tuple(number[label] for label, _ in pairs[:limit]), path)
-        for pairs, limit, path in ((train, config.limit_train or None, paths[0]),
-                                   (evaluation, config.limit_eval or None, paths[1]))
+        TextSet(part.path, part.texts[: limit or None], part.labels[: limit or None])
+        for part, limit in ((train, config.limit_train), (evaluation, config.limit_eval))
     ]
     return Texts(
         halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8],
@@ -140,23 +133,23 @@ def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
 
 def checked(
     rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
-) -> list[Pair]:
-    """The label and the text of each row of `path`, which are given with its number.
+) -> TextSet:
+    """The rows of `path`: the number, the label and the text of each.
 
     `classes`: the labels that there may be; empty for any. Raises UserError for bad rows, and for none.
     """
-    pairs: list[Pair] = []
-    bad: list[str] = []
+    texts, labels, bad = list[str](), list[str](), list[str]()
     known = frozenset(classes)
     for number, label, text in rows:
-        pairs.append((label, text))
+        texts.append(text)
+        labels.append(label)
         if not label or not text:
             bad.append(f"{unit} {number}: no {'text' if label else 'label'}")
         elif known and label not in known:
             bad.append(f"{unit} {number}: unknown label {label[:20]}")
-    if not pairs:
+    if not texts:
         raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
     if bad:
         listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
-        raise UserError(f"{path}: {len(bad)} of {len(pairs)} {unit}s are bad ({listed}). Correct or remove them.")
-    return pairs
+        raise UserError(f"{path}: {len(bad)} of {len(texts)} {unit}s are bad ({listed}). Correct or remove them.")
+    return TextSet(path, tuple(texts), tuple(labels))
