@@ -15,6 +15,10 @@ from rankup.explain.logs import find_files
 
 FAULTY = 20  # exit code of the command where the logs show a fault
 MAX_OTHERS = 8
+NOTHING = """\
+nothing wrong was found: the run has finished, or these lines do not say what happened.
+A process that is killed from outside says nothing: look at its exit code, and
+at what the launcher, the scheduler or the kernel (dmesg) said."""
 
 __all__ = ["FAULTY", "Diagnosis", "advice", "diagnose", "diagnose_files", "explain_logs", "format_report"]
 
@@ -52,22 +56,13 @@ def advice(text: str) -> str:
 
 def format_report(diagnoses: list[Diagnosis]) -> str:
     """The root cause with its reason and remedy, then everything else in a line each."""
-    return "\n".join(_lines(diagnoses))
-
-
-def _lines(diagnoses: list[Diagnosis]) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Diagnosis]] = {}  # those that say the same of several ranks, together
     for each in diagnoses:
         if not each.harmless:
             groups.setdefault((each.title, each.name or each.seen), []).append(each)
-    if groups:
-        yield from _about_cause(*groups.values())
-    else:
-        yield "nothing wrong was found: the run has finished, or these lines do not say what happened."
-        yield "A process that is killed from outside says nothing: look at its exit code, and"
-        yield "at what the launcher, the scheduler or the kernel (dmesg) said."
-    for each in [each for each in diagnoses if each.harmless][:5]:
-        yield f"harmless: {each.title} ({_place([each])}): {each.why}"
+    lines = [*_about_cause(*groups.values())] if groups else [NOTHING]
+    lines += [f"harmless: {e.title} ({_place([e])}): {e.why}" for e in diagnoses if e.harmless][:5]
+    return "\n".join(lines)
 
 
 def _about_cause(first: list[Diagnosis], *others: list[Diagnosis]) -> Iterator[str]:

@@ -53,9 +53,8 @@ class Figures:
         )
         if "basis" in commit and (commit["change"] or changed):
             used = len(commit["basis"]["used"])
-            self.metrics.membership(
-                self._position.step, number=commit["n"], nodes=used, ranks=self.group.world_size
-            )
+            counts = {"job/membership": commit["n"], "job/nodes": used, "job/ranks": self.group.world_size}
+            self.metrics.write(entry(self._position.step, counts))
 
     def follow(self) -> None:
         """From now on there are steps to report."""
