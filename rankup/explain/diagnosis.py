@@ -82,7 +82,6 @@ EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|\w*(?:error|timeout))(?:
 LOOKS_BAD = re.compile(
     r"(?!\[[IW]\d{3,4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]](?! *[\d.])|\bFAILED\b|\bcore dumped\b))"
 )
-INTERRUPTED = re.compile(r"KeyboardInterrupt|SystemExit")
 # A line of that level says itself that its process goes on. Kubernetes' events have "Warning" and several spaces
 LEVEL_OF_A_NOTE = re.compile(r"(?<!=)\b(?:DEBUG|INFO|WARNING|[Ww]arning)\b(?!  )")
 # Launchers and libraries print these after the end of a rank, too
@@ -185,8 +184,6 @@ class Diagnosis:
 
     def take(self, other: "Diagnosis") -> None:
         """Be the other one too, which says the same."""
-        if other.last:
-            self.source, self.last_line = other.source, other.last_line
         self.raised, self.times = self.raised or other.raised, self.times + other.times
         self.rank = other.rank if self.rank is None else self.rank
         self.host, self.traceback = self.host or other.host, self.traceback or other.traceback
@@ -268,11 +265,10 @@ class Search:
         if BEGIN.match(text):
             source.inside = True
             source.traceback.clear()
-        elif (source.inside and EXCEPTION.match(text) and not COUNTER.match(text)) or text.startswith(WHAT):
+        elif (source.inside and EXCEPTION.match(text)) or text.startswith(WHAT):
             self._raise(known, replace(line, text=text.removeprefix(WHAT)), source)
         elif source.inside:
-            if not text.startswith("╰"):
-                source.traceback.append(text[:MAX_SEEN])
+            source.traceback.append(text[:MAX_SEEN])
         elif IGNORED.match(text):
             source.ignored = True
         elif known is None and LOOKS_BAD.match(text):
@@ -365,15 +361,13 @@ class Search:
 
     def _by_cause(self, found: list[Diagnosis]) -> list[Diagnosis]:
         """The root cause first; among those of one kind the earliest, where all have a time."""
-        interrupted = [each for each in found if each.fault is UNKNOWN and INTERRUPTED.match(each.seen)]
-        errors = [each for each in found if each.raised and each.order <= DIED and each not in interrupted]
+        errors = [each for each in found if each.raised and each.order <= DIED]
         causes = errors + [each for each in found if each.order == DIED and each.fault.proof]
         for each in found:
-            if each in interrupted or (each.fault.late and any(_is_before(cause, each) for cause in causes)):
+            if each.fault.late and any(_is_before(cause, each) for cause in causes):
                 each.order = FOLLOWED
             if each.name == "exit-code":
-                raised = [other for other in found if other.raised and (other in errors or other.rank is not None)]
-                if any(other.may_be_of(each) for other in raised if other is not each):
+                if any(other.may_be_of(each) for other in errors if other is not each):
                     each.over = True  # of an exception that is there itself
                 elif each.rank is not None and self._first_rank not in (None, each.rank):
                     each.order = FOLLOWED

@@ -25,7 +25,6 @@ NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 @pytest.mark.parametrize("gpu", [
-    H100,
     H100 | {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwPowerCap},  # it works
     # A consumer's card has neither ECC nor row remapping
     H100 | dict.fromkeys(H100.keys() - {"nvmlDeviceGetName"}, NOT_SUPPORTED),

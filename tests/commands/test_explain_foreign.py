@@ -1,7 +1,6 @@
 """explain on anybody's logs: torchrun's folders, files of Slurm, kubectl and compose; who failed first."""
 
 import json
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from rankup.explain.diagnosis import FOLLOWED, Diagnosis, diagnose
 from rankup.explain.logs import time_of
 from tests.group.test_deadlines import HOST, WORLD, probe, train
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ended, free_port, start
 from train.main import main
 
 NOW = datetime.now()
@@ -207,36 +205,6 @@ def test_recorded_logs_all_have_a_shape() -> None:
 
 
 # Real jobs ------------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import signal, torch, torch.distributed as dist
-# torchrun's SIGTERM may come before or after the others see the connection end: they shall always see it
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-dist.init_process_group("gloo")
-for step in range(9):
-    if step == 5 and dist.get_rank() == 1:
-        raise KeyError("image_17")
-    dist.all_reduce(torch.ones(10))
-"""
-
-
-def test_torchrun_of_three_ranks_with_one_that_fails(tmp_path: Path) -> None:
-    """One that is killed: the recorded log `killed-in-all-reduce`."""
-    script, logs = write(tmp_path / "job.py", SCRIPT.splitlines()), tmp_path / "logs"
-    words = ["--nproc-per-node=3", f"--master-port={free_port()}", f"--log-dir={logs}", "--redirects=3"]
-    with ended(start(sys.executable, "-m", "torch.distributed.run", *words, str(script))) as job:
-        assert job.wait() == [1]
-        out = write(tmp_path / "torchrun.out", job.output.splitlines())
-    for paths in ([logs, out], [logs]):
-        first = root(*paths)
-        assert (first.rank, first.seen, first.traceback[-1].strip()) == (
-            1, "KeyError: 'image_17'", 'raise KeyError("image_17")')
-    # The process may abort once more at its very end
-    assert root(out).rank == 1
-    assert root(out).title in ("a process ended with exit code 1", "a process aborted itself")
-    suffered = format_report(diagnose_files([logs, out])).split("what others suffered from it:\n")[1]
-    assert "  a peer's connection ended, ranks 0, 2 " in suffered  # not always its first line
-
 
 def test_run_of_three_ranks_with_one_killed(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
