@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from rankup.errors import UserError
-from rankup.places.files import read_json
+from rankup.places.files import read_object
 
 MAX_FILES = 10_000
 # slurm-7.out, job.e123 of PBS, worker.log.1 of logrotate; a name without a dot may be one too
@@ -108,7 +107,7 @@ def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile
 
 def _of_run(directory: Path) -> list[LogFile]:
     """How each rank ended in the last attempt, then what its log says of that attempt."""
-    status = _read_object(directory / "status.json")
+    status = read_object(directory / "status.json")
     if status.get("state") == "finished":
         return []  # whatever went wrong in earlier attempts was overcome
     attempt = str(status.get("attempt", ""))
@@ -116,7 +115,7 @@ def _of_run(directory: Path) -> list[LogFile]:
     since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
     files = sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else []
     ends = []
-    for end in map(_read_object, files):
+    for end in map(read_object, files):
         if end.get("state") == "failed":
             # A user's mistake is marked as on the terminal
             code, why = end.get("code"), end.get("why")
@@ -149,12 +148,6 @@ def _of_folder(folder: Path) -> Iterator[LogFile]:
 def _rank_in(name: str) -> int | None:
     rank = RANK_NAME.search(name)
     return int(rank[1]) if rank else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is none, since a failed run may have left anything."""
-    found = read_json(path)
-    return found if isinstance(found, dict) else {}
 
 
 def split_prefixes(text: str) -> LogLine:
