@@ -27,8 +27,9 @@ from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.copies import Check, no_check
-from rankup.state.reading import Copy, find_copy, share
+from rankup.state.reading import Copy, share
 from rankup.state.run import open_run
+from rankup.state.stored_run import find_copy
 
 log = logging.getLogger("rankup")
 

@@ -255,7 +255,7 @@ class Job:
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
         run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
-        run.forget()  # its copy of the state would stay in the memory of every rank
+        run.newest = None  # its copy of the state would stay in the memory of every rank
         if self.figures.reporter is not None:
             self.figures.reporter.follow()
         if self.tracked.items:

@@ -125,7 +125,7 @@ class Figures:
             (self.group.run_dir / RESULT).unlink()  # beside a run that goes on it would be read as its end
         self.metrics = Metrics(
             self.group.run_dir, self._position, saved=Position.of(self.run.saved),
-            tensorboard=self._settings.tensorboard, check_owner=self.run.check_owner,
+            tensorboard=self._settings.tensorboard, check_owner=self.run.owner.check,
         )
         if "basis" in commit and (commit["change"] or changed):
             used, ranks = len(commit["basis"]["used"]), self.group.world_size
@@ -169,7 +169,7 @@ class Figures:
         if address := address_of(group.run_dir, run.lineage.run):
             result["tracker"] = address
         self.metrics.flush()
-        run.check_owner()
+        run.owner.check()
         try:
             write_json(group.run_dir / RESULT, result)
         except OSError as error:

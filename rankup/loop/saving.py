@@ -222,7 +222,7 @@ class Saving:
                 run.settle()
             return False
         self.agreement.compare(position.step)
-        run.saver.look(wait=True)  # before the state is put together
+        run.wait()  # before the state is put together
         state = self.group.collective(self.tracked.state)
         if any(each is not None for each in self.loader_states):
             every = [self.group.broadcast_tensors(self.loader_states, source=n) for n in range(self.group.world_size)]
@@ -317,7 +317,7 @@ class Saving:
         newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.flush()
-            saver.publish_files(position.step, self._files(position))
+            self.run.publish(position.step, self._files(position))
         return self.stopped()
 
     def _files(self, position: Position) -> dict[str, Content]:

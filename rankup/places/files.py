@@ -26,8 +26,7 @@ def staged(path: Path, *, check: Check | None = None) -> Iterator[Path]:
     """A hidden path beside `path` to write to. It takes the name `path` at the end of a block that succeeds.
 
     `check`: of an owner, see `rankup.places.lease`; called right before that, it raises where another one owns the
-    folder. Raises OSError where the folder can't be made or written, or where the next owner has called
-    `remove_staged`. A block that fails leaves `path` as it was.
+    folder. Raises OSError where the folder can't be written, or where the next owner has called `remove_staged`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A random name, not the process's number: two containers that share this folder may have equal numbers
@@ -93,11 +92,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def runs_folder(run_dir: str) -> Path:
-    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache.
-
-    A run at an address works there, and rank 0 copies what it publishes: see `rankup.state.stored_run`. It may get
-    lost. Raises UserError as `cache_roots` does.
-    """
+    """The folder of all runs on this machine. An address in `run_dir` has one of its own in the cache, where its runs
+    work: see `rankup.state.second_place`. Raises UserError as `cache_roots` does."""
     if not is_url(run_dir):
         return Path(run_dir)
     url = run_dir.rstrip("/")
@@ -107,10 +103,8 @@ def runs_folder(run_dir: str) -> Path:
 
 def cache_roots() -> list[Path]:
     """The folders of this machine for copies of what is kept elsewhere, the preferred one first: RANKUP_CACHE alone if
-    it is set, else the user's cache, and one in the temporary directory. None need exist.
-
-    Raises UserError where another user may have prepared all of them.
-    """
+    it is set, else the user's cache, and one in the temporary directory. Raises UserError where another user may have
+    prepared all of them."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
     # For a user without a home directory ~ stays as it is

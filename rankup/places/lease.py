@@ -5,19 +5,16 @@ frozen, and taken for dead, may wake up before any of its writes. So each place 
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
   first writes the lease, and then removes what others have written beside names.
-- At an address every owner has a number, and writes below that alone (see `rankup.state.stored_run`). The one
-  condition that is needed is "create unless it exists" (If-None-Match on S3, a generation of 0 on GCS,
-  overwrite=False on Azure).
+- At an address every owner has a number, and writes below that alone (see `rankup.state.stored_run`). The store only
+  has to know "create unless it exists".
 
-A lock of the kernel is exact and instant on one machine, its containers included, and on NFS with a lock service. An
-NFS mounted with `nolock` grants every machine the same lock, other file systems have no locks at all. There the signs
-of life decide, measured by our own clock, because the clocks of two machines differ.
+A lock of the kernel is exact and instant on one machine, its containers included. On an NFS mounted with `nolock` every
+machine gets the same lock, other file systems have no locks at all: there the signs of life decide, measured by our own
+clock. fcntl.lockf and not the package filelock, which locks by flock: children inherit that, so that a DataLoader
+worker would keep the lock of its killed parent.
 
-fcntl.lockf and not the package filelock, which locks by flock: children inherit that, so that a DataLoader worker would
-keep the lock of its killed parent, and where the file system has no locks filelock falls back to one of its own.
-
-`run.json` has the line of attempts. A copy of the state may be found long after the run went on without it: in the
-memory of a node, on its disk, at another address. It is taken only where it lies on that line.
+`run.json` has the line of attempts. A copy of the state that is found long after the run went on without it, in the
+memory of a node or at another address, is taken only where it lies on that line.
 """
 
 import contextlib
@@ -47,15 +44,11 @@ RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
 OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", FILE)
 
 
-def _host() -> str:
-    return socket.gethostname().split(".")[0]
-
-
 def _kernel() -> str:
     """The same for two containers of one machine, which share the kernel's locks, and different for two machines."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return _host()
+    return socket.gethostname()
 
 
 class Lease:
@@ -100,7 +93,7 @@ class Lease:
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
         if not self.is_ours():
-            raise self._lost_to(self._owner())
+            raise PeerLost(f"another attempt owns {self.where} by now ({_who(self._owner())})")
 
     def is_ours(self) -> bool:
         """Whether no other attempt has taken the run over: it would have written its token here."""
@@ -119,9 +112,8 @@ class Lease:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked = True
             except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    break  # ENOLCK, EOPNOTSUPP: this file system has no locks
-                if self._follows(self._owner()):  # which is frozen, or on a machine that was lost
+                # ENOLCK, EOPNOTSUPP: this file system has no locks. Or the owner is frozen, or on a lost machine
+                if error.errno not in (errno.EACCES, errno.EAGAIN) or self._follows(self._owner()):
                     break
                 if time.monotonic() > until_s:
                     raise self._owned_by(self._owner()) from None
@@ -179,62 +171,60 @@ class Lease:
         return self.is_ours()
 
     def _values(self, beat: int, *, released: bool = False) -> dict[str, Any]:
-        return {"token": self.token, "attempt": self.attempt, "host": _host(), "pid": os.getpid(), "kernel": _kernel(),
+        host = socket.gethostname().split(".")[0]
+        return {"token": self.token, "attempt": self.attempt, "host": host, "pid": os.getpid(), "kernel": _kernel(),
                 "beat": beat, "released": released}
 
     def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
         way_out = "Wait for it, end it, or set another --name."
         return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
 
-    def _lost_to(self, owner: Mapping[str, Any]) -> PeerLost:
-        return PeerLost(f"another attempt owns {self.where} by now ({_who(owner)})")
-
 
 class StoreLease(Lease):
     """Ownership of the run at `place`, by `lease/00000007.json`: whoever creates the next number owns it.
 
     Each owner writes its signs of life into its own file, and sees that there is a next number. None is ever removed.
-    `tokens`: this attempt's and the one's before, of the folder here: an owner with that one is dead for certain.
+    `folder`: the lease of the folder here. An owner that held that before is dead for certain.
     """
 
-    def __init__(
-        self, place: Place, attempt: str, tokens: tuple[str, str] = ("", ""), *, agreed: bool = False,
-        life_s: float = 30.0, beat_s: float = 5.0,  # each is one small write: 0.4 US cents an hour on S3
-    ) -> None:
-        super().__init__(Path(), attempt, agreed=agreed, life_s=life_s, beat_s=beat_s)
-        self.place, self.where, self.number, self._lost = place, place.url, 0, False
-        self.token, self.predecessor = tokens[0] or self.token, tokens[1]
+    def __init__(self, place: Place, folder: Lease, *, life_s: float = 30.0, beat_s: float = 5.0) -> None:
+        # Each beat is one small write: 0.4 US cents an hour on S3
+        super().__init__(Path(), folder.attempt, agreed=folder.agreed, life_s=life_s, beat_s=beat_s)
+        self.place, self.where, self.folder, self.number = place, place.url, folder, 0
+        self.token, self.predecessor = folder.token, folder.predecessor
+        self._next: Mapping[str, Any] = {}  # the owner after this one, as soon as it was seen
 
     def claim(self, number: int) -> None:
-        """Be the owner of that number, without signs of life. Raises UserError where another is, and as `Place` does.
-
-        Who owns the run up to now, dead or alive, notices that at its next `check`.
-        """
+        """Be the owner of that number, without signs of life: the one before notices at its next `look`. Raises
+        UserError where another attempt is, and as `Place` does."""
+        if not self.place.create(_name(number), self._encoded(0)):
+            raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number
-        if not self.place.create(_name(number), _encoded(self._values(0))):
-            self._lost = True
-            raise self._owned_by(self._owner())
 
-    def check(self) -> None:
-        """Raises PeerLost where another attempt took the run over, and as `Place` does. Costs one small request."""
+    def look(self) -> None:
+        """`check` by a look at the place, before something is published there: one small request. Raises as `Place`."""
         if self._released.is_set():  # a thread that still copies must not publish any more
             raise PeerLost(f"{self.where} was given back")
-        if (following := self.place.within(self.life_s).read_json(_name(self.number + 1))):
-            self._lost = True
-            raise self._lost_to(following)
+        self._next = self.place.within(self.life_s).read_json(_name(self.number + 1))
+        self.check()
+
+    def check(self) -> None:
+        """Raises PeerLost where another attempt has been seen to take the run over, here or there."""
+        self.folder.check()
+        super().check()
 
     def is_ours(self) -> bool:
-        """Whether no other attempt has been seen to take the run over, by the last sign of life or `check`."""
-        return not self._lost
+        """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
+        return not self._next and self.folder.is_ours()
 
     def _begin(self) -> Mapping[str, Any]:
-        self.number = highest_number(self.place.names())  # the owner to watch
+        self.number = max(map(number_of, self.place.names()), default=0)  # the owner to watch
         owner = self._owner()
         return {} if self.predecessor and owner.get("token") == self.predecessor else owner
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        if self.place.create(_name(self.number), _encoded(self._values(1))):
+        if self.place.create(_name(self.number), self._encoded(1)):
             self.place.warn(
                 f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"
             )
@@ -243,19 +233,23 @@ class StoreLease(Lease):
                 raise self._owned_by(owner)
 
     def _look(self) -> bool:
-        self._lost = self._lost or self.place.once(LAST_WORD_S).read(_name(self.number + 1)) is not None
-        return not self._lost
+        self._next = self._next or self.place.once(LAST_WORD_S).read_json(_name(self.number + 1))
+        return self.is_ours()
 
     def _owner(self) -> Mapping[str, Any]:
-        return self.place.read_json(_name(self.number))
+        return self._next or self.place.read_json(_name(self.number))
 
     def _write(self, beat: int, *, released: bool = False) -> None:
-        self.place.once(LAST_WORD_S).write(_name(self.number), _encoded(self._values(beat, released=released)))
+        self.place.once(LAST_WORD_S).write(_name(self.number), self._encoded(beat, released=released))
+
+    def _encoded(self, beat: int, *, released: bool = False) -> bytes:
+        return json.dumps(self._values(beat, released=released)).encode()
 
 
-def highest_number(names: Iterable[str]) -> int:
-    """The number of the last owner of those with `names` at an address, 0 where there is none."""
-    return max((number_of(name.removeprefix("lease/").replace(".json", "/")) for name in names), default=0)
+def number_of(name: str) -> int:
+    """Which owner has written what has this name at an address, 0 for a name without a number."""
+    found = re.match(r"(?:lease/)?(\d{8,})[/.]", name)
+    return int(found[1]) if found else 0
 
 
 def folder_of(number: int) -> str:
@@ -263,18 +257,8 @@ def folder_of(number: int) -> str:
     return f"{number:08d}"
 
 
-def number_of(name: str) -> int:
-    """Whose name this is, 0 where it carries no number."""
-    number = name.partition("/")[0]
-    return int(number) if re.fullmatch(r"\d{8,}", number) else 0
-
-
 def _name(number: int) -> str:
     return f"lease/{folder_of(number)}.json"
-
-
-def _encoded(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values).encode()
 
 
 def _who(owner: Mapping[str, Any]) -> str:
@@ -286,11 +270,10 @@ def _who(owner: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """`run`: the id of the run. One that was begun anew in the same directory has another.
-
-    `begun_by`: the attempt that began the run, and `start` its launch's. `attempts`: the line, each with its mark and
-    the step at which it went on, from a copy of the attempt before it. `number` counts all attempts: of two nodes that
-    were node 0 in turn, the one with the higher number knows more.
+    """`run`: the id of the run; one that was begun anew in the same directory has another. `begun_by`: the attempt that
+    began it, and `start` its launch's. `attempts`: the line, each with its mark and the step at which it went on, from
+    a copy of the attempt before it. `number` counts all attempts: of two nodes that were node 0 in turn, the one with
+    the higher number knows more.
     """
 
     run: str

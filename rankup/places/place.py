@@ -1,8 +1,7 @@
 """A place for bytes by name: a folder, a bucket of S3, GCS or Azure, or whatever else fsspec has a file system for.
 
-Five verbs: names, read, write, upload and download (whole files), remove. A place promises what every object store
-does: a name has whole content, what was written is read next, and a list shows it. There is no rename. Any request may
-fail, and is tried again until the time for it is over.
+A place promises what every object store does: a name has whole content, what was written is read next, and a list shows
+it. There is no rename. Any request may fail, and is tried again until the time for it is over.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -39,11 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """What lies below `url`.
-
-    Every method raises UserError where the place refuses (no such bucket, denied, full), and PeerLost where
-    `until_s` is over, since to try again later may help.
-    """
+    """What lies below `url`. Every method raises UserError where the place refuses (no such bucket, denied, full), and
+    PeerLost where `until_s` is over, since to try again later may help."""
 
     url: str  # as the user gave it, for messages
     fs: Any  # fsspec's file system
@@ -117,10 +114,8 @@ class Place:
         self._try(f"write {name}", lambda: self._call("pipe_file", self._path(name), content), writes=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write something small unless there is that name. Returns whether it was written.
-
-        On a store that knows no conditions this is always True.
-        """
+        """Write something small unless there is that name. Returns whether it was written; on a store that knows no
+        conditions always True."""
         path = self._path(name)
 
         def write() -> bool:
@@ -162,21 +157,12 @@ class Place:
     def remove(self, names: Iterable[str]) -> None:
         """Remove names, those that are gone already too."""
         paths = [self._path(name) for name in names]
-        if not paths:
-            return
-        if not self._is_folder:
+        for some in filter(None, [[path] for path in paths] if self._is_folder else [paths]):
             with contextlib.suppress(FileNotFoundError):
-                self._try(f"remove {len(paths)} objects", lambda: self._call("rm", paths))
-            return
-        for path in map(Path, paths):
-            self._try(f"remove {path}", lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
-        for folder in sorted({Path(path).parent for path in paths}, reverse=True):
+                self._try(f"remove {len(some)} files", partial(self._call, "rm", some))
+        for folder in sorted({Path(path).parent for path in paths} if self._is_folder else (), reverse=True):
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
-
-    @property
-    def _left_s(self) -> float:
-        return self.until_s - time.monotonic()
 
     @property
     def _is_folder(self) -> bool:
@@ -197,7 +183,7 @@ class Place:
         """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
         if self.fs.async_impl:
             request_s = self.request_s or REQUEST_S
-            more["timeout"] = max(request_s, self._left_s) if large else request_s
+            more["timeout"] = max(request_s, self.until_s - time.monotonic()) if large else request_s
         return getattr(self.fs, method)(*values, **more)
 
     def _try(self, what: str, work: Callable[[], T], *, writes: bool = False) -> T:
@@ -220,7 +206,7 @@ class Place:
                         f"{self.url} {why}: {what}: {reason(error)}. What was written there before is as it was. Mend "
                         "that, and run the same command again."
                     ) from None
-                left_s = self._left_s
+                left_s = self.until_s - time.monotonic()
                 if left_s <= 0:
                     raise PeerLost(
                         f"{self.url} did not answer in time: {what}: {reason(error)}", nobody_died=True

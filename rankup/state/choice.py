@@ -18,20 +18,11 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
 from rankup.state import rescue
-from rankup.state.copies import (
-    STATE,
-    Check,
-    find_problem,
-    known_damaged,
-    list_copies,
-    looks_whole,
-    passed_over,
-    step_of,
-)
+from rankup.state.copies import STATE, Check, find_problem, list_copies, looks_whole, passed_over, step_of
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
-from rankup.state.stored_run import SecondPlace
+from rankup.state.second_place import SecondPlace
 
 SECOND = "copies"  # in the run directory of another node than rank 0's: copies by the id of their run
 CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is preferred, of two of the same step
@@ -76,9 +67,8 @@ def find_origin(
 
     `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
     0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from `kind` on; `stores`:
-    where to fetch them, by kind. Raises UserError on all ranks where nothing whole is left of a run that has copies,
-    where other nodes hold copies of several runs, or where the newest state can't be gone on with, and PeerLost where a
-    place does not answer that may hold the newest.
+    where to fetch them, by kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies,
+    or the run can't be gone on with, and PeerLost where a place does not answer that may hold the newest.
     """
     own = [*found, *_peers(folder, group), *_rescues(options, group)]
     # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
@@ -120,10 +110,8 @@ def in_order(
     folder: Path,
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
     """The copies in the order in which to try them, with the line that each is on: on the line of the run that knows
-    most the newest first, then what else rank 0 has, then lines that know less.
-
-    `known`: rank 0's line. Raises UserError where rank 0 has nothing, and the others know several runs.
-    """
+    most the newest first, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises
+    UserError where rank 0 has nothing, and the others know several runs."""
     # Ranks of one node list the same files
     once = {(group.hosts[one.rank], one.where): one for one in sorted(candidates, key=lambda one: -one.rank)}
     left = sorted(once.values(), key=lambda one: (-one.step, one.kind, one.rank))
@@ -155,29 +143,29 @@ def in_order(
 
 def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> tuple[Copy | None, str]:
     """The copy, or what is wrong with it, on all ranks. Raises UserError and PeerLost on all."""
-    loaded: list[Copy] = []
+    loaded: Copy | None = None
 
     def load() -> str:
-        path, problem = stores[one.kind].fetch(one.where) if one.kind in stores else (Path(one.where), "")
-        copy, problem = (None, problem) if problem else read(path, options.check)
-        if copy is not None:
-            options.fits(copy.path, copy.record)
-            loaded.append(copy if options.sharded else copy.as_plain())
-        elif one.kind == CHECKPOINT:
-            known_damaged.add(path)
+        nonlocal loaded
+        if one.kind in stores:
+            loaded, problem = stores[one.kind].fetch(one.where, check=options.check)
+        else:
+            loaded, problem = read(Path(one.where), options.check)
+        if loaded is not None:
+            options.fits(loaded.path, loaded.record)
+            loaded = loaded if options.sharded else loaded.as_plain()
         elif one.kind == RESCUE:
-            group.log.warning(f"the rescue {path} was passed over: {problem}")
-            shutil.rmtree(path, ignore_errors=True)
+            group.log.warning(f"the rescue {one.where} was passed over: {problem}")
+            shutil.rmtree(one.where, ignore_errors=True)
         return problem
 
     problem = group.on_rank0(load, source=one.rank)
-    return None if problem else share(loaded[0] if loaded else None, group, source=one.rank), problem
+    return None if problem else share(loaded, group, source=one.rank), problem
 
 
-def found_in(paths: Iterable[Path]) -> Iterator[list[Any]]:
+def found_in(paths: Iterable[Path]) -> list[list[Any]]:
     """The copies in rank 0's folder. What can't be read is one too, to be found damaged."""
-    for path in paths:
-        yield [CHECKPOINT, str(path), *_about(path)]
+    return [[CHECKPOINT, str(path), *_about(path)] for path in paths]
 
 
 def _about(path: Path) -> tuple[int, str, str]:
@@ -211,7 +199,6 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
 
 
 def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any] | None]:
-    """See Origin."""
     if origin.copy is not None and origin.kind < PEER:
         return str(origin.copy.path), origin.copy.record
     for path in reversed(list_copies(checkpoints)):

@@ -3,11 +3,10 @@
 `step-00001200/` holds `state.json` (what a person may want to read, `step` among it), the files of
 `rankup.state.tree`, and `manifest.json`: the step, and size in bytes and SHA-256 of each other file.
 
-A copy is put together in a hidden folder, synced and renamed: every file is on the disk, and its digest in the
-manifest, before the folder gets its name; only then are old copies removed. Whoever takes a run over removes hidden
-folders first: an owner that was frozen, and taken for dead, may wake up anywhere, and finds nothing to rename. No save
-removes the hidden folders of others, because such an owner would remove its successor's. Nothing is read back: it would
-come from the page cache, and prove nothing about the disk. No torch.
+A copy is put together in a hidden folder, synced and renamed; only then are old copies removed. Whoever takes a run
+over removes hidden folders first: an owner that was frozen, and taken for dead, may wake up anywhere, and finds nothing
+to rename. No save removes the hidden folders of others, because such an owner would remove its successor's. Nothing is
+read back: it would come from the page cache, and prove nothing about the disk. No torch.
 """
 
 import contextlib
@@ -104,8 +103,7 @@ def find_problem(path: Path) -> str:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether a copy is of the step in its name, its files have their sizes, and this process found no damage in it:
-    a save must not wait until older copies are read."""
+    """The same without a look at the bytes, but for those that this process has read: a save must not wait for that."""
     try:
         manifest = read_manifest(path)
         if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):
@@ -173,17 +171,12 @@ def save(
 ) -> Path:
     """Write one copy that this process holds whole; the rest as `publish`."""
     check_owner()
-    staging = create_staging(staging_in(directory, step))
-    return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner)
+    return publish(create_staging(directory, step), files, {}, step=step, keep=keep, check_owner=check_owner)
 
 
-def staging_in(directory: Path, step: int) -> Path:
-    """The path of a hidden folder of its own in which the copy of that step is put together."""
-    return directory / f"{STAGING}step-{step:08d}-{secrets.token_hex(4)}"
-
-
-def create_staging(staging: Path) -> Path:
-    """Make that folder, which nobody else may have made. Raises UserError."""
+def create_staging(directory: Path, step: int = 0, token: str = "") -> Path:
+    """Make a hidden folder in which a copy is put together, and which nobody else may have made. Raises UserError."""
+    staging = directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
@@ -214,8 +207,8 @@ def publish(
     """Write `files` beside those that the ranks have `written`, give the folder its name, and remove all but the `keep`
     newest that look whole.
 
-    `check_owner` raises where another attempt owns the run by now: it is called before the copy appears, and again
-    before others are removed. Raises UserError where the disk is full or not writable. `staging` is gone in any case.
+    `check_owner` raises where another attempt owns the run by now. Raises UserError where the disk is full or not
+    writable. `staging` is gone in any case.
     """
     directory = staging.parent
     target = directory / f"step-{step:08d}"
@@ -252,11 +245,10 @@ def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
 
 def _rename(staging: Path, target: Path) -> None:
     """Atomic within one file system: a reader sees no copy or a whole one. Raises OSError."""
-    aside = target.with_name(f"{target.name}.replaced")
-    if aside.exists():  # left by a kill between the renames, and whole: it stays until the new one has its name
-        aside = staging.with_name(f"{staging.name}-old")
     # Of the same step: damaged, or saved before its evaluation. A folder can't be renamed onto another one
-    with contextlib.suppress(FileNotFoundError):
+    aside = target.with_name(f"{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)  # left by a kill, before the last renames or right here
         target.rename(aside)
     try:
         staging.rename(target)
@@ -264,8 +256,7 @@ def _rename(staging: Path, target: Path) -> None:
         with contextlib.suppress(OSError):  # it may be the next owner's
             aside.rename(target)
         raise
-    if aside.name.startswith(STAGING):
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync(directory: Path) -> None:

@@ -2,12 +2,12 @@
 
 A part is a sharded copy with the file of one rank. It lies beside the rescues, in
 `/dev/shm/rankup-<user id>/<run id>.rank-00001/step-00001234/`. With several nodes a rank of the next node holds a
-second one, unless a rank there holds the same part anyway (hybrid sharding). The idea is from Wang et al., "Gemini:
-Fast Failure Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
+second one, unless a rank there holds the same part anyway (hybrid sharding), as in Wang et al., "Gemini: Fast Failure
+Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023.
 
-All ranks take their parts after the same commit: they copy them into mapped memory, and a thread does the rest. Before
-the next ones all ranks agree that the last ones are whole. So a rank has two, in turn, and at any moment the ranks have
-whole ones of one step.
+All ranks copy their parts into mapped memory after the same commit, and a thread does the rest. Before the next ones
+all ranks agree that the last ones are whole: a rank has two, in turn, and at any moment the ranks have whole ones of
+one step.
 """
 
 import contextlib
@@ -49,13 +49,10 @@ Of = tuple[int, str, str]  # step, attempt and run of a copy
 
 class Parts:
     """Keeps this rank's part of the run with this id, and those of other nodes' ranks that it is asked to hold.
-
-    `wanted`: there is something to keep, because state is split among ranks.
-    """
+    `wanted`: there is something to keep, because state is split among ranks."""
 
     def __init__(self, group: Group, run: str, every: int | None) -> None:
-        """`every`: steps from one to the next; 0 for none at all, None for as many as make them cost `SHARE` of the
-        time."""
+        """`every`: steps from one to the next; 0 for none at all, None so that they cost `SHARE` of the time."""
         self.group, self.run, self.every = group, run, every
         self.wanted = False
         self._next = self._taken = 0  # steps
@@ -76,7 +73,7 @@ class Parts:
     def take(self, step: int, make: Callable[[], tuple[bytes, dict[str, Any]]]) -> None:
         """Copy this rank's part of the state of this step. All ranks call this, before that state changes. What fails
         is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
-        group, began_s = self.group, time.perf_counter()
+        group, began_s, used_s = self.group, time.perf_counter(), time.thread_time()
         group.collective(self._writing.join)
         record, state = make()
         nodes, tensors = encode(state)
@@ -90,7 +87,6 @@ class Parts:
             self._same = hashlib.sha256(file.layout + json.dumps([self._offsets, names]).encode()).hexdigest()
         failure = self._writing.failure
         gap = self._gap(step, began_s) if failure is None else 0
-        alone_s = time.perf_counter() - began_s
         gaps, *about = zip(*group.gather([gap, node_id(), self._same, len(file)]), strict=True)
         known, problem = list(zip(*about, strict=True)), reason(failure) if failure is not None else ""
         if min(gaps) > 0 and known != self._known:
@@ -102,7 +98,6 @@ class Parts:
             if problem:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
-        copied_s = time.perf_counter()
         mapped = self._turn(group.rank)
         for event in self._events[:1]:
             event.record()
@@ -116,7 +111,7 @@ class Parts:
         }
         self._writing.start(partial(self._write, step, files, mapped))
         self._next, self._taken, self._taken_s = step + max(gaps), step, began_s
-        self._cost_s = alone_s + time.perf_counter() - copied_s
+        self._cost_s = time.thread_time() - used_s
 
     def wait(self) -> None:
         """Let a part get done that is under way, because this process is about to end. Raises nothing."""
@@ -200,7 +195,7 @@ class _Mapped:
 
     def __init__(self, folder: Path, name: str, size: int, device: torch.device) -> None:
         """Raises OSError where the memory is not there: to touch it later would end the process."""
-        self.path, self.name = copies.create_staging(copies.staging_in(folder, 0)), name
+        self.path, self.name = copies.create_staging(folder), name
         with (self.path / name).open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
             whole = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -211,10 +206,8 @@ class _Mapped:
 
     def hide(self) -> None:
         """It is no copy any more."""
-        hidden = copies.staging_in(self.path.parent, 0)
-        with contextlib.suppress(OSError):  # somebody has removed it: then `publish` fails
-            self.path.rename(hidden)
-            self.path = hidden
+        with contextlib.suppress(OSError, UserError):  # somebody has removed it: then `publish` fails
+            self.path = self.path.rename(copies.create_staging(self.path.parent))
 
     def publish(self, step: int, files: dict[str, bytes], entry: Fingerprint) -> None:
         """It is a copy from now on: its content, described by `entry`, and these small files."""

@@ -1,15 +1,10 @@
-"""Copies as read and verified.
+"""Copies as read and verified. One rank reads a plain copy, and the others get it over the network; of a sharded one,
+which has to be on storage that all nodes share, each rank reads the slices that it needs."""
 
-One rank reads a plain copy, and the others get its files over the network: nodes need no shared disk, and all ranks go
-on from the same copy. A sharded one has to be on storage that all nodes share: each rank reads the slices that it
-needs.
-"""
-
-import contextlib
 import json
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,14 +12,11 @@ import torch
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.places.files import cache_roots, staged
+from rankup.places.files import staged
 from rankup.places.lease import RUN_ID
-from rankup.places.place import Place
 from rankup.state import tree
-from rankup.state.copies import MANIFEST, STATE, Check, known_damaged, list_copies, no_check, passed_over, verify
-from rankup.state.stored_run import StoredRun
+from rankup.state.copies import STATE, Check, known_damaged, list_copies, no_check, passed_over, verify
 from rankup.state.tree import INDEX, Shards
-from rankup.urls import is_url
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
 
@@ -70,15 +62,22 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
 
     Raises UserError where all are damaged, and where `check` refuses the newest good one.
     """
+    each = ((f"checkpoint {path.name}", partial(read, path, check)) for path in reversed(list_copies(directory)))
+    return newest_whole(directory, each, warn)
+
+
+def newest_whole(
+    place: Path | str, copies: Iterable[tuple[str, Callable[[], tuple[Copy | None, str]]]], warn: Callable[[str], None]
+) -> Copy | None:
+    """The first whole one of the `copies` in `place`, each with its name, and `read` for it."""
     damaged: dict[str, str] = {}
     found = None
-    for path in reversed(list_copies(directory)):
-        found, problem = read(path, check)
+    for name, read_it in copies:
+        found, problem = read_it()
         if found is not None:
             break
-        damaged[f"checkpoint {path.name}"] = problem
-        known_damaged.add(path)
-    passed_over(directory, damaged, found, warn)
+        damaged[name] = problem
+    passed_over(place, damaged, found, warn)
     return found
 
 
@@ -86,7 +85,7 @@ def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
     """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
     if group.world_size == 1:
         return copy
-    own = tree.to_files(copy.tracked) if copy is not None and group.rank == source else {}
+    own = tree.files_of(*tree.encode(copy.tracked)) if copy is not None and group.rank == source else {}
     about = [str(copy.path), copy.record, copy.index.decode(), [*own]] if copy is not None and own else None
     if (about := group.broadcast(about, source=source)) is None:
         return None
@@ -103,6 +102,7 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
     """The copy in the folder `path`, or what is wrong with it. Raises UserError where `check` refuses it."""
     files, problem = verify(path)
     if problem:
+        known_damaged.add(path)
         return None, problem
     try:
         record = json.loads(files[STATE])
@@ -120,6 +120,7 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
     except UserError:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything
+        known_damaged.add(path)
         return None, f"its files don't fit together ({' '.join(str(error).split())[:200]})"
 
 
@@ -143,81 +144,3 @@ def export(copy: Copy, file: Path, *, item: str = "") -> str:
     what = "the weights" if item == "model" else item or ", ".join(items)
     count = f"{len(state)} tensors, " if item == "model" else ""
     return f"{file}: {what} of step {copy.step}, {count}{size / 1e6:.1f} MB"
-
-
-# For other commands --------------------------------------------------------------------------------------------------
-
-
-def find_copy(
-    place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check = no_check, timeout_s: float = 1800.0
-) -> Copy:
-    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty. The
-    parts of a sharded one are put together.
-
-    Raises UserError, and PeerLost where a store does not answer within `timeout_s`.
-    """
-    if is_url(place):
-        with fetched(place, warn=warn, timeout_s=timeout_s) as path:
-            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-    if place:
-        return load(Path(place), check).as_plain()
-    found = load_newest(run_dir / "checkpoints", warn, check)
-    if found is None:
-        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
-    return found.as_plain()
-
-
-@contextlib.contextmanager
-def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
-    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
-
-    The address may be of a run, whose newest checkpoint it is then, of a checkpoint's folder, or of a file. Checkpoints
-    are verified. Raises UserError where there is nothing to read or the store refuses, and PeerLost where it does not
-    answer within `timeout_s`.
-    """
-    if not is_url(place):
-        yield Path(place)
-        return
-    folder = cache_roots()[0] / "fetched"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"{folder} must be writable, got {error.strerror}. Set RANKUP_CACHE to a folder that is."
-        raise UserError(text) from None
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        yield _fetch_any(place.rstrip("/"), Path(own), warn, timeout_s)
-
-
-def _fetch_any(url: str, directory: Path, warn: Callable[[str], None], timeout_s: float) -> Path:
-    stored = StoredRun(Place.open(url, warn=warn, timeout_s=timeout_s))
-    above, _, name = url.rpartition("/")
-    beside = StoredRun(replace(stored.place, url=above, root=stored.place.root.rpartition("/")[0]))
-    if MANIFEST in stored.place.names():
-        path, problem = beside.fetch(name, directory)
-        if problem:
-            raise UserError(f"checkpoint: {url} must be a whole checkpoint, got a damaged one: {problem}.")
-        return path
-    if run := stored.lineage():
-        if newest := fetch_newest(stored, directory, run=run.run):
-            return newest
-    elif beside.place.download(name, directory / name):
-        return directory / name
-    raise UserError(f"{url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
-
-
-def fetch_newest(stored: StoredRun, directory: Path, *, run: str) -> Path | None:
-    """Copy the newest whole copy of that run into the folder `directory`, verified. Returns its path there.
-
-    None where there is none at all. Warns of those passed over. Raises as `StoredRun.fetch`, and UserError where all
-    are damaged.
-    """
-    damaged: dict[str, str] = {}
-    found = None
-    for one in stored.copies(run):
-        path, problem = stored.fetch(one.folder, directory)
-        if not problem:
-            found = path
-            break
-        damaged[f"checkpoint {one.name}"] = problem
-    passed_over(stored.place.url, damaged, found, stored.place.warn)
-    return found

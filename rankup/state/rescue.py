@@ -1,8 +1,8 @@
-"""The rescue: a copy that a rank writes to its node's memory when it loses a peer, right before it ends.
+"""The rescue: a copy that a rank writes to its node's memory when it loses a peer, right before it ends (Gupta et al.,
+"Just-In-Time Checkpointing", EuroSys 2024).
 
-Where every rank holds the whole state, no step is then done twice (Gupta et al., "Just-In-Time Checkpointing", EuroSys
-2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same
-folders of the temporary directory. It is lost with its node, so it never replaces a checkpoint.
+It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too little room in the same folders of
+the temporary directory. It is lost with its node, so it never replaces a checkpoint.
 """
 
 import contextlib
@@ -33,10 +33,8 @@ def places() -> list[Path]:
 
 
 def write(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
-    """Write the files of a copy where there is room, unless another rank of this node has done so already.
-
-    `make_files` is called if they are needed. Returns why they were not written anywhere, or "".
-    """
+    """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
+    is called if they are needed. Returns why they were not written anywhere, or ""."""
     files: Mapping[str, Content] = {}
     problems = []
     for place in places():

@@ -18,17 +18,17 @@ from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, pu
 from rankup.state import parts, rescue
 from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take, sees
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
-from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
-from rankup.state.stored_run import SecondPlace
+from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
 
 
 class Run:
     """A run for the length of an attempt. All ranks have one; `lease`, and `places` by kind, are rank 0's.
 
-    `token`: of the lease. `finished`: nothing is left to do. `saved`: the record of the newest copy in rank 0's folder
-    at the beginning, None where there was none. `saved_step`: of the newest copy there now, -1 for none.
+    `newest`: the copy to go on from, None at the beginning of a run, and once the loop has it. `finished`: nothing is
+    left to do. `saved`: the record of the newest copy in rank 0's folder at the beginning, None where there was none.
+    `saved_step`: of the newest copy there now, -1 for none.
     """
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
@@ -44,34 +44,33 @@ class Run:
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options, found = self.group, self.options, list[list[Any]]()
-        known, new, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
-        self.origin = find_origin(
-            group, self.folder, Lineage(**known) if known else None, Lineage(**new), self.token, found, self.places,
+        known, begins, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
+        self.origin = origin = find_origin(
+            group, self.folder, Lineage(**known) if known else None, Lineage(**begins), self.token, found, self.places,
             options,
         )
-        self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
-        newest, (saved_path, self.saved) = self.origin.copy, self.origin.saved
+        self.lineage, newest = origin.lineage, origin.copy
+        self.newest, origin.copy = newest, None  # one name for it, so that its memory can be freed
+        self._saved_path, self.saved = origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
-        self.finished = newest is not None and self.origin.kind < PEER and group.on_rank0(
+        self.finished = newest is not None and origin.kind < PEER and group.on_rank0(
             lambda: options.finished(newest, read_json(self.folder / RESULT) or {})
         )
         if self.finished:
             rescue.remove(self.lineage.run)
             parts.remove(self.lineage.run)
-        if self.origin.second == group.rank:
+        self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
+        if origin.second == group.rank:
             self.second = SecondCopies(
                 group, self.folder / SECOND / self.lineage.run, options,
                 more=lambda: {FILE: to_json(self.lineage.values())},
             )
         for place in self.places.values():
             place.run = self.lineage.run
-        store, saved = self.store, Path(saved_path)
         self.saver = Saver(
-            group, self.folder / "checkpoints", options, token=self.token, check_owner=self.check_owner,
-            second=self.second, upload=store.upload if store is not None else None, saved=self._note_saved,
+            group, self.folder / "checkpoints", options, token=self.token, check_owner=lambda: self.owner.check(),
+            second=self.second, saved=self._note_saved,
         )
-        if options.store and self.saved and group.on_rank0(lambda: store and store.lacks(saved)):
-            self.saver.upload_beside(saved, step=self.saved_step)
 
     def _take(
         self, stack: contextlib.ExitStack, owned: Callable[[Any], None], found: list[list[Any]]
@@ -82,14 +81,14 @@ class Run:
         attempt in the lineage. Raises UserError and PeerLost.
         """
         assert self.lease is not None
-        options, copies = self.options, self.folder / "checkpoints"
+        options, copies, more = self.options, self.folder / "checkpoints", (self.group.log, self.options)
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             if options.store:
-                store = self.places[STORE] = self._second(options.store, required=True)
+                store = self.places[STORE] = SecondPlace(options.store, self.folder, self.lease, *more, required=True)
                 store.adopt(stack, nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
-            owned(self.store or self.lease)
+            owned(self.owner)
             begun, may = Lineage.read(self.folder), may_take(options, self.group)
             if options.fresh and not (begun and may(begun)):
                 begun = None
@@ -98,7 +97,9 @@ class Run:
                     self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
             if options.mirror:
                 nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                mirror = self.places[MIRROR] = self._second(options.mirror, required=False)
+                mirror = self.places[MIRROR] = SecondPlace(
+                    options.mirror, self.folder, self.lease, *more, required=False
+                )
                 mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
                 begun = Lineage.read(self.folder)
             found += found_in(list_copies(copies))
@@ -111,25 +112,15 @@ class Run:
         mark = f"{self.group.attempt}-{secrets.token_hex(4)}"
         return begun.values() if begun else None, new.values(), self.lease.token, mark
 
-    def _second(self, url: str, *, required: bool) -> SecondPlace:
-        assert self.lease is not None
-        return SecondPlace(url, self.folder, self.lease, self.group.log, self.options, required=required)
-
     @property
     def store(self) -> SecondPlace | None:
         return self.places.get(STORE)
 
     @property
-    def lineage(self) -> Lineage:
-        return self.origin.lineage
-
-    @property
-    def newest(self) -> Copy | None:
-        """The copy to go on from, None at the beginning of a run. `forget` frees its memory."""
-        return self.origin.copy
-
-    def forget(self) -> None:
-        self.origin.copy = None
+    def owner(self) -> Lease:
+        """Of the run, in the store too. Rank 0's."""
+        assert self.lease is not None
+        return self.store.lease if self.store is not None else self.lease
 
     @property
     def address(self) -> str:
@@ -162,30 +153,22 @@ class Run:
                 printed_elsewhere=not self.group.is_rank0,
             )
 
-    def check_owner(self) -> None:
-        """Raises PeerLost where another attempt owns the run by now. Rank 0 only."""
-        owner = self.store or self.lease
-        assert owner is not None
-        owner.check()
-
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
-
-        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost.
-        """
+        `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost."""
         self.lineage.go_on(self.mark, step=step, writer=self.origin.writer)
 
         def write() -> None:
-            self.check_owner()  # the set-up takes long enough to be frozen in, and replaced
+            self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
             try:
-                self.lineage.write(self.folder, check=self.check_owner)
+                self.lineage.write(self.folder, check=self.owner.check)
             except OSError as error:
                 raise disk_error(FILE, self.folder, error) from None
             open_files()
             if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
                 self.store.upload(None, timeout_s=self.options.save_timeout_s)
-            if MIRROR in self.places:
-                self.places[MIRROR].copy(next(reversed(list_copies(self.saver.folder)), None))
+            for place in self.places.values():
+                place.copy(Path(self._saved_path) if self.saved else None)  # an earlier attempt may have had no time
 
         self.group.on_rank0(write)
         # One of a later step is damaged, or of an attempt that the run went on without
@@ -195,9 +178,17 @@ class Run:
 
     # Saves ----------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait for all saves, because the training ends. All ranks."""
+    def wait(self) -> None:
+        """Wait for the last save, in a store too: another one begins, or the training ends. All ranks call this.
+        Raises, on all ranks, UserError and PeerLost."""
         self.saver.look(wait=True)
+        if self.options.store:
+            self.group.watch.enter("save", self.options.save_timeout_s)
+            self.group.on_rank0(lambda: self.places[STORE].settle())
+
+    def settle(self) -> None:
+        """The same for all saves, because the training ends."""
+        self.wait()
         self.parts.close()
         if self.second is not None:
             self.second.wait()
@@ -208,8 +199,18 @@ class Run:
         if self._rescued:  # what an earlier attempt left: while this one trains none is written
             rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
             self._rescued = False
-        if MIRROR in self.places:
-            self.places[MIRROR].copy(self.saver.folder / f"step-{step:08d}")
+        for place in self.places.values():
+            place.copy(self.saver.folder / f"step-{step:08d}")
+        if self.options.save == "sync":
+            self.wait()
+
+    def publish(self, step: int, files: Mapping[str, Content]) -> None:
+        """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is
+        written. Raises UserError and PeerLost."""
+        path = self.saver.publish_files(step, files)
+        if self.store is not None:
+            self.store.copy(path)
+            self.store.settle()
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
         """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done. Any thread

@@ -1,9 +1,8 @@
 """Saves beside the training: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
 
-A thread calls no collective: gloo pairs them by their order, and the loop calls its own meanwhile. Rank 0 writes plain
-copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first step after all have
-done so. Where the nodes share no disk, a rank of another node keeps the newest copy a second time: nothing is sent,
-because it has the state that rank 0 saves, see `rankup.loop.agreement`.
+The thread calls no collective: gloo pairs them by their order, and the loop calls its own meanwhile. Rank 0 writes
+plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first step after all
+have done so.
 """
 
 import shutil
@@ -21,8 +20,7 @@ from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
-from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, is_dense, own_parts
-from rankup.timing import POLL_S
+from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, own_parts
 
 T = TypeVar("T")
 Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
@@ -33,15 +31,15 @@ ROOM = 2  # a save needs its copy in memory, and as much again stays free
 class Options:
     """How a run is kept.
 
-    `store`: an address below which the run must lie too, "" for none. `mirror`: a folder or an address that gets copies
-    and may fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async, or auto, see
-    `HostCopies`. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many
-    copies stay. `memory_every_steps`: from one part in memory to the next, see `rankup.state.parts`; 0 takes none that
-    are there either. `compare_every_steps`: 0 says that ranks hold different states on purpose. Others: deadlines.
+    `store`: an address below which the run must lie too. `mirror`: a folder or an address that gets copies and may
+    fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async or auto, see `HostCopies`.
+    `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many copies stay.
+    `memory_every_steps`: see `rankup.state.parts`; 0 takes none that are there either. `compare_every_steps`: 0 says
+    that ranks hold different states on purpose.
 
-    `check`: called with path and record of a copy, and once it is read with the tracked state too; raises UserError for
-    a copy of another program, ValueError for a damaged one. `fits`: the same, where this attempt may not go on from it.
-    `finished`: whether nothing is left to do after a copy, given what `result.json` says; asked on rank 0.
+    `check`: raises UserError for a copy of another program, ValueError for a damaged one. `fits`: raises UserError
+    where this attempt may not go on from it. `finished`: whether nothing is left to do after a copy, given what
+    `result.json` says; asked on rank 0.
     """
 
     store: str = ""
@@ -111,24 +109,21 @@ class Writing:
 
 
 class Saver:
-    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one.
-
-    `step`: of the save that is under way, None where there is none.
-    """
+    """Writes the copies of a run into `folder`, at most one at a time. All ranks have one. `step`: of the save that is
+    under way, None where there is none."""
 
     def __init__(
         self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
-        saved: Callable[[int], None], second: "SecondCopies | None", upload: Callable[..., None] | None,
+        saved: Callable[[int], None], second: "SecondCopies | None",
     ) -> None:
         """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
-        ranks with the step of each copy that stands. `upload`: rank 0's, `upload(path, timeout_s=...)`."""
+        ranks with the step of each copy that stands."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
-        self.saved, self.second, self.upload = saved, second, upload
+        self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
         self._writing, self._count = Writing("save", options.save_timeout_s), 0
-        self._stands = threading.Event()  # the newest copy is published
         # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
         self._staging: Path | None = None  # rank 0's
         self._part: Part | None = None
@@ -142,16 +137,15 @@ class Saver:
         same step, and then `look` at each one.
 
         `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
-        sharded. `may_go_on`: False where it is not to be kept in memory. `flush`: of the metrics. A resumed run does
-        not repeat the saved steps, so their metrics must be on the disk first. `wait`: the training ends with this one.
-        Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
+        sharded. `may_go_on`: False where it is not to be kept in memory. `flush`: of the metrics: a resumed run does
+        not repeat the saved steps. `wait`: the training ends with this one. Raises, on all ranks, UserError where one
+        can't write, and PeerLost where another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
             self.second.save(step, record, tracked, wait=wait)
         self.step, self._count = step, self._count + 1
-        self._stands.clear()
         self._part, self._join_parts = None, None
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
@@ -175,42 +169,24 @@ class Saver:
         in_time = self.writing and self._writing.left_s > 0
         if wait or self.group.max(2 if self._writing.failure is not None else int(in_time)) != 1:
             self._conclude()
-        if wait and self.step is not None:  # shards are joined, and are uploaded now
-            self._conclude()
 
     @property
     def writing(self) -> bool:
-        """Whether a thread of this process is writing, here or at another place."""
+        """Whether a thread of this process is writing."""
         return self._writing.under_way
 
     def wait(self) -> None:
-        """Let the copy get published within its deadline, because this process is about to end. Raises nothing.
+        """Let the copy get published within its deadline, because this process is about to end. Any thread calls this.
+        Raises nothing. Shards are not waited for, which other ranks have to write too."""
+        if self._join_parts is None:
+            self._writing.join(self._writing.left_s)
 
-        Shards are not waited for, which other ranks have to write too, nor an upload: the next attempt makes it.
-        """
-        while self._join_parts is None and self.writing and self._writing.left_s:  # any thread may call this
-            if self._stands.wait(POLL_S):
-                return
-
-    def publish_files(self, step: int, files: Mapping[str, Content]) -> None:
-        """Write a copy of these files, and upload it where that is wanted: this process ends. Raises as `save` does.
-
-        Rank 0 calls it, from any thread, while nothing else is written."""
-        def publish() -> None:
-            path = copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
-            if self.upload is not None:
-                self._writing.join(self._writing.left_s)  # the upload of the copy before
-                self.upload(path, timeout_s=self.timeout_s)
-
-        self._write(publish)
-
-    def upload_beside(self, path: Path, *, step: int) -> None:
-        """Upload a copy that is published, beside the training; `look` notices the end. All ranks know of the step, and
-        rank 0 alone does it."""
-        self.step = step
-        self._stands.set()
-        if self.group.is_rank0 and (upload := self.upload) is not None:
-            self._writing.start(lambda: self._write(lambda: upload(path, timeout_s=self._writing.left_s)))
+    def publish_files(self, step: int, files: Mapping[str, Content]) -> Path:
+        """Write a copy of these files: this process ends. Raises as `save` does. Rank 0 calls it, from any thread,
+        while nothing else is written."""
+        return self._write(
+            lambda: copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
+        )
 
     # Each rank that writes ------------------------------------------------------------------------------------
 
@@ -218,13 +194,14 @@ class Saver:
         self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool, flush: Callable[[], None]
     ) -> tuple[Callable[[], None], bool]:
         """What is to be done of the save, and whether that may be done beside the training."""
-        staging = self.folder / f"{copies.STAGING}step-{step:08d}-{self.token}-{self._count}"
+        token = f"{self.token}-{self._count}"
+        staging = self.folder / f"{copies.STAGING}step-{step:08d}-{token}"
         how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
         if self.group.is_rank0:
             flush()
             if self.sharded:
                 self.check_owner()
-                self._staging = copies.create_staging(staging)
+                self._staging = copies.create_staging(self.folder, step, token)
         nodes, tensors = encode(tracked)
         held, offsets = own_parts(tensors, self.group.rank) if self.sharded else (tensors, {})
         if beside := may_go_on and self._copies.fit(held):
@@ -239,20 +216,12 @@ class Saver:
                     raise disk_error("checkpoint", self.folder, error) from None
                 self._part = offsets, entry
             else:
-                stands(copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how))
+                copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how)
 
         def join_parts(parts: list[Part]) -> None:
             entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
             files = {STATE: record, **index(nodes, tensors, [at for at, _ in parts])}
-            stands(copies.publish(staging, files, entries, **how))
-
-        def stands(path: Path) -> None:
-            self._stands.set()
-            # An upload reads files and needs no memory: the training goes on unless each save is to be waited for
-            if self.upload is not None and self._copies.how == "sync":
-                self.upload(path, timeout_s=self._writing.left_s)
-            elif self.upload is not None:
-                self.upload_beside(path, step=step)
+            copies.publish(staging, files, entries, **how)
 
         if self.sharded:
             self._join_parts = join_parts
@@ -271,8 +240,7 @@ class Saver:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
         while self.writing and self._writing.failure is None:
-            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process.
-            # An upload that follows has its own
+            # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
             self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
             self._writing.join(1.0)
         own = self._writing.failure
@@ -287,21 +255,15 @@ class Saver:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
         join_parts, self._join_parts = self._join_parts, None
         if join_parts is not None:
-            def join() -> bool:
-                self._write(lambda: join_parts([part for *_, part in found]))
-                return self.writing or self._writing.failure is not None
-
-            if self.group.on_rank0(join):
-                return  # it is being uploaded
+            self.group.on_rank0(lambda: self._write(lambda: join_parts([part for *_, part in found])))
         step, self.step = self.step, None
         self.saved(step)
 
 
 class SecondCopies:
-    """Keeps the newest copy on the disk of another node than rank 0's: one rank writes what it holds, in a thread.
-
-    No step and no save waits for it, and whatever fails is one line.
-    """
+    """Where the nodes share no disk, one rank of another node than rank 0's keeps the newest copy too, in a thread.
+    Nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`. No step and no save waits
+    for it, and whatever fails is one line."""
 
     def __init__(
         self, group: Group, folder: Path, options: Options, *, more: Callable[[], Mapping[str, bytes]]
@@ -324,8 +286,8 @@ class SecondCopies:
         self._writing.start(lambda: self._write(step, files))
 
     def wait(self, *, first: bool = False) -> None:
-        """Let the copy get done that is under way, because this process ends. `first`: only the first one, which also
-        says of which run this node's rescues are."""
+        """Let the copy under way get done, because this process ends. `first`: only the first one, which also says of
+        which run this node's rescues are."""
         if not (first and self._kept):
             self._writing.join(self._writing.left_s)
 
@@ -345,15 +307,12 @@ class SecondCopies:
 
 
 class HostCopies:
-    """Copies of tensors in memory that is taken once and used by each save anew.
-
-    Fresh memory would cost more than the copy: the kernel clears each page when it is touched first.
-    """
+    """Copies of tensors in memory that is taken once and used by each save anew. Fresh memory would cost more than the
+    copy: the kernel clears each page when it is touched first."""
 
     def __init__(self, device: torch.device, how: str = "async", *, say: Callable[[str], None] = print) -> None:
-        """`how`: sync, async, or auto, which asks how much memory is free; `say` gets a line where that is too little.
-        """
-        self.how, self._say = how, say
+        """`how`: sync, async, or auto, which asks how much memory is free; `say` gets a line if that is too little."""
+        self._say = say
         self._fit = {"sync": False, "async": True}.get(how)
         # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
         self._copied = torch.Event(device) if device.type == "cuda" else None
@@ -390,9 +349,7 @@ class HostCopies:
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the same memory format: else the copy would go element by element."""
-        plain = torch.empty(tensor.shape, device="meta")
-        stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else plain.stride()
-        had = self._buffers.get(name)
-        if had is not None and (had.dtype, had.shape, had.stride()) == (tensor.dtype, tensor.shape, stride):
+        had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
+        if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had
-        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, pin_memory=self._copied is not None)
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._copied is not None, requires_grad=False)

@@ -2,14 +2,13 @@
 
 JSON alone loses int keys, tuples, inf and Counters; safetensors alone loses which tensors are one and the same, and how
 a tensor lies in memory. So the JSON is a tree of tagged values: `{"$": "tuple", "v": [1, 2]}`. A tensor stands in it by
-name, `{"$": "tensor", "is": "model/0.weight"}`: a tensor that appears twice has the same name twice and is written
-once. `stride` is kept where a tensor is dense but not in C order, as in channels_last.
+name, `{"$": "tensor", "is": "model/0.weight"}`, twice by the same name where it appears twice. `stride` is kept where a
+tensor is dense but not in C order, as in channels_last.
 
-`model/0.weight` is the tensor `0.weight` of the file `model.safetensors`: each tracked item has a file of its own,
-which `safetensors.torch.load_file` reads. Of split state each rank writes the parts that it holds, rank 0 into
-`rank-00000.safetensors`, with all that is not split. Then the index, `shards.json` in place of `tree.json`, has a table
-beside the tree: the type and the whole shape of each tensor, and rank and offset of each of its parts. So a copy loads
-at any number of ranks, split in any way or not at all.
+`model/0.weight` is the tensor `0.weight` of the file `model.safetensors`: each tracked item has a file of its own. Of
+split state each rank writes the parts that it holds, into `rank-00000.safetensors`, rank 0 with all that is not split.
+Then the index, `shards.json` in place of `tree.json`, has a table beside the tree: type and whole shape of each tensor,
+and rank and offset of each of its parts. So a copy loads at any number of ranks, split in any way or not at all.
 """
 
 import base64
@@ -35,14 +34,13 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
+MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
 Tensors = dict[str, torch.Tensor]
 
 
 class TensorFile:
     """The bytes of a safetensors file, made of tensors on any device while they are iterated: one at a time is copied.
-
-    Equal tensors under equal names give equal bytes, whatever their device and memory format.
-    """
+    Equal tensors under equal names give equal bytes, whatever their device and memory format."""
 
     def __init__(self, tensors: Tensors) -> None:
         # As safetensors itself orders them: large elements first, so that each tensor is aligned
@@ -68,11 +66,9 @@ class TensorFile:
     def put(self, content: torch.Tensor) -> None:
         """Make `content`, uint8 [len(self)], the bytes of the file. From a GPU they come in the order of its queue."""
         content[: len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
-        views, begin = [], len(self._header)
-        for tensor in self._tensors.values():
-            views.append(content[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            begin += tensor.nbytes
-        if views:
+        sizes = [tensor.nbytes for tensor in self._tensors.values()]
+        parts = zip(torch.split(content[len(self._header) :], sizes), self._tensors.values(), strict=True)
+        if views := [part.view(tensor.dtype).view(tensor.shape) for part, tensor in parts]:
             torch._foreach_copy_(views, [*self._tensors.values()], non_blocking=True)
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
@@ -84,10 +80,8 @@ class TensorFile:
 
 
 def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """The tree of the tracked items, for JSON, and the tensors in it by their names. No tensor is copied.
-
-    Raises UserError for a value that can't be kept, by its path.
-    """
+    """The tree of the tracked items, for JSON, and the tensors in it by their names. No tensor is copied. Raises
+    UserError for a value that can't be kept, by its path."""
     tensors: Tensors = {}
     known: dict[object, str] = {}
 
@@ -103,9 +97,9 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
             return [of(entry, _join(path, number)) for number, entry in enumerate(value)]
         if kind is tuple:
             return {"$": "tuple", "v": [of(entry, _join(path, number)) for number, entry in enumerate(value)]}
-        if kind in (dict, Counter, OrderedDict):
-            if kind is dict and all(type(key) is str for key in value) and "$" not in value:
-                return {key: of(entry, _join(path, key)) for key, entry in value.items()}
+        if kind is dict and all(type(key) is str for key in value) and "$" not in value:
+            return {key: of(entry, _join(path, key)) for key, entry in value.items()}
+        if kind in MAPPINGS.values():
             pairs = [[of(key, path), of(entry, _join(path, key))] for key, entry in value.items()]
             more = {"metadata": of(value._metadata, path)} if hasattr(value, "_metadata") else {}
             return {"$": kind.__name__, "v": pairs} | more
@@ -139,11 +133,8 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
 
 
 def decode(tree: Any, take: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a tree. `take` gives the tensor of a name.
-
-    Raises ValueError, TypeError, LookupError, AttributeError, RecursionError or RuntimeError for what `encode` did not
-    make: trees come from files.
-    """
+    """The value of a tree. `take` gives the tensor of a name. Raises any of half a dozen errors for what `encode` did
+    not make: trees come from files."""
     known: Tensors = {}
 
     def of(node: Any) -> Any:
@@ -160,29 +151,21 @@ def decode(tree: Any, take: Callable[[str], torch.Tensor]) -> Any:
                 return base64.b64decode(node["v"], validate=True)
             case "tuple":
                 return tuple(of(entry) for entry in node["v"])
-            case "dict" | "Counter" | "OrderedDict" as kind:
-                pairs = [(of(key), of(entry)) for key, entry in node["v"]]
-                made = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}[kind](dict(pairs))
-                if "metadata" in node:
-                    made._metadata = of(node["metadata"])
-                return made
             case "tensor":
                 name = node["is"]
                 if name not in known:
                     known[name] = _laid_out(take(name), node["stride"]) if "stride" in node else take(name)
                 return known[name]
-        raise ValueError(f"unknown tag {node['$']!r}")
+        made = MAPPINGS[node["$"]]({of(key): of(entry) for key, entry in node["v"]})
+        if "metadata" in node:
+            made._metadata = of(node["metadata"])
+        return made
 
     return of(tree)
 
 
-def to_files(tracked: dict[str, Any]) -> dict[str, bytes | TensorFile]:
-    """The files of tracked items whose tensors are whole. Raises UserError as `encode` does."""
-    return files_of(*encode(tracked))
-
-
 def files_of(tree: dict[str, Any], tensors: Tensors) -> dict[str, bytes | TensorFile]:
-    """The same of what `encode` returned, or of copies of these tensors."""
+    """The files of what `encode` returned, or of copies of these tensors, if they are whole."""
     by_item: dict[str, Tensors] = {}
     for name, tensor in tensors.items():
         item, _, rest = name.partition("/")
@@ -251,9 +234,7 @@ def file_of(rank: int) -> str:
 
 def own_parts(tensors: dict[str, Any], rank: int) -> tuple[Tensors, dict[str, list[int]]]:
     """What this rank writes of plain tensors and DTensors, and where each part begins: no other rank writes that.
-
-    Raises UserError.
-    """
+    Raises UserError."""
     parts, offsets = Tensors(), dict[str, list[int]]()
     for name, tensor in tensors.items():
         local, offset = local_part(name, tensor)
@@ -280,10 +261,8 @@ def index(tree: dict[str, Any], tensors: Tensors, offsets: list[dict[str, list[i
 
 
 class Shards:
-    """The tensors of a sharded copy in the folder `path`, whose index is `content`.
-
-    Every method raises ValueError, KeyError or another error where the files are not what a rank wrote.
-    """
+    """The tensors of a sharded copy in the folder `path`, whose index is `content`. Every method raises ValueError,
+    KeyError or another error where the files are not what a rank wrote."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         values = json.loads(content)
@@ -320,9 +299,7 @@ class Shards:
 
     def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
         """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
-
-        `target` has the same structure, but may lack items. Raises ValueError where names or shapes differ.
-        """
+        `target` may lack items. Raises ValueError where names or shapes differ."""
         _, tensors = encode(target)
         for name, tensor in tensors.items():
             if name not in self.table:

@@ -52,7 +52,7 @@ def test_copy_that_does_not_fit_is_one_line() -> None:
     tracked.add({"model": nn.Linear(2, 2)})
     other.add({"model": nn.Linear(3, 2)})
     files = {name: b"".join(map(bytes, each)) if not isinstance(each, bytes) else each
-             for name, each in tree.to_files(tracked.state()).items()}
+             for name, each in tree.files_of(*tree.encode(tracked.state())).items()}
     with pytest.raises(ValueError, match=r"^model: .*size mismatch") as refused:
         other.load(tree.from_files(files))
     assert "\n" not in str(refused.value)

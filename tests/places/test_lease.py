@@ -21,7 +21,7 @@ from rankup.errors import UserError
 from rankup.places.lease import Lease
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, environment, result, wait_for
+from tests.rigs.jobs import ROOT, environment, result
 
 FOR_EVER_S = 600.0  # waiting for this long is a failure, and so is
 pytestmark = pytest.mark.timeout(400)
@@ -164,13 +164,6 @@ def test_workers_forked_by_the_owner_do_not_keep_its_lock(tmp_path: Path) -> Non
         os.close(writing)
         os.waitpid(child, 0)
         os.close(reading)
-
-
-def test_lease_that_was_deleted_is_written_again(tmp_path: Path) -> None:
-    with Lease(tmp_path, "first", beat_s=0.1) as lease:
-        (tmp_path / "lease.json").unlink()
-        lease.check()
-        wait_for("the lease", (tmp_path / "lease.json").exists, timeout_s=60)
 
 
 # Without locks, and other machines ----------------------------------------------------------------------------

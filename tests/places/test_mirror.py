@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankup.state import stored_run
+from rankup.state import second_place
 from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import comparable_metrics, result
@@ -119,7 +119,7 @@ def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know
 
 def impatient() -> None:
     """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
-    stored_run.SEARCH_S = stored_run.FIND_S = stored_run.UPLOAD_END_S = 0.1
+    second_place.SEARCH_S = second_place.FIND_S = second_place.UPLOAD_END_S = 0.1
 
 
 def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_back(

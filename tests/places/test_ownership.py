@@ -19,7 +19,7 @@ from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
 from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
 from rankup.state.saver import Options
-from rankup.state.stored_run import SecondPlace
+from rankup.state.second_place import SecondPlace
 from tests.rigs.checkpoints import load_checkpoint, save, steps
 from tests.rigs.object_store import BUCKET, S3
 
@@ -205,8 +205,8 @@ class AtSecondPlace:
                 if number == num_saves:
                     write_json(run_dir / "result.json", name)
                 place.upload(path, timeout_s=60.0)
-                if self.required and place._lease and place._lease._look():
-                    place._lease._write(number)
+                if self.required and place.lease._look():
+                    place.lease._write(number)
             if self.required:
                 place.finish(stopped=False)
 

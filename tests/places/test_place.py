@@ -10,9 +10,8 @@ import pytest
 
 from rankup.errors import PeerLost, UserError
 from rankup.places import place
-from rankup.places.lease import StoreLease
+from rankup.places.lease import Lease, StoreLease
 from rankup.places.place import Place
-from rankup.state.reading import fetch_newest
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import save
 from tests.rigs.object_store import BUCKET, S3, Door, Request
@@ -66,7 +65,7 @@ def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_
     failures = iter([500, 503] * 3)
     door.rule = lambda request: next(failures, None)
     bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
-    assert fetch_newest(bucket.run(), tmp_path / "there", run=RUN) is not None
+    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
     assert "tried again for" in bucket.said[0]
 
 
@@ -116,7 +115,9 @@ def test_a_store_that_loses_what_it_took_gets_no_manifest(door: Door, bucket: Bu
 
 
 def lease(bucket: Bucket, attempt: str, tokens: tuple[str, str] = ("", ""), *, life_s: float = 5.0) -> StoreLease:
-    return StoreLease(bucket.place(timeout_s=5), attempt, tokens, life_s=life_s, beat_s=0.1)
+    folder = Lease(Path("/nowhere"), attempt)
+    folder.token, folder.predecessor = tokens[0] or folder.token, tokens[1]
+    return StoreLease(bucket.place(timeout_s=5), folder, life_s=life_s, beat_s=0.1)
 
 
 def test_a_second_attempt_is_refused_and_told_the_owner(bucket: Bucket) -> None:
@@ -124,7 +125,7 @@ def test_a_second_attempt_is_refused_and_told_the_owner(bucket: Bucket) -> None:
     with lease(bucket, "first"), pytest.raises(UserError, match="owned by a live attempt, first on "):
         second.__enter__()
     with lease(bucket, "second") as taken:  # it was given back
-        taken.check()
+        taken.look()
 
 
 def test_of_two_attempts_in_one_moment_one_gets_the_run(door: Door, bucket: Bucket) -> None:
@@ -139,7 +140,7 @@ def test_of_two_attempts_in_one_moment_one_gets_the_run(door: Door, bucket: Buck
     door.rule = between
     with pytest.raises(UserError, match="is owned by a live attempt, first on "):
         second.__enter__()
-    first.check()
+    first.look()
     first.__exit__()
 
 

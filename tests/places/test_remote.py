@@ -113,7 +113,7 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_elsewhere_to_the_same_b
 def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
     door.rule = at(16, "model.safetensors", lambda: 503)
     output = machines.run("first", "--save-timeout-s", "12", code=171)
-    assert "did not answer in time: write checkpoints/" in output
+    assert "did not answer in time: write 00000001/checkpoints/" in output
     door.rule = lambda request: None
     output = machines.run("first")
     step = int(output.split("resumed from step-")[1][:8])
@@ -125,7 +125,7 @@ def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door
 def test_a_final_checkpoint_that_can_not_be_copied_is_no_success(machines: Machines, door: Door) -> None:
     door.rule = at(32, "model.safetensors", lambda: 507)
     output = machines.run("first", code=2)
-    assert f"error: {machines.url}/run/00000001 is full: write checkpoints/" in output
+    assert f"error: {machines.url}/run is full: write 00000001/checkpoints/" in output
     door.rule = lambda request: None
     # All steps are done: what is left is the copy, beside the end of the training
     assert "resumed from step-00000032" in machines.run("first")

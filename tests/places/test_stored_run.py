@@ -9,7 +9,6 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
-from rankup.state.reading import fetch_newest
 from rankup.state.stored_run import StoredRun
 from tests.rigs.checkpoints import damaged, newest, save, steps
 
@@ -34,7 +33,7 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_r
         store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
     left = {name.split("/")[3][:13] for name in store.place.names()}
     assert left == {"step-00000020", "step-00000030"}
-    assert fetch_newest(open_store(url), tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000030"
+    assert open_store(url).fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000030"
     assert newest(tmp_path / "there") == (30, [])
     assert steps(tmp_path / "there") == [30]
 
@@ -42,7 +41,7 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_r
 def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
     open_store(url).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=9)
     with pytest.raises(UserError, match=r"must say in run\.json .*, got none, and checkpoints of 0123456789abcdef\."):
-        open_store(url).lineage()
+        open_store(url).newest_run()
 
 
 @pytest.mark.parametrize("content", [json.dumps(Lineage("../..", "", "", [], 1).values()), "[" * 100_000],
@@ -50,7 +49,7 @@ def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path
 def test_a_run_whose_id_leads_out_of_its_folder_or_that_can_not_be_read_is_no_run(url: str, content: str) -> None:
     store = open_store(url)
     store.place.write("00000001/run.json", content.encode())
-    assert store.lineage() is None
+    assert store.newest_run() == (0, None)
 
 
 def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path)
                 whole -= {int(name.split("/")[3][5:13])}
         there = tmp_path / str(case)
         try:
-            fetched = fetch_newest(open_store(url), there, run=RUN)
+            fetched = open_store(url).fetch_newest(there, run=RUN)
         except UserError:
             fetched = None
         step = newest(there)[0] if fetched else None
@@ -100,6 +99,6 @@ def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tm
     for name in ("lease.json", ".lock", "tensorboard/../../elsewhere"):
         store.place.write(f"00000002/{name}", b"")  # somebody's
     there = tmp_path / "there"
-    open_store(url).fetch_files(there)
+    open_store(url).fetch_files(2, there)
     found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
     assert found == ["metrics.jsonl", "run.json", "tensorboard/events.1"]

@@ -10,9 +10,8 @@ import torch
 
 from rankup.job import _checked
 from rankup.loop.record import FORMAT, Position, versions
-from rankup.state import copies, reading
+from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json
-from rankup.state.tree import to_files
 from train.config import Config
 from train.run.run_directory import check
 
@@ -52,7 +51,7 @@ def files_of(
     state: dict[str, Any], model: dict[str, torch.Tensor], optimizer: dict[str, Any] | None = None
 ) -> dict[str, Content]:
     tracked = {"model": model, "optimizer": optimizer or {}, "scaler": {}}
-    return {STATE: to_json(state), **to_files(tracked)}
+    return {STATE: to_json(state), **tree.files_of(*tree.encode(tracked))}
 
 
 def save_checkpoint(

@@ -143,7 +143,7 @@ def sealed(files: Files) -> Files:
 
 def plain_copy() -> Files:
     files = {name: content if isinstance(content, bytes) else b"".join(map(bytes, content))
-             for name, content in tree.to_files(TRACKED).items()}
+             for name, content in tree.files_of(*tree.encode(TRACKED)).items()}
     return sealed({STATE: RECORD, **files})
 
 

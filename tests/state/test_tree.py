@@ -13,12 +13,13 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.state import copies
-from rankup.state.tree import TensorFile, encode, from_files, to_files
+from rankup.state.tree import TensorFile, encode, files_of, from_files
 from tests.rigs.checkpoints import damage, load_newest, save
 
 
 def contents(tracked: dict[str, Any]) -> dict[str, bytes]:
-    return {name: b"".join(file) if isinstance(file, TensorFile) else file for name, file in to_files(tracked).items()}
+    files = files_of(*encode(tracked))
+    return {name: b"".join(file) if isinstance(file, TensorFile) else file for name, file in files.items()}
 
 
 def back(**tracked: Any) -> Any:
@@ -133,12 +134,12 @@ def test_file_is_what_safetensors_writes_and_depends_on_no_layout(tmp_path: Path
     from safetensors.torch import save as reference
 
     given = {"b": torch.randn(3, 2), "a": torch.randn(5, dtype=torch.float64), "n": torch.tensor(3, dtype=torch.int8)}
-    files = to_files({"model": given})
+    files = files_of(*encode({"model": given}))
     content = b"".join(files["model.safetensors"])  # type: ignore[arg-type]
     assert content == reference(given, {"format": "pt"})
     assert len(files["model.safetensors"]) == len(content)
     turned = {name: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor for name, tensor in given.items()}
-    assert b"".join(to_files({"model": turned})["model.safetensors"]) == content  # type: ignore[arg-type]
+    assert b"".join(files_of(*encode({"model": turned}))["model.safetensors"]) == content  # type: ignore[arg-type]
     (tmp_path / "model.safetensors").write_bytes(content)
     assert load_file(tmp_path / "model.safetensors").keys() == given.keys()
 
