@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, JoinError, Stopped, UserError
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError
 from rankup.places.files import runs_folder
 
 log = logging.getLogger("rankup")
@@ -33,20 +33,22 @@ TYPES = {"int": "an integer", "float": "a number", "split": "words as a shell sp
          "codes": "exit codes such as 1,75, and neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"}
 
 
+Run = Callable[[argparse.Namespace], int]
+Option = tuple[list[str], dict[str, Any]]
+
+
 class Parser(argparse.ArgumentParser):
     """One command. A mistake is a UserError of one line."""
 
-    def __init__(
-        self, name: str, run: Callable[[argparse.Namespace], int], about: str, usage: str, examples: tuple[str, str],
-        *options: tuple[tuple[str, ...], dict[str, Any]],
-    ) -> None:
-        """`about`: what it is for; its first sentence stands in the list of commands. `usage`: what follows its name.
-        `options`: what `add_argument` gets for each."""
-        self.name, self.run, self.about = name, run, about
-        lines = "".join(f"\n  rankup {name} {line}".rstrip() for line in examples)
+    def __init__(self, run: Run, usage: str, examples: tuple[str, str], options: Sequence[Option]) -> None:
+        """`run` is called like the command, and its docstring says what it is for; the first sentence of that stands in
+        the list of commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
+        self.run, self.about = run, " ".join(str(run.__doc__).split())
+        prog = f"rankup {run.__name__}"
         super().__init__(
-            prog=f"rankup {name}", usage=f"rankup {name} {usage}", description=fill(about, 78),
-            epilog=f"examples:{lines}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+            prog=prog, usage=f"{prog} {usage}", description=fill(self.about, 78), allow_abbrev=False,
+            epilog="examples:" + "".join(f"\n  {prog} {line}".rstrip() for line in examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for names, details in options:
             self.add_argument(*names, **details)
@@ -79,6 +81,33 @@ def _unknown(what: str, word: str, known: Sequence[str]) -> str:
     return f'unknown {what} "{word}"{f"; did you mean {near[0]}?" if near else "."}'
 
 
+# Options and commands -------------------------------------------------------------------------------------------------
+
+
+def option(names: str, kind: Any, text: str, **details: Any) -> Option:
+    """`kind`: int, float for seconds, bool for a flag, or what stands for its text in the help. `text`: the help."""
+    common: dict[Any, dict[str, Any]] = {
+        int: {"type": int, "metavar": "N"}, float: {"type": float, "metavar": "S"}, bool: {"action": "store_true"},
+    }
+    return names.split(), {**common.get(kind, {"metavar": kind, "default": ""}), "help": text, **details}
+
+
+RUN = option("run", "RUN", "a run's name or folder (the run that wrote last)", nargs="?")
+RUN_DIR = option("--run-dir", "DIR", "folder of all runs, or its address (%(default)s)", default="runs")
+JSON = option("--json", bool, "print JSON, for programs", dest="as_json")
+COMMANDS: dict[str, Parser] = {}
+
+
+def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable[[Run], Run]:
+    """Make the function below a command, see `Parser`."""
+
+    def add(run: Run) -> Run:
+        COMMANDS[run.__name__] = Parser(run, usage, examples, options)
+        return run
+
+    return add
+
+
 # Start ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -99,29 +128,65 @@ def nodes(text: str) -> tuple[int, int]:
     return found
 
 
+@command(
+    "[OPTIONS] [-m] SCRIPT [ARGS...]",
+    ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
+    option("--nproc --nproc-per-node", int, "ranks on this node (1)"),
+    option("--nnodes", int, "nodes; 2:4 for any number between (WORLD_SIZE, or 1)", type=nodes),
+    option("--spares", int, "nodes beyond that, which replace lost ones (0)", default=0),
+    option("--wait-for-node", float, "go on with fewer nodes after (%(default)g)", default=10.0),
+    option("--lost-after-s", float, "with 2:4 or spares, a silent node is lost after (%(default)g)", default=10.0),
+    option("--shared-dir", "DIR", "shared folder or address: of two nodes cut apart, one goes on"),
+    option("--max-failures-per-node", int, "leave a node out after so many (no limit)"),
+    option("--node-rank", int, "which of the nodes this is, from 0 (RANK)"),
+    option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
+    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)"),
+    option("--join-timeout-s", float, "wait for the other nodes (%(default)g)", default=300.0),
+    option("--max-restarts", int, "in a row without a new step, at most (3)", default=3),
+    option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes),
+    option("--restart-args", "WORDS", "append these arguments at each restart", type=shlex.split),
+    option("--stop-grace-s", float, "kill a script so long after SIGTERM or SIGINT (%(default)g)", default=110.0),
+    option("--work-dir", "DIR", "run the script there; made if missing (here)"),
+    option("--name", "NAME", "name of the run (the script's)"),
+    RUN_DIR,
+    option("--start", "HOW", "fork ranks from a process that has torch, or start fresh interpreters", default="fork",
+           choices=["fork", "fresh"]),
+    option("--replay", "RUN", "train again as this run, whose nodes came and went: with as many ranks at each step"),
+    option("--preflight", bool, "check this machine first; if not fit, start nothing"),
+    option("-m --module", bool, "SCRIPT is a module"),
+    option("script", "SCRIPT", argparse.SUPPRESS),
+    option("arguments", "ARGS", argparse.SUPPRESS, nargs=argparse.REMAINDER, default=None),
+)
+def launch(given: argparse.Namespace) -> int:
+    """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it is;
+    all words after its name are its own. Options that are not given come from the environment of the launch file, in
+    parentheses; RANK and WORLD_SIZE count nodes here."""
+    from rankup.agent.logs import guard
+
+    guard("stdout", "stderr")
+    return _replay(given) if given.replay else _launch(given)
+
+
 def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
     from rankup.agent.agent import Agent
     from rankup.agent.ends import what_next
-    from rankup.agent.logs import guard, setup_logging
+    from rankup.agent.logs import setup_logging
     from rankup.agent.ranks import Options
     from rankup.agent.script import Script
     from rankup.env.node_env import Limits, read_node_env
     from rankup.observe.stacks import where
 
-    guard("stdout", "stderr")
-    if given.replay:
-        return _replay(given)
-    least, most = given.nnodes or (None, None)
+    least, most = given.nnodes or (0, 0)
     limits = None
-    if least is not None and most is not None and (least < most or given.spares):
+    if least and (least < most or given.spares):
         limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
     elif given.spares:
         raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
     if given.max_failures_per_node is not None and (limits is None or given.max_failures_per_node < 1):
         raise UserError("--max-failures-per-node must be 1 or more, with --nnodes 2:4 or --spares. Give these too.")
     node = read_node_env(
-        os.environ, nnodes=most + given.spares if most else None, nproc=given.nproc, node_rank=given.node_rank,
+        os.environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
     )
     setup_logging(rank=None, world_size=node.num_nodes)
@@ -132,21 +197,20 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         Path(given.work_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
-    run_dir = Path(given.run_dir, given.name or node.run_name or script.run_name)
     options = Options(
-        node=node, script=script, run_dir=run_dir, where=where,
+        node=node, script=script, run_dir=Path(given.run_dir, given.name or node.run_name or script.run_name),
+        where=where, stop_after=stop_after,
         advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
-        join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts,
+        join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
-        restart_args=tuple(given.restart_args), stop_grace_s=given.stop_grace_s, work_dir=given.work_dir,
-        start=given.start, stop_after=stop_after,
+        restart_args=tuple(given.restart_args), work_dir=given.work_dir, start=given.start,
     )
     for warning in node.warnings:
         log.warning("%s", warning)
     if given.preflight:
         from rankup.doctor import preflight
 
-        code, why = preflight(run_dir, ranks=node.nproc, log=log)
+        code, why = preflight(options.run_dir, ranks=node.nproc, log=log)
         if code:
             log.error("%s (exit code %d)", why, code)
             return code
@@ -155,7 +219,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
     if not options.knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
-        log.info("%s", what_next(run_dir))
+        log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 
 
@@ -171,7 +235,7 @@ def _replay(given: argparse.Namespace) -> int:
     changes = (read_json(whole[-1] / STATE) or {}).get("changes") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {given.replay}.")
-    given.replay, code = "", FINISHED
+    code = FINISHED
     for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
         log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
         given.nproc = ranks
@@ -183,7 +247,14 @@ def _replay(given: argparse.Namespace) -> int:
 # Watch, explain, use --------------------------------------------------------------------------------------------------
 
 
-def _status(given: argparse.Namespace) -> int:
+@command(
+    "[RUN] [OPTIONS]", ("", "mine --watch"),
+    option("run", "RUN", default="", text="a run's name or folder (all runs, a line each)", nargs="?"),
+    RUN_DIR, option("--watch", bool, "show it anew every two seconds, until the run ends"), JSON,
+)
+def status(given: argparse.Namespace) -> int:
+    """Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It
+    reads files alone, on any machine that sees the run's folder."""
     from rankup.observe.status import status, watch
 
     if given.watch:
@@ -193,14 +264,27 @@ def _status(given: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _logs(given: argparse.Namespace) -> int:
+@command(
+    "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"),
+    RUN, RUN_DIR, option("--rank", "LIST", "only these ranks: 3, or 0-3,7"),
+    option("--since", "TIME", "nothing older: 10m, 2026-11-22T14:05"),
+    option("-f --follow", bool, "go on with new lines until Ctrl-C"), JSON,
+)
+def logs(given: argparse.Namespace) -> int:
+    """Print what all ranks wrote, by time. Equal lines of several ranks are one line."""
     from rankup.observe.logs import logs
 
     logs(given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json)
     return FINISHED
 
 
-def _stacks(given: argparse.Namespace) -> int:
+@command(
+    "[RUN] [OPTIONS]", ("mine", "mine --full"),
+    RUN, RUN_DIR, option("--full", bool, "also the stacks of all threads"),
+)
+def stacks(given: argparse.Namespace) -> int:
+    """Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the others.
+    It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines."""
     from rankup.observe.logs import find_logs
     from rankup.observe.stacks import report
 
@@ -208,7 +292,15 @@ def _stacks(given: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _explain(given: argparse.Namespace) -> int:
+@command(
+    "[PATH...] [OPTIONS]", ("", "node0.log node1.log"),
+    option("paths", "PATH", "log files, folders, a run's name or folder, or - for standard input (the run that wrote "
+           "last)", nargs="*"),
+    RUN_DIR, JSON,
+)
+def explain(given: argparse.Namespace) -> int:
+    """Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. Exit
+    code 20 means that a fault was found, 0 that none was."""
     from rankup.explain import FAULTY, explain_logs
     from rankup.observe.logs import find_logs
 
@@ -218,18 +310,19 @@ def _explain(given: argparse.Namespace) -> int:
     return FAULTY if faulty else FINISHED
 
 
-def _export(given: argparse.Namespace) -> int:
-    from rankup.job import open_checkpoint
-    from rankup.state.reading import export
-    from rankup.urls import is_url
-
-    named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
-    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
-    log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
-    return FINISHED
-
-
-def _doctor(given: argparse.Namespace) -> int:
+@command(
+    "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
+    option("--alone", bool, "only this machine, as one process, whoever has started it"),
+    RUN_DIR, option("--name", "NAME", "name of the run that is planned (the job's name, or doctor)"),
+    option("--device", "NAME", "cpu, cuda, or cuda:1 (the accelerator, if there is one)", default=None),
+    option("--num-threads", int, "CPU threads of each rank (1)", default=1),
+    option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
+    option("--join-timeout-s", float, "wait for the other ranks (%(default)g)", default=120.0),
+    option("--stage-timeout-s", float, "longest time of a later check (%(default)g)", default=60.0), JSON,
+)
+def doctor(given: argparse.Namespace) -> int:
+    """Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also what
+    lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed."""
     from rankup.process import Program
 
     program = Program().begin()
@@ -243,137 +336,36 @@ def _doctor(given: argparse.Namespace) -> int:
     )
 
 
-def print_whole(text: str) -> bool:
-    """For a reader that may have had enough before the end, as `head` and `grep -q` have. Returns whether it reads."""
+@command(
+    "RUN FILE [OPTIONS]", ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
+    option("run", "RUN", "a run's name or folder, the folder of one checkpoint, or an address"),
+    option("file", "FILE", "where to write"),
+    option("--item", "NAME", "only the state of this tracked object: model"), RUN_DIR,
+)
+def export(given: argparse.Namespace) -> int:
+    """Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to its
+    state, or the state of one object alone. It takes plain and sharded checkpoints, of any run."""
+    from rankup.job import open_checkpoint
+    from rankup.state.reading import export
+    from rankup.urls import is_url
+
+    named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
+    run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
+    log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
+    return FINISHED
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def print_whole(text: str) -> None:
+    """For a reader that may have had enough before the end, as `head` and `grep -q` have."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         # A log may have letters that this locale can't show
         print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
-
-
-# The commands ---------------------------------------------------------------------------------------------------------
-
-
-def _option(*names: str, **details: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, details
-
-
-def _count(*names: str, text: str, default: int | None = None) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, {"type": int, "metavar": "N", "default": default, "help": text}
-
-
-def _seconds(name: str, default: float, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return (name,), {"type": float, "metavar": "S", "default": default, "help": f"{text} (%(default)g)"}
-
-
-RUN = _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (the run that wrote last)")
-RUN_DIR = _option("--run-dir", default="runs", metavar="DIR", help="folder of all runs, or its address (%(default)s)")
-JSON = _option("--json", action="store_true", dest="as_json", help="print JSON, for programs")
-
-COMMANDS = {command.name: command for command in (
-    Parser(
-        "launch", _launch,
-        "Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it "
-        "is; all words after its name are its own. Options that are not given come from the environment of the launch "
-        "file, in parentheses; RANK and WORLD_SIZE count nodes here.",
-        "[OPTIONS] [-m] SCRIPT [ARGS...]",
-        ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
-        _count("--nproc", "--nproc-per-node", text="ranks on this node (1)"),
-        _option("--nnodes", type=nodes, metavar="N", help="nodes; 2:4 for any number between (WORLD_SIZE, or 1)"),
-        _count("--spares", default=0, text="nodes beyond that, which replace lost ones (0)"),
-        _seconds("--wait-for-node", 10.0, "go on with fewer nodes after"),
-        _seconds("--lost-after-s", 10.0, "with 2:4 or spares, a silent node is lost after"),
-        _option("--shared-dir", default="", metavar="DIR",
-                help="shared folder or address: of two nodes cut apart, one goes on"),
-        _count("--max-failures-per-node", text="leave a node out after so many (no limit)"),
-        _count("--node-rank", text="which of the nodes this is, from 0 (RANK)"),
-        _option("--master-addr", metavar="HOST", help="name or address of node 0 (MASTER_ADDR)"),
-        _count("--master-port", text="port on node 0 (MASTER_PORT, or 29400)"),
-        _seconds("--join-timeout-s", 300.0, "wait for the other nodes"),
-        _count("--max-restarts", default=3, text="in a row without a new step, at most (3)"),
-        _option("--restart-on", type=codes, default="", metavar="CODES",
-                help="restart after these exit codes below 128 too: 1,75"),
-        _option("--restart-args", type=shlex.split, default="", metavar="WORDS",
-                help="append these arguments at each restart"),
-        _seconds("--stop-grace-s", 110.0, "kill a script so long after SIGTERM or SIGINT"),
-        _option("--work-dir", default="", metavar="DIR", help="run the script there; made if missing (here)"),
-        _option("--name", default="", help="name of the run (the script's)"),
-        RUN_DIR,
-        _option("--start", choices=["fork", "fresh"], default="fork", metavar="HOW",
-                help="fork ranks from a process that has torch, or start fresh interpreters"),
-        _option("--replay", default="", metavar="RUN",
-                help="train again as this run, whose nodes came and went: with as many ranks at each step, here"),
-        _option("--preflight", action="store_true",
-                help="check this machine first; if not fit, start nothing"),
-        _option("-m", "--module", action="store_true", help="SCRIPT is a module"),
-        _option("script", metavar="SCRIPT", help=argparse.SUPPRESS),
-        _option("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS),
-    ),
-    Parser(
-        "status", _status,
-        "Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It "
-        "reads files alone, on any machine that sees the run's folder.",
-        "[RUN] [OPTIONS]", ("", "mine --watch"),
-        _option("run", nargs="?", default="", metavar="RUN", help="a run's name or folder (all runs, a line each)"),
-        RUN_DIR, _option("--watch", action="store_true", help="show it anew every two seconds, until the run ends"),
-        JSON,
-    ),
-    Parser(
-        "logs", _logs, "Print what all ranks wrote, by time. Equal lines of several ranks are one line.",
-        "[RUN] [OPTIONS]", ("mine --follow", "mine --rank 0-3 --since 10m"),
-        RUN, RUN_DIR,
-        _option("--rank", default="", metavar="LIST", help="only these ranks: 3, or 0-3,7"),
-        _option("--since", default="", metavar="TIME", help="nothing older: 10m, 2026-11-22T14:05"),
-        _option("-f", "--follow", action="store_true", help="go on with new lines until Ctrl-C"),
-        JSON,
-    ),
-    Parser(
-        "stacks", _stacks,
-        "Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the "
-        "others. It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines.",
-        "[RUN] [OPTIONS]", ("mine", "mine --full"),
-        RUN, RUN_DIR, _option("--full", action="store_true", help="also the stacks of all threads"),
-    ),
-    Parser(
-        "explain", _explain,
-        "Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. "
-        "Exit code 20 means that a fault was found, 0 that none was.",
-        "[PATH...] [OPTIONS]", ("", "node0.log node1.log"),
-        _option("paths", nargs="*", metavar="PATH", help="log files, folders, a run's name or folder, or - for "
-                "standard input (the run that wrote last)"),
-        RUN_DIR, JSON,
-    ),
-    Parser(
-        "doctor", _doctor,
-        "Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also "
-        "what lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed.",
-        "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
-        _option("--alone", action="store_true", help="only this machine, as one process, whoever has started it"),
-        RUN_DIR,
-        _option("--name", default="", help="name of the run that is planned (the job's name, or doctor)"),
-        _option("--device", metavar="NAME", help="cpu, cuda, or cuda:1 (the accelerator, if there is one)"),
-        _count("--num-threads", default=1, text="CPU threads of each rank (1)"),
-        _count("--num-workers", default=0, text="DataLoader workers of each rank (0)"),
-        _seconds("--join-timeout-s", 120.0, "wait for the other ranks"),
-        _seconds("--stage-timeout-s", 60.0, "longest time of a later check"),
-        JSON,
-    ),
-    Parser(
-        "export", _export,
-        "Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to "
-        "its state, or the state of one object alone. It takes plain and sharded checkpoints, of any run.",
-        "RUN FILE [OPTIONS]",
-        ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
-        _option("run", metavar="RUN", help="a run's name or folder, the folder of one checkpoint, or an address"),
-        _option("file", metavar="FILE", help="where to write"),
-        _option("--item", default="", metavar="NAME", help="only the state of this tracked object: model"),
-        RUN_DIR,
-    ),
-)}
 
 
 def overview() -> str:
@@ -422,18 +414,15 @@ def main(words: Sequence[str] | None = None) -> int:
         print_whole(completion())
         return FINISHED
     from rankup.agent.logs import setup_logging
+    from rankup.process import Program
 
     setup_logging(rank=None)
     try:
         return _run(first, rest)
     except SystemExit as end:  # argparse has printed the help
         return int(end.code or FINISHED)
-    except Stopped as error:
-        log.info("%s", error)
-        return error.code
-    except (UserError, JoinError) as error:
-        log.error("%s", f"error: {error}" if error.code == USER_MISTAKE else f"{error} (exit code {error.code})")
-        return error.code
+    except Exception as error:
+        return Program().end(error)
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -455,10 +444,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
+    return next((found.version for found in metadata.distributions(name=package)), "(not installed)")
 
 
 def entry() -> NoReturn:

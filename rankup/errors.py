@@ -20,10 +20,10 @@ PEER_LOST = 171
 LEFT_OUT = 172  # of a node on which ranks failed again and again
 
 
-class UserError(ValueError):
-    """The user's mistake: printed as one line without a traceback, exit code 2."""
+class Ours(Exception):
+    """What ends a run with a text that needs no traceback."""
 
-    code = USER_MISTAKE
+    code = FAULT
 
     def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
         """`printed_elsewhere`: another rank prints the same text, this one only writes it to its log."""
@@ -31,21 +31,23 @@ class UserError(ValueError):
         self.printed_elsewhere = printed_elsewhere
 
 
+class UserError(Ours, ValueError):
+    """The user's mistake: printed as one line without a traceback, exit code 2."""
+
+    code = USER_MISTAKE
+
+
 class LaunchError(UserError):
     """The environment describes no launch that could work."""
 
 
-class JoinError(RuntimeError):
-    """The group did not come together within its deadline, exit code 170. `printed_elsewhere`: as in UserError."""
+class JoinError(Ours, RuntimeError):
+    """The group did not come together within its deadline, exit code 170."""
 
     code = JOIN_FAILED
 
-    def __init__(self, text: str, *, printed_elsewhere: bool = False) -> None:
-        super().__init__(text)
-        self.printed_elsewhere = printed_elsewhere
 
-
-class PeerLost(RuntimeError):
+class PeerLost(Ours, RuntimeError):
     """Another rank died or a deadline passed: exit code 171, or the code that the lost rank reported."""
 
     def __init__(
@@ -53,12 +55,11 @@ class PeerLost(RuntimeError):
         printed_elsewhere: bool = False,
     ) -> None:
         """`suspect`: the rank that was lost. `nobody_died`: all ranks are alive, one of them is late."""
-        super().__init__(text)
+        super().__init__(text, printed_elsewhere=printed_elsewhere)
         self.code, self.suspect, self.nobody_died = code, suspect, nobody_died
-        self.printed_elsewhere = printed_elsewhere
 
 
-class Stopped(Exception):
+class Stopped(Ours):
     """Stopped on request with a checkpoint; the same command goes on from it, exit code 143."""
 
     code = STOPPED
@@ -89,16 +90,13 @@ def worth_restarting(code: int) -> bool:
     return code >= 128 and code != STOPPED
 
 
-OURS = (UserError, JoinError, PeerLost, Stopped)  # their text needs no traceback
-
-
 def exit_code(error: BaseException) -> int:
     """The code that a process ends with after `error`.
 
     Only our own exceptions name one: the `.code` of a foreign one (an HTTPError's 404) means something else. SystemExit
     before the end is a failure, even with code 0.
     """
-    if isinstance(error, OURS):
+    if isinstance(error, Ours):
         return error.code
     if isinstance(error, SystemExit) and isinstance(error.code, int) and 0 < error.code < 256:
         return error.code
@@ -108,7 +106,7 @@ def exit_code(error: BaseException) -> int:
 def reason(error: BaseException) -> str:
     """The text of `error` as one line; for a foreign exception its type stands before it."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, Ours) else f"{type(error).__name__}: {text}"
 
 
 def disk_error(what: str, directory: Path, error: OSError) -> UserError:

@@ -54,17 +54,15 @@ class Program:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         return self
 
-    def read_rank(
-        self, *, init_method: str = "", rank: int | None = None, world_size: int | None = None, alone: bool = False
-    ) -> None:
-        """Find out which rank this is: `rank_env` raises a mistake in the environment. The first three options are in
-        place of MASTER_ADDR and MASTER_PORT, RANK, and WORLD_SIZE. `alone`: it is no rank, whoever has started it."""
+    def read_rank(self, *, alone: bool = False, **options: Any) -> None:
+        """Find out which rank this is: `rank_env` raises a mistake in the environment. `options`: init_method, rank and
+        world_size, in place of variables. `alone`: it is no rank, whoever has started it."""
         from rankup.agent.logs import setup_logging
         from rankup.env.rank_env import read_rank_env, with_options
         from rankup.errors import UserError
 
         try:
-            given = with_options(os.environ, init_method=init_method, rank=rank, world_size=world_size)
+            given = with_options(os.environ, **options)
             self.found = launch = read_rank_env({} if alone else given)
         except UserError as error:
             self.found = error
@@ -94,7 +92,7 @@ class Program:
         an effect on this process. `stacks`: the run is this process's, so that `rankup stacks` asks it.
         Raises UserError where nothing can be written.
         """
-        from rankup.agent.logs import copy_prints, guard, open_log, setup_logging
+        from rankup.agent.logs import RankLog, copy_prints, guard, setup_logging
         from rankup.env.rank_env import describe
         from rankup.group.stop import open_stacks
 
@@ -104,10 +102,10 @@ class Program:
         if run_dir is None:
             return
         launch, self._run_dir = self.rank_env, run_dir
-        file = open_log(run_dir / "logs" / f"rank-{launch.rank}.log")
+        file = RankLog(run_dir, launch.rank)
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
         if "stdout" not in guarded:  # a script's own
-            copy_prints(launch.rank, file)
+            copy_prints(file)
         for warning in launch.warnings:
             self.log.warning(warning)
         if launch.distributed:
@@ -167,7 +165,7 @@ class Program:
     def end(self, error: BaseException) -> int:
         """Print an end that is no success, as its kind deserves, tell it to torchrun, and return the exit code."""
         from rankup.agent.ends import tell_torchrun, what_next
-        from rankup.errors import OURS, USER_MISTAKE, Stopped, exit_code
+        from rankup.errors import USER_MISTAKE, Ours, Stopped, exit_code
 
         tell_torchrun(error)
         code = exit_code(error)
@@ -175,7 +173,7 @@ class Program:
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):
             self.log.debug(str(error))
-        elif isinstance(error, OURS):
+        elif isinstance(error, Ours):
             self.log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
         else:
             from rankup.explain import advice  # only here: its patterns take a twentieth of a second to compile

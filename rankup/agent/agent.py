@@ -29,7 +29,7 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.attendance import Attendance, elect, who_leads
-from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
+from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, attempt_of, new_job
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
@@ -80,11 +80,11 @@ class Lead:
         options = self.options
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
-            agent.attendance.me, say=functools.partial(log.info, "%s"), prepare=self._prepare, hear=self._hear,
+            agent.attendance.me, say=log.info, prepare=self._prepare, hear=self._hear,
             limits=self.limits, outdone=agent.yield_to, claim=self._claim,
         )
-        self.status = None if options.knows_us else ScriptStatus(options.run_dir, self.node.world_size)
-        self.job = self.status.job if self.status is not None else new_job()
+        self.status = None if options.knows_us else ScriptStatus(options.run_dir)
+        self.job = self.status.attempt if self.status is not None else new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
         works = [self.leader.watch(master="" if options.alone or self.node.node_rank else self.node.master_addr)]
@@ -162,12 +162,10 @@ class Lead:
         if self.limits is not None:  # whoever leads counts the attempts the same way
             self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
-            self.status.job, self.status.world_size = self.job, self.ends.world_size
+            attempt = attempt_of(self.job, self.ends.restarts)
             if self.status.owner is None:
-                self.again = await asyncio.to_thread(
-                    self.status.take, self.ends.restarts, agreed=self.limits is not None
-                )
-            self.status.begin(self.ends.restarts, self.leader.chosen)
+                self.again = await asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
+            self.status.begin(attempt, self.leader.chosen)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
@@ -218,10 +216,7 @@ class Agent:
 
     def __init__(self, options: Options) -> None:
         self.options, self.node, self.limits, self.alone = options, options.node, options.node.limits, options.alone
-        self.ranks = Ranks(
-            options, say=lambda kind, **values: self.attendance.say(kind, **values), hear_stop=self._hear_stop,
-            begin=self.begin, finish=self.finish,
-        )
+        self.ranks = Ranks(options, say=self.say, hear_stop=self._hear_stop, begin=self.begin, finish=self.finish)
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
         self._given = dict(os.environ)
@@ -257,7 +252,7 @@ class Agent:
             arguments = f"{len(arguments)}-characters"
         self.attendance = Attendance(
             me, settings | {"arguments": arguments}, self._find_leader,
-            notice=functools.partial(log.warning, "%s"),
+            notice=log.warning,
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
             commit=AGENTS | (CHANGING if self.limits is not None else {}),
@@ -276,7 +271,7 @@ class Agent:
         finally:
             for task in list(self._tasks):
                 task.cancel()
-            await self.ranks.end(settle_s=0.0)
+            await self.ranks.end()
             if self.lead is not None:
                 await self.lead.close()
             if self._listener is not None:
@@ -345,6 +340,10 @@ class Agent:
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
             self._over.set_exception(error)
 
+    def say(self, kind: str, **values: Any) -> bool:
+        """To the leader. Returns False where there is none just now."""
+        return self.attendance.say(kind, **values)
+
     # The leader's words ---------------------------------------------------------------------------------------------
 
     async def _attend(self) -> None:
@@ -404,13 +403,13 @@ class Agent:
             self.finish(Verdict(STOPPED, why))
         if name != "SIGUSR1":
             self._asked_s = self._asked_s or now_s
-        if self.limits is not None and name == "SIGTERM" and (self._leaves or self.attendance.say("leaving")):
+        if self.limits is not None and name == "SIGTERM" and (self._leaves or self.say("leaving")):
             if not self._leaves:
                 self._leaves = True
                 log.info("SIGTERM: this node leaves, and the job goes on without it")
                 self.begin(self._leave(Verdict(STOPPED, "this node was asked to leave")))
             return
-        self.attendance.say("stop", signal=name)
+        self.say("stop", signal=name)
         if not self.ranks.running:
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self.ranks.pass_on(name)
@@ -424,10 +423,10 @@ class Agent:
         """Once this node's ranks have ended with the others."""
         await asyncio.sleep(timing.ENDING_S)  # the leader may have it that all leave
         while not await self.ranks.ended_within(timing.ALIVE_S):
-            self.attendance.say("leaving")  # it may be another leader by now
+            self.say("leaving")  # it may be another leader by now
         if self.ranks.stopping:
             return  # all leave, and hear how the job ends
-        self.attendance.say("left")
+        self.say("left")
         await asyncio.sleep(timing.ENDING_S)
         if self.lead is not None:
             lead, self.lead = self.lead, None
@@ -436,5 +435,5 @@ class Agent:
 
     def _ask_for_stacks(self) -> None:
         """Somebody wants to know where the ranks are, those of all nodes."""
-        if not self.attendance.say("stacks"):
+        if not self.say("stacks"):
             self.begin(self.ranks.show_stacks())

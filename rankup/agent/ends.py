@@ -27,16 +27,7 @@ from typing import Any
 from rankup.agent.protocol import KILLED, Member
 from rankup.agent.record import PhaseClock
 from rankup.env.rank_env import RankEnv
-from rankup.errors import (
-    FINISHED,
-    PEER_LOST,
-    STOPPED,
-    USER_MISTAKE,
-    JoinError,
-    PeerLost,
-    root_cause,
-    worth_restarting,
-)
+from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
 from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
@@ -290,31 +281,31 @@ def what_next(run_dir: Path) -> str:
 class ScriptStatus(StatusFile):
     """The same of a script that does not import rankup, and how it goes. Node 0's agent alone."""
 
-    def __init__(self, run_dir: Path, world_size: int) -> None:
-        super().__init__(run_dir, RankEnv(world_size=world_size))
-        self.job, self.begun = self.attempt, True
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, RankEnv())
+        self.begun = True
         self._clock, self._began = PhaseClock("start"), time.time()
         self._hosts: list[str] = []
         self._stack = contextlib.ExitStack()
 
-    def take(self, restarts: int, *, agreed: bool) -> bool:
+    def take(self, attempt: str, *, agreed: bool) -> bool:
         """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
         `agreed`: see `Lease`. Returns whether an earlier job of it was killed, or ended with a code from 128 on."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.owner = self._stack.enter_context(Lease(self.run_dir, attempt_of(self.job, restarts), agreed=agreed))
+        self.owner = self._stack.enter_context(Lease(self.run_dir, attempt, agreed=agreed))
         code = self._earlier().get("code", FINISHED)
         return code is None or int(code) >= 128
 
     def release(self) -> None:
         self._stack.close()
 
-    def begin(self, restarts: int, members: Iterable[Member]) -> None:
-        """Another attempt has begun: its ranks start now."""
-        self.attempt = attempt_of(self.job, restarts)
-        self._hosts = [member.host for member in members for _ in member.ranks]
-        if restarts:
+    def begin(self, attempt: str, members: Iterable[Member]) -> None:
+        """Its ranks start now."""
+        if self._hosts:  # else the time until now is the first attempt's start
             self._clock, self._began = PhaseClock("script"), time.time()
         self._clock.enter("script")
+        self._hosts = [member.host for member in members for _ in member.ranks]
+        self.attempt, self.world_size = attempt, len(self._hosts)
         self.write_summary([])
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
@@ -326,10 +317,10 @@ class ScriptStatus(StatusFile):
         """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
         now, seconds = time.time(), {phase: round(spent, 3) for phase, spent in self._clock.seconds().items()}
         row = {"phase": self._clock.present()[0], "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
-        unknown = {"first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None}
         report = {
-            **unknown, "run": self.job, "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
+            "run": job_of(self.attempt), "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
             "finished": finished, "seconds": seconds, "metrics": {}, "nodes": list(nodes),
+            "first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None,
             "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
         }
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,14 +47,12 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, state_of
+from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal
 from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
 
 STORE = -1  # in the place of a local rank
-# When memory runs out, the kernel shall end a rank, which is forked anew, before the agent or the server
-MORE_LIKELY = 100
 
 # The agent's side ---------------------------------------------------------------------------------------------------
 
@@ -64,11 +62,11 @@ class ForkServer:
     that is being started. `ready`: the server has imported what it shall, and reads requests."""
 
     def __init__(
-        self, *, on_end: Callable[[int, int], None], on_warning: Callable[[str], None], on_gone: Callable[[], None],
+        self, *, on_end: Callable[[int, int], object], on_warning: Callable[[str], None], on_gone: Callable[[], None],
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
     ) -> None:
         """`on_start` gets local rank and process, `on_end` local rank and exit code. `on_gone`: the server was killed,
-        and `on_end` was called for each of its ranks, which are dead; start another server."""
+        and its ranks with it, for each of which `on_end` was called; start another server."""
         self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
         self.ready = asyncio.Event()
@@ -77,9 +75,9 @@ class ForkServer:
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
         fork: bool = True,
     ) -> None:
-        """`modules`: to import, beside torch. What fails is left to the rank, which says it in its own words.
-        `preload`: modules that the script names, found in `folder` too. `env`: of the server; its OMP_NUM_THREADS and
-        Python's own variables hold for the ranks. `fork`: False starts ranks as fresh interpreters.
+        """`modules`: to import, beside torch; `preload`: those that are found in `folder` too. What fails is left to
+        the rank, which says it in its own words. `env`: of the server; its OMP_NUM_THREADS and Python's own variables
+        hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
         self._received = b""
         self.ready.clear()
@@ -119,7 +117,9 @@ class ForkServer:
             self._loop.remove_reader(self._channel)
         self._channel.close()
         for patience_s in (LAST_WORD_S, KILL_S):
-            await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
+            until_s = time.monotonic() + patience_s
+            while self._process.poll() is None and time.monotonic() < until_s:
+                await asyncio.sleep(POLL_S)
             self._process.kill()
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
@@ -153,20 +153,12 @@ class ForkServer:
     async def _bury(self) -> None:
         """The server was killed, and the kernel kills its children: end what they had started themselves."""
         lost, self.pids = self.pids, {}
-        pids = [pid for pid in lost.values() if pid]
-        for pid in pids:
+        for pid in filter(None, lost.values()):
             kill_session(pid)
-        await _until(lambda: all(state_of(pid) in ("", "Z") for pid in pids), timeout_s=KILL_S)
         await self.close()
         for local_rank in lost:
             self._on_end(local_rank, KILLED)
         self._on_gone()
-
-
-async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not true() and time.monotonic() < until_s:
-        await asyncio.sleep(POLL_S)
 
 
 # The server ---------------------------------------------------------------------------------------------------------
@@ -200,8 +192,8 @@ class Server:
         self._usual = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def prepare(self, order: Mapping[str, Any]) -> Iterator[str]:
-        """Import once what every rank would import. Yields what went wrong with the modules that the script names."""
+    def prepare(self, order: Mapping[str, Any]) -> None:
+        """Import once what every rank would import."""
         # Importing torch would trigger collections that walk 350,000 objects and find nothing: a fifth of the time
         gc.disable()
         with contextlib.suppress(Exception):
@@ -213,14 +205,11 @@ class Server:
         for name in ("torch._dynamo", *order["modules"]):  # an optimizer's first step imports the former
             with contextlib.suppress(Exception):
                 pkgutil.resolve_name(name)
-        if order["preload"]:
-            sys.path.insert(0, order["folder"])
-            for name in order["preload"]:
-                try:
-                    importlib.import_module(name)
-                except Exception as error:
-                    yield f"{name} can't be preloaded: {type(error).__name__}: {error}"
-            sys.path.remove(order["folder"])
+        sys.path.insert(0, order["folder"])
+        for name in order["preload"]:
+            with contextlib.suppress(Exception):
+                pkgutil.resolve_name(name)
+        sys.path.remove(order["folder"])
         # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
         if (pid := os.fork()) == 0:
             os._exit(FINISHED)
@@ -305,9 +294,6 @@ class Server:
             # Let `ps` and the kernel tell the forks apart: all show the command line of the server
             with contextlib.suppress(OSError):
                 Path("/proc/self/comm").write_text(name)
-            with contextlib.suppress(OSError, ValueError):
-                file = Path("/proc/self/oom_score_adj")
-                file.write_text(str(min(1000, int(file.read_text()) + MORE_LIKELY)))
         return pid
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
@@ -370,8 +356,7 @@ def main() -> list[str]:
     channel.set_inheritable(False)
     server = Server(channel, fork=order["fork"])
     if order["fork"]:
-        for problem in server.prepare(order):
-            server.tell(warning=problem)
+        server.prepare(order)
         if why := obstacle():
             text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
             server.tell(warning=text)
@@ -398,11 +383,11 @@ def run(argv: list[str]) -> NoReturn:
     code: Any = FINISHED
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, Server.SIGNALS)
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd() if program == "-m" else os.path.dirname(os.path.realpath(program)))
         if program == "-m":
-            _put_on_path(os.getcwd())
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
         else:
-            _put_on_path(os.path.dirname(os.path.realpath(program)))
             file = os.path.abspath(program)
             loader = importlib.machinery.SourceFileLoader("__main__", file)
             main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
@@ -440,11 +425,6 @@ def _end(code: int) -> NoReturn:
                 file.flush()
     ctypes.CDLL(None).fflush(None)
     os._exit(code)
-
-
-def _put_on_path(folder: str) -> None:
-    if not sys.flags.safe_path:
-        sys.path.insert(0, folder)
 
 
 if __name__ == "__main__":

@@ -53,12 +53,12 @@ def host_name() -> str:
 
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to, by its number: printing raises nothing, and waits PRINT_S
-    at most. Any thread and any fork may print. On a disk that hangs one thread hangs; the others lose their lines."""
+    at most. Any thread may print. On a disk that hangs one thread hangs; the others lose their lines."""
 
     def __init__(self, number: int) -> None:
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._lock = threading.Lock()
 
     def fileno(self) -> int:
         return self._number
@@ -70,8 +70,6 @@ class Output(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
-            self._pid, self._lock = os.getpid(), threading.Lock()
         if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
                 with contextlib.suppress(OSError):
@@ -125,17 +123,43 @@ def guard(*names: str) -> None:
             setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
 
 
+class RankLog(Output):
+    """The file of a rank's lines, each with the time, host and rank."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        """Open it to append to it. Raises UserError where it can't be written. May wait for the disk."""
+        self._head, path = f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} ", run_dir / "logs" / f"rank-{rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            super().__init__(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+        except OSError as error:
+            raise UserError(
+                f"run_dir: {path.parent} must be writable, got {error.strerror}. "
+                "Set --run-dir to a directory this user owns, or change its owner."
+            ) from None
+
+    def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
+        """`time_s`: of `time.time()`, by default now."""
+        head = time.strftime(self._head, time.localtime(time_s))
+        self.write(headed(head, lines).encode(errors="backslashreplace"))
+
+
+def headed(head: str, lines: Sequence[str]) -> str:
+    """`head` before each line."""
+    return "".join([f"{head}{line}\n" for line in lines])
+
+
 class _Copied:
     """The stdout of a script that imports rankup, of which a file gets each line too. All else is `plain`'s."""
 
-    def __init__(self, plain: TextIO, head: str, file: Output) -> None:
-        self.plain, self._head, self._file, self._begun = plain, head, file, ""
+    def __init__(self, plain: TextIO, file: RankLog) -> None:
+        self.plain, self._file, self._begun = plain, file, ""
 
     def write(self, text: str) -> int:
         *lines, begun = (self._begun + text).split("\n")
         self._begun = begun[-LONGEST:]
         if lines:
-            self._file.write(headed(self._head, [line.rpartition("\r")[2] for line in lines]).encode(errors="replace"))
+            self._file.add([line.rpartition("\r")[2] for line in lines])
         return self.plain.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -144,28 +168,16 @@ class _Copied:
         return getattr(self.plain, name)
 
 
-def copy_prints(rank: int, file: Output) -> None:
+def copy_prints(file: RankLog) -> None:
     """From now on what this process prints stands in the rank's file too."""
     plain = sys.stdout.plain if isinstance(sys.stdout, _Copied) else sys.stdout
-    sys.stdout = _Copied(plain, file_head(rank), file)
+    sys.stdout = _Copied(plain, file)
 
 
 # Logging --------------------------------------------------------------------------------------------------------------
 
 
-def open_log(path: Path) -> Output:
-    """The file of a rank's lines, to append to. Raises UserError where it can't be written. May wait for the disk."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return Output(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
-    except OSError as error:
-        raise UserError(
-            f"run_dir: {path.parent} must be writable, got {error.strerror}. "
-            "Set --run-dir to a directory this user owns, or change its owner."
-        ) from None
-
-
-def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: Output | None = None) -> None:
+def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | None = None) -> None:
     """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
 
     An agent's `rank` is None, and its `world_size` the number of nodes. It may be called again. Where the user has
@@ -177,7 +189,7 @@ def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: Output | N
     for logger in (root, ours):
         logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
     terminal = _Handler(line_head(rank, world_size), prints_info=not rank)
-    files = [_Handler(file_head(rank), file)] if file is not None else []
+    files = [_Handler(file=file)] if file is not None else []
     ours.handlers += [terminal, *files]
     ours.propagate = False
     ours.setLevel(logging.DEBUG)
@@ -194,22 +206,11 @@ def line_head(rank: int | None, world_size: int) -> str:
     return f"[{host_name()}{who}] " if world_size > 1 else ""
 
 
-def file_head(rank: int | None) -> str:
-    """What stands before each line in a rank's file, with the time as `time.strftime` writes it."""
-    return f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} "
-
-
-def headed(head: str, lines: Sequence[str], time_s: float | None = None) -> str:
-    """`head`, in which `time.strftime` puts the time, before each line."""
-    head = time.strftime(head, time.localtime(time_s))
-    return "".join([f"{head}{line}\n" for line in lines])
-
-
 class _Handler(logging.Handler):
     """Prints records to the terminal or to a file. It raises nothing, and has none of logging's locks, which a thread
     would hold for ever while a disk hangs: `Output` has its own."""
 
-    def __init__(self, head: str, file: Output | None = None, *, prints_info: bool = False) -> None:
+    def __init__(self, head: str = "", *, file: RankLog | None = None, prints_info: bool = False) -> None:
         super().__init__()
         self._head, self._file, self._prints_info = head, file, prints_info
 
@@ -227,7 +228,7 @@ class _Handler(logging.Handler):
         lines = (f"{record.name}: {text}" if is_library else text).splitlines()
         warns = record.levelno >= logging.WARNING
         if self._file is not None:
-            self._file.write(headed(self._head, lines, record.created).encode(errors="backslashreplace"))
+            self._file.add(lines, record.created)
         elif warns or (self._prints_info and record.levelno >= logging.INFO and not is_library):
             show(headed(self._head, lines), sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
 
@@ -248,12 +249,11 @@ def show(text: str, stream: TextIO) -> None:
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """What has a script write its stacks where it gets SIGRTMAX: Python imports `sitecustomize` from the first folder
     of PYTHONPATH before the script, and ours puts all back."""
-    path = run_dir / STACKS / f"rank-{rank}.txt"
+    path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    own = [environ["PYTHONPATH"]] if "PYTHONPATH" in environ else []
-    site = Path(__file__).with_name("script_site")
-    return {"RANKUP_STACKS": str(path.resolve()), "PYTHONPATH": os.pathsep.join([str(site), *own])}
+    folders = [str(Path(__file__).with_name("script_site")), environ.get("PYTHONPATH")]
+    return {"RANKUP_STACKS": str(path), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def announce_stacks(
@@ -284,11 +284,10 @@ class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
     host. A rank that prints faster than these take it waits at its full pipe."""
 
-    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: Output | None = None) -> None:
+    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: RankLog) -> None:
         """`stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
         self._tail: deque[str] = deque(maxlen=TAIL)
-        self._alone, self._file = world_size == 1, file
-        self._terminal_head, self._file_head = line_head(rank, world_size), file_head(rank)
+        self._alone, self._file, self._head = world_size == 1, file, line_head(rank, world_size)
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 
@@ -320,18 +319,16 @@ class Pump:
                     del rest[pipe]
                     poll.unregister(pipe)
                     os.close(pipe)
-        if self._file is not None:
-            os.close(self._file.fileno())
+        os.close(self._file.fileno())
 
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
-        if lines and self._file is not None:
-            self._file.write(headed(self._file_head, lines).encode(errors="backslashreplace"))
+        self._file.add(lines)
         if self._alone:
             with contextlib.suppress(OSError, ValueError):
                 getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
         elif lines:
-            show(headed(self._terminal_head, lines), getattr(sys, name))
+            show(headed(self._head, lines), getattr(sys, name))
 
 
 def last_exception(tail: str) -> str:

@@ -18,15 +18,7 @@ from rankup import timing
 from rankup.agent.ends import End, Verdict, attempt_of, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.logs import (
-    STACKS,
-    Pump,
-    announce_stacks,
-    host_name,
-    last_exception,
-    open_log,
-    stacks_environment,
-)
+from rankup.agent.logs import STACKS, Pump, RankLog, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import has_handler, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
@@ -73,15 +65,17 @@ class Options:
         return self.node.num_nodes == 1
 
 
+@dataclass(eq=False)
 class Rank:
-    """One rank of this node. `told` to leave, its code explains nothing."""
+    """One rank of this node in one membership. `told` to leave, its code explains nothing."""
 
-    def __init__(self, local_rank: int, number: int) -> None:
-        self.local_rank, self.number = local_rank, number
-        self.running = self.told = False
-        self.said: End | None = None  # how it ends, in its own words
-        self.pump: Pump | None = None  # where the script does not import rankup
-        self.stopped_since_s = 0.0  # in state T
+    local_rank: int
+    number: int
+    running: bool = True
+    told: bool = False
+    said: End | None = None  # how it ends, in its own words
+    pump: Pump | None = None  # where the script does not import rankup
+    stopped_since_s: float = 0.0  # in state T
 
 
 class Ranks:
@@ -95,13 +89,13 @@ class Ranks:
         """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us = options.knows_us
-        self._say, self._hear_stop, self._begin, self._finish = say, hear_stop, begin, finish
-        self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
+        self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
+        self.ranks: list[Rank] = []
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
         self.server = ForkServer(
-            on_start=self._announce, on_end=self._hear_end, on_gone=self._forget_server,
-            on_warning=functools.partial(log.warning, "%s"),
+            on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
+            on_warning=log.warning, on_gone=self._forget_server,
         )
         self.all_ended = asyncio.Event()
         self.all_ended.set()
@@ -142,7 +136,7 @@ class Ranks:
             log.warning("the process that forks the ranks was killed, and they with it")
             self._start_server()
         else:  # it has not even imported torch: nor would the next
-            self._finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
+            self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
     def start(self, commit: dict[str, Any], *, token: str) -> None:
         """A membership begins. `token`: this member's."""
@@ -156,10 +150,10 @@ class Ranks:
         self._commit, self._oom_kills = commit, oom_kills()
         self.links.lost = b""
         self.all_ended.clear()
+        self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
         for rank in self.ranks:
-            rank.running, rank.told, rank.said = True, False, None
             record = self.records.of(rank.local_rank)
-            record.clear()
+            record.clear(rank.number)
             if self.options.stop_after is not None:
                 record.ask_to_stop(self.options.stop_after)
                 record.confirm_stop(self.options.stop_after)
@@ -188,9 +182,6 @@ class Ranks:
             log.info("this node is a spare: it waits until a node is needed")
             return False
         self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
-        for rank in self.ranks:
-            rank.number = self.node.first_rank + rank.local_rank
-            self.records.of(rank.local_rank).clear(rank.number)
         return True
 
     def _environment(self, rank: Rank) -> dict[str, str]:
@@ -235,10 +226,8 @@ class Ranks:
         """Where a script that does not import rankup prints to."""
         log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
-        rank.pump = Pump(
-            stdout, stderr, rank=rank.number, world_size=self.node.world_size,
-            file=open_log(self.run_dir / "logs" / f"rank-{rank.number}.log"),
-        )
+        file = RankLog(self.run_dir, rank.number)
+        rank.pump = Pump(stdout, stderr, rank=rank.number, world_size=self.node.world_size, file=file)
         return [ours, ours_too]
 
     def _announce(self, local_rank: int, pid: int) -> None:
@@ -246,16 +235,11 @@ class Ranks:
             with contextlib.suppress(OSError):  # it costs only that nobody can ask
                 announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
 
-    def _hear_end(self, local_rank: int, code: int) -> None:
-        if (pump := self.ranks[local_rank].pump) is None:
-            self._ended(local_rank, code)
-        else:
-            self._begin(self._read_rest(pump, local_rank, code))
-
-    async def _read_rest(self, pump: Pump, local_rank: int, code: int) -> None:
-        # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
-        await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
-        self._ended(local_rank, code)
+    async def _hear_end(self, rank: Rank, code: int) -> None:
+        if (pump := rank.pump) is not None:
+            # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
+            await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
+        self._ended(rank, code)
 
     def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
         """What a rank says that imports rankup."""
@@ -265,21 +249,20 @@ class Ranks:
             # At once: its process may take a while to end, and the others wait for it
             rank.said = End.read(message, host_name())
             if rank.said.code != FINISHED:
-                self._say("ending", n=self._commit["n"], **rank.said.message())
+                self.say("ending", n=self._commit["n"], **rank.said.message())
         elif message["is"] == "ask":
-            self._say("ask")
+            self.say("ask")
         elif message["is"] == "stop" and message["signal"] in SIGNALS and not asked:
-            self._hear_stop(message["signal"])
+            self.hear_stop(message["signal"])
 
     def running_records(self) -> Mapping[int, RecordWriter]:
         """Of this node's ranks that run."""
         return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
 
-    def _ended(self, local_rank: int, code: int) -> None:
-        rank, record = self.ranks[local_rank], self.records.read(local_rank)
+    def _ended(self, rank: Rank, code: int) -> None:
         if not rank.running:
             return
-        rank.running = False
+        rank.running, record = False, self.records.read(rank.local_rank)
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
@@ -294,7 +277,7 @@ class Ranks:
             within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, attempt, end))
             if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
                 log.warning("%s", advice)
-        self._say("end", n=self._commit["n"], **end.message())
+        self.say("end", n=self._commit["n"], **end.message())
         if not self.running:
             self.all_ended.set()
 
@@ -303,26 +286,29 @@ class Ranks:
     def leave_soon(self, *, node_lost: bool = False) -> None:
         """`node_lost`: the reason is known, and no rank of a script that does not import rankup has more to say."""
         if self._leaving is None or self._leaving.done():
-            settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
             notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
-            self._leaving = self._begin(self.end(settle_s=settle_s, notice_s=notice_s))
+            self._leaving = self.begin(self._leave(notice_s))
 
-    async def end(self, *, settle_s: float, notice_s: float = timing.UNNOTICED_S) -> None:
-        """Return once all ranks have ended. They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL.
-        Without `settle_s` they are killed at once."""
+    async def _leave(self, notice_s: float) -> None:
+        """They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL."""
+        settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S
         if self._passed_on in ("SIGTERM", "SIGINT"):
-            settle_s += self.options.stop_grace_s if settle_s else 0.0
-        elif not await self.ended_within(min(notice_s, settle_s)):
+            settle_s += self.options.stop_grace_s
+        elif not await self.ended_within(notice_s):
             self._signal("SIGTERM", told=True)
-        if await self.ended_within(settle_s):
-            return
+        if not await self.ended_within(settle_s):
+            for rank in self.ranks:
+                if rank.running:
+                    log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
+            await self.end()
+
+    async def end(self) -> None:
+        """Kill those that still run, and return once all have ended."""
         for rank in self.ranks:
-            if rank.running and settle_s:
-                log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
             self._kill(rank)
         if not await self.ended_within(timing.KILL_S):
             for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
-                self._ended(rank.local_rank, PEER_LOST)
+                self._ended(rank, PEER_LOST)
 
     async def ended_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -353,7 +339,7 @@ class Ranks:
             log.info("%s%s: passed on to %d rank%s", why, name, self.running, "" if self.running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
-            self._begin(self._oversee_stop(name))
+            self.begin(self._oversee_stop(name))
 
     async def _oversee_stop(self, name: str) -> None:
         """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
@@ -365,8 +351,7 @@ class Ranks:
             said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
             log.warning("%s", f"{said}: {where}" if where else said)
         log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", grace_s, name)
-        for rank in self.ranks:
-            self._kill(rank)
+        await self.end()
 
     # Looks ----------------------------------------------------------------------------------------------------------
 

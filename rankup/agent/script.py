@@ -70,10 +70,7 @@ class Script:
 
     def must_match(self) -> dict[str, str]:
         """What all nodes must have in common, by name: the script and its own imports."""
-        try:
-            torch = importlib.metadata.version("torch")
-        except importlib.metadata.PackageNotFoundError:
-            torch = "not installed"
+        torch = next((found.version for found in importlib.metadata.distributions(name="torch")), "not installed")
         script = (self.file or Path()).resolve()
         root = self._roots[0] if self._roots[0] in script.parents else script.parent
         return {
@@ -108,13 +105,9 @@ class Script:
                 names += [name.removesuffix(".*") for level, name in _imports_of([statement]) if level == 0]
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 break
-        folders = {str((self.file or Path()).resolve().parent), os.getcwd()}
-        path = [entry for entry in sys.path if os.path.realpath(entry) not in folders]
-        installed = {
-            package for package in SAFE & {name.partition(".")[0] for name in names}
-            if PathFinder.find_spec(package, [*folders]) is None and PathFinder.find_spec(package, path) is not None
-        }
-        return list(dict.fromkeys(name for name in names if name.partition(".")[0] in installed))
+        folders = [str((self.file or Path()).resolve().parent), os.getcwd()]
+        safe = {package for package in SAFE if PathFinder.find_spec(package, folders) is None}
+        return list(dict.fromkeys(name for name in names if name.partition(".")[0] in safe))
 
     def own_imports(self) -> tuple[list[str], str]:
         """What it lets the server import itself, by a line `__preload__ = ["package.module"]`, ".module" for one beside

@@ -3,6 +3,7 @@
 `Variables` is RANK and its companions as strings, before they are checked.
 """
 
+import contextlib
 import random
 import re
 import socket
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from rankup.errors import LaunchError
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-NAMES = (*FIVE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 TORCHRUN = "torchrun -m train.main train ..."
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -25,10 +25,8 @@ BY_PREFIX = (
     ("open mpi", "OMPI_COMM_WORLD_", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
      "Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>."),
 )
-# Variables that count the processes of launchers whose ranks we do not adopt
-FOREIGN = {
-    "PMI_SIZE": "mpiexec (MPICH, Intel MPI)", "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)", "JSM_NAMESPACE_SIZE": "jsrun",
-}
+# What counts the processes of launchers whose ranks we do not adopt: MPICH's and Intel MPI's, MVAPICH2's, jsrun
+FOREIGN = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
 
 @dataclass(slots=True)
@@ -38,6 +36,11 @@ class Variables:
     launcher: str
     values: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def given(environ: Mapping[str, str], launcher: str) -> "Variables":
+        """Those that are set already."""
+        return Variables(launcher, {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE") if name in environ})
 
     def add(self, name: str, value: object) -> None:
         """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
@@ -54,11 +57,6 @@ class Variables:
                     f"are mixed. Unset {name}, or set {' '.join(FIVE)} all."
                 )
             self.add(name, environ.get(theirs))
-
-
-def given(environ: Mapping[str, str], launcher: str, names: tuple[str, ...] = FIVE) -> Variables:
-    """Those of `names` that are set already."""
-    return Variables(launcher, {name: environ[name] for name in names if name in environ})
 
 
 def count(environ: Mapping[str, str], name: str) -> int | None:
@@ -99,10 +97,11 @@ def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
             "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
             "process: srun -n 1."
         )
-    found = given(environ, "slurm")
-    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-    found.adopt(environ, names)
-    _add_place(environ, found)
+    found = Variables.given(environ, "slurm")
+    found.adopt(
+        environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+    )
+    _add_share(environ, found)
     if nodes == 1:
         # A container may not resolve its host's name
         found.add("MASTER_ADDR", "127.0.0.1")
@@ -130,7 +129,7 @@ def complete_slurm(environ: Mapping[str, str], found: Variables) -> None:
             )
     elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
         found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"))
-        _add_place(environ, found)
+        _add_share(environ, found)
     elif tasks > 1:
         found.warnings.append(
             f"RANK={environ['RANK']} WORLD_SIZE={environ.get('WORLD_SIZE', '')} from the environment beat Slurm's "
@@ -145,10 +144,8 @@ def run_name(environ: Mapping[str, str]) -> str | None:
     return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
-def _add_place(environ: Mapping[str, str], found: Variables) -> None:
-    """Add what Slurm says about this node, and the tasks of each node where all have as many."""
-    found.add("GROUP_RANK", count(environ, "SLURM_NODEID"))
-    found.add("GROUP_WORLD_SIZE", count(environ, "SLURM_STEP_NUM_NODES"))
+def _add_share(environ: Mapping[str, str], found: Variables) -> None:
+    """The tasks of each node where all have as many."""
     if share := re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         found.add("LOCAL_WORLD_SIZE", share[1])
 
@@ -167,7 +164,7 @@ def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
         size = count(environ, f"{prefix}SIZE")
         if size is None or size == 1:
             continue
-        found = given(environ, launcher)
+        found = Variables.given(environ, launcher)
         theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
         found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()})
         if found.values.get("LOCAL_WORLD_SIZE") == str(size):
@@ -184,10 +181,10 @@ def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
 
 def refuse_foreign(environ: Mapping[str, str]) -> None:
     """Raise LaunchError below a launcher of several processes whose ranks we can't read."""
-    for name, who in FOREIGN.items():
+    for name in FOREIGN:
         if (count(environ, name) or 1) > 1:
             raise LaunchError(
-                f"{name}={environ[name]} but RANK is not set: {who} is not supported. Start with {TORCHRUN}."
+                f"{name}={environ[name]} but RANK is not set: that launcher is not supported. Start with {TORCHRUN}."
             )
 
 
@@ -217,10 +214,7 @@ def complete_pod(environ: Mapping[str, str], found: Variables) -> None:
         )
     if environ.get("PET_NODE_RANK") == environ["RANK"]:
         found.launcher = "kubeflow"
-        # Not PET_NNODES: with an elasticPolicy it counts the Workers alone
-        nodes = environ.get("WORLD_SIZE")
-        for name, value in (("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", environ["RANK"]), ("GROUP_WORLD_SIZE", nodes)):
-            found.add(name, value)
+        found.add("LOCAL_WORLD_SIZE", 1)
 
 
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
@@ -268,10 +262,7 @@ def port_for(job_id: int, *, restart: int = 0, step: int = 0) -> int:
 def free_port() -> int:
     """A port of this machine that nobody listens on now. Raises OSError where there is no free one among 100."""
     for port in random.Random().sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
             return port
     raise OSError("no free port from 10000 to 29999")

@@ -97,9 +97,10 @@ def read_node_env(
                 f"{flag} must be {name}={number} (from {env.launcher}), got {option}. Leave {flag} out."
             )
     # Several agents on a machine would each start several ranks, which share its devices
-    if nproc > 1 and "SLURM_STEP_ID" in environ and env.world_size > (env.num_nodes or env.world_size):
+    machines = count(environ, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_ID" in environ else None
+    if nproc > 1 and env.world_size > (machines or env.world_size):
         raise LaunchError(
-            f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {env.num_nodes} nodes: that "
+            f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {machines} nodes: that "
             "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."
         )
     own = "LOCAL_RANK" in variables or is_task

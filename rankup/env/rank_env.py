@@ -5,6 +5,7 @@ starts one process. Without RANK, what a launcher sets is adopted where it certa
 refused: the alternative is a job that trains alone on every node and reports success.
 """
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -16,28 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from rankup.env import launchers
-from rankup.env.launchers import FIVE, NAMES, Variables, given
+from rankup.env.launchers import FIVE, Variables
 from rankup.errors import LaunchError
 
-WHO_SETS_THEM = (
-    "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
-)
+WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 MANY = 10**18
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """Who this process is and where its group meets; by default one process that no launcher started.
-
-    Counts that the launcher does not give are None.
-    """
+    """Who this process is and where its group meets; by default one process that no launcher started."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    local_world_size: int | None = 1
-    num_nodes: int | None = 1
-    node_rank: int | None = 0
+    local_world_size: int | None = 1  # None where the launcher does not say
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 only for a single process, which listens nowhere
     launcher: str = "python"  # or "environment" (by hand), or the one that was recognised
@@ -62,25 +56,20 @@ class RankEnv:
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     """Who is this process? Raises LaunchError with every mistake, one on a line."""
-    agent, file = json.loads(environ.get("RANKUP_AGENT", "null")), environ.get("RANKUP_FILE", "")
-    commit = agent["commit"] if agent else {}
+    file = environ.get("RANKUP_FILE", "")
     found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
-    ours: dict[str, Any] = {
-        "agent": agent, "agent_store": agent is not None, "restart_count": commit.get("restarts", 0),
-        "attempt": f"{commit['job']}-{commit['restarts']}" if agent else "",
-        "start": environ.get("RANKUP_START", ""), "run_name": launchers.run_name(environ),
-        # These leave their processes running where they are killed
-        "parent_pid": os.getppid() if found.launcher in ("torchrun", "open mpi") else None,
-    }
-    if found.launcher == "python":
-        return RankEnv(warnings=tuple(found.warnings), **ours)
-    if found.launcher == "torchrun":
-        ours["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        ours["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    numbers = _checked(found)
+    more: dict[str, Any] = {} if found.launcher == "python" else {**_checked(found), "file": file}
+    if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
+        job, restarts = agent["commit"]["job"], agent["commit"]["restarts"]
+        more |= {"agent": agent, "agent_store": True, "restart_count": restarts, "attempt": f"{job}-{restarts}"}
+    elif found.launcher == "torchrun":
+        more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(
-        master_addr=found.values["MASTER_ADDR"], launcher=found.launcher,
-        warnings=tuple(found.warnings), file=file, **numbers, **ours,
+        launcher=found.launcher, warnings=tuple(found.warnings), run_name=launchers.run_name(environ),
+        start=environ.get("RANKUP_START", ""),
+        # These leave their processes running where they are killed
+        parent_pid=os.getppid() if found.launcher in ("torchrun", "open mpi") else None, **more,
     )
 
 
@@ -94,7 +83,7 @@ def who_set_rank(environ: Mapping[str, str]) -> str:
 
 def _with_rank(environ: Mapping[str, str]) -> Variables:
     """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
-    found = given(environ, who_set_rank(environ), NAMES)
+    found = Variables.given(environ, who_set_rank(environ))
     launchers.complete_slurm(environ, found)
     launchers.complete_pod(environ, found)
     return found
@@ -107,7 +96,7 @@ def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
     if found := launchers.adopt_mpi(environ) or launchers.adopt_slurm(environ):
         return found
     launchers.refuse_foreign(environ)
-    found = given(environ, "environment", (*FIVE, "LOCAL_WORLD_SIZE"))
+    found = Variables.given(environ, "environment")
     if found.values and file:
         raise LaunchError(
             "--init-method must come with --rank and --world-size, or a launcher that gives them, got no rank."
@@ -136,49 +125,40 @@ def _checked(found: Variables) -> dict[str, Any]:
         )
     found.add("LOCAL_RANK", 0)  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
     numbers = {name: int(text) for name, text in values.items() if re.fullmatch(r"-?[0-9]{1,18}", text)}
-    world, local, groups = (
-        max(0, numbers.get(name, MANY)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-    )
+    rank, world, local = (max(0, numbers.get(name, MANY)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
-        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(max(0, numbers.get("RANK", MANY)), local - 1)),
-        "GROUP_RANK": (0, groups - 1), "WORLD_SIZE": (1, MANY), "LOCAL_WORLD_SIZE": (1, world),
-        "GROUP_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
+        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "WORLD_SIZE": (1, MANY),
+        "LOCAL_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
     }
-    mistakes = []
-    for name, text in values.items():
-        if name == "MASTER_ADDR":
-            rule = "" if is_host(text) else "a host name or an address, without a port"
-        else:
-            least, most = bounds[name]
-            rule = "" if least <= numbers.get(name, -1) <= most else f"a whole number from {least} to {most}"
-            rule = rule.replace(f" from {least} to {MANY}", f" >= {least}")
-        if rule:
-            mistakes.append(f"{name} must be {rule}, got {text!r} (from {found.launcher}). {WHO_SETS_THEM}")
-    if mistakes:
-        raise LaunchError("\n".join(mistakes))
+    wrong = {
+        name: f"a whole number from {least} to {most}".replace(f" from {least} to {MANY}", f" >= {least}")
+        for name, (least, most) in bounds.items() if name in values and not least <= numbers.get(name, -1) <= most
+    }
+    address = values["MASTER_ADDR"]
+    if _ip(address) is None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", address):
+        wrong["MASTER_ADDR"] = "a host name or an address, without a port"
+    if wrong:
+        raise LaunchError("\n".join(
+            f"{name} must be {rule}, got {values[name]!r} (from {found.launcher}). {WHO_SETS_THEM}"
+            for name, rule in wrong.items()
+        ))
     return {
         "rank": numbers["RANK"], "local_rank": numbers["LOCAL_RANK"], "world_size": numbers["WORLD_SIZE"],
-        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "num_nodes": numbers.get("GROUP_WORLD_SIZE"),
-        "node_rank": numbers.get("GROUP_RANK"), "master_port": numbers["MASTER_PORT"],
+        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "master_addr": address,
+        "master_port": numbers["MASTER_PORT"],
     }
+
+
+def _ip(host: str) -> "ipaddress.IPv4Address | ipaddress.IPv6Address | None":
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return None
 
 
 def is_loopback(host: str) -> bool:
     """Whether this name or address means "this machine" on every machine."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host.lower() in ("localhost", "ip6-localhost")
-    return address.is_loopback or address.is_unspecified
-
-
-def is_host(text: str) -> bool:
-    """Whether that can be a host name, or an address."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text))
-    return True
+    ip = _ip(host)
+    return host.lower() in ("localhost", "ip6-localhost") if ip is None else ip.is_loopback or ip.is_unspecified
 
 
 def parse_url(url: str) -> dict[str, str]:
@@ -228,16 +208,10 @@ def describe(env: RankEnv) -> str:
     """One line: which rank this is, where the group meets, and who started it."""
     if not env.distributed:
         return "rank 0 of 1: a single process, as no launcher gave a rank"
-    places = [
-        f"{word} {number}" if size is None else f"{word} {number} of {size}"
-        for word, number, size in (
-            ("local", env.local_rank, env.local_world_size), ("node", env.node_rank, env.num_nodes)
-        )
-        if number is not None
-    ]
+    local = f"local {env.local_rank}" + (f" of {env.local_world_size}" if env.local_world_size else "")
     host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
     meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"
-    return f"rank {env.rank} of {env.world_size} ({', '.join(places)}), {meets}; from {env.launcher}"
+    return f"rank {env.rank} of {env.world_size} ({local}), {meets}; from {env.launcher}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

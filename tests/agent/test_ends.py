@@ -146,9 +146,9 @@ def test_an_attempt_that_is_running_keeps_its_status(tmp_path: Path) -> None:
 
 def test_damaged_status_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("[1]")
-    script = ScriptStatus(tmp_path, 1)
-    assert not script.take(0, agreed=False)
-    script.begin(0, [])
+    script = ScriptStatus(tmp_path)
+    assert not script.take("a-0", agreed=False)
+    script.begin("a-0", [])
     script.release()
     assert read_json(tmp_path / "status.json")["state"] == "running"
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankup.agent import logs
-from rankup.agent.logs import Output, Pump, last_exception, open_log
+from rankup.agent.logs import Output, Pump, RankLog, last_exception
 from rankup.errors import UserError
 from tests.rigs.jobs import ROOT, environment
 
@@ -84,27 +83,6 @@ def test_threads_that_print_at_once_lose_no_line(pipe: tuple[int, int], monkeypa
     assert sorted(found.decode().splitlines()) == sorted([*wanted, "end"])
 
 
-def test_fork_prints_while_a_thread_of_its_parent_waits_for_a_reader(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    waits, poll = threading.Event(), select.poll
-    monkeypatch.setattr(logs.select, "poll", lambda: (waits.set(), poll())[1])
-    reader, writer = pipe
-    fill(writer)
-    out = Output(writer)
-    waiting = threading.Thread(target=out.write, args=[b"waits\n"], daemon=True)
-    waiting.start()
-    assert waits.wait(60)
-    if (pid := os.fork()) == 0:
-        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), writer)
-        out.write(b"hello\n")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.read(reader, 2**20)
-    waiting.join()
-    assert (tmp_path / "said").read_text() == "hello\n"
-
-
 PRINTS = """
 import os, sys
 from rankup.agent.logs import guard
@@ -122,22 +100,10 @@ def test_printing_where_nothing_can_be_written_ends_nothing(where: str) -> None:
     assert (done.returncode, done.stderr) == (0, "said\n")
 
 
-def test_guarded_terminal_is_still_a_terminal_and_a_file_is_none(tmp_path: Path) -> None:
-    master, slave = os.openpty()
-    assert Output(slave).isatty()
-    os.close(master)
-    os.close(slave)
-    file = open_log(tmp_path / "logs" / "rank-0.log")
-    assert not file.isatty()
-    file.write(b"one\n")
-    open_log(tmp_path / "logs" / "rank-0.log").write(b"two\n")
-    assert (tmp_path / "logs" / "rank-0.log").read_text() == "one\ntwo\n"
-
-
 def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(UserError, match=r"run_dir: \S+/logs must be writable, got File exists\. Set --run-dir"):
-        open_log(tmp_path / "logs" / "rank-0.log")
+        RankLog(tmp_path, 0)
 
 
 # Logging -------------------------------------------------------------------------------------------------------------
@@ -146,13 +112,13 @@ LOGS = """
 import logging, sys, warnings
 from pathlib import Path
 from rankup.agent import logs
-from rankup.agent.logs import guard, open_log, setup_logging
+from rankup.agent.logs import RankLog, guard, setup_logging
 logs.host_name = lambda: "vm"
 guard("stdout", "stderr")
 folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 before = sys.argv[4:]
 if before: logging.basicConfig(level=logging.INFO, format="THEIRS %(message)s")
-for _ in range(2): setup_logging(rank=rank, world_size=world_size, file=open_log(folder / "rank.log"))
+for _ in range(2): setup_logging(rank=rank, world_size=world_size, file=RankLog(folder, rank))
 sys.path.insert(0, str(folder / "lib/python3.11/site-packages"))
 import library
 library.log()
@@ -181,7 +147,7 @@ def logged(folder: Path, *words: str) -> tuple[list[str], list[str], list[tuple[
     line = [sys.executable, "-c", LOGS, str(folder), *words]
     env = environment({"PYTHONWARNINGS": "default"})
     done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, check=True)
-    found = [FILE_LINE.fullmatch(text) for text in (folder / "rank.log").read_text().splitlines()]
+    found = [FILE_LINE.fullmatch(text) for text in (folder / f"logs/rank-{words[0]}.log").read_text().splitlines()]
     assert all(found)
     return done.stdout.splitlines(), done.stderr.splitlines(), [(hit[1], hit[2]) for hit in found if hit]
 
@@ -242,7 +208,8 @@ logs.stat.S_ISREG = lambda mode: True
 logs.PRINT_S = 0.1
 writes, began = os.write, threading.Event()
 logs.os.write = lambda number, data: (number == writer and began.set(), writes(number, data))[1]
-logs.setup_logging(file=logs.Output(writer))
+logs.Path.mkdir, logs.os.open = lambda *_, **__: None, lambda *_: writer
+logs.setup_logging(file=logs.RankLog(logs.Path(), 0))
 log = logging.getLogger("rankup")
 threading.Thread(target=log.debug, args=["hangs"]).start()
 assert began.wait(60)
@@ -255,28 +222,6 @@ os._exit(7)
 def test_thread_that_hangs_in_the_log_does_not_hold_the_others() -> None:
     done = run(HANGS)
     assert (done.returncode, done.stderr) == (7, "one\ntwo\n")
-
-
-def test_rank_whose_disk_hangs_waits_at_its_pipe(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = pipe
-    fill(writer)
-    monkeypatch.setattr(logs.stat, "S_ISREG", lambda mode: True)
-    (out, printed), (error, failed) = os.pipe(), os.pipe()
-    pump = Pump(out, error, rank=1, world_size=2, file=Output(os.dup(writer)))
-    os.set_blocking(printed, False)
-    taken = 0
-    for _ in range(2000):
-        with contextlib.suppress(BlockingIOError):
-            taken += os.write(printed, b"x" * 1023 + b"\n")
-    assert 2**16 <= taken < 2**18  # a pipe, and what was read before the disk hung
-    os.close(printed)
-    os.close(failed)
-    assert not pump.drained(0.1)
-    found = b""
-    while not pump.drained(0.0) or select.select([reader], [], [], 0)[0]:
-        if select.select([reader], [], [], 0.01)[0]:
-            found += os.read(reader, 2**20)
-    assert found.count(b"x\n") == taken // 1024
 
 
 # How a rank failed ---------------------------------------------------------------------------------------------------
@@ -303,7 +248,7 @@ def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
-        pump = Pump(stdout, stderr, rank=0, world_size=2, file=open_log(tmp_path / "logs" / "rank-0.log"))
+        pump = Pump(stdout, stderr, rank=0, world_size=2, file=RankLog(tmp_path, 0))
         os.write(ours, b"hello\n")
         os.close(ours)
         os.close(ours_too)

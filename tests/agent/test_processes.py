@@ -6,17 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from rankup.agent.processes import (
-    has_handler,
-    send_signal,
-    start_of,
-    state_of,
-)
+from rankup.agent.processes import has_handler, send_signal, start_of, state_of
 from tests.rigs.jobs import ROOT, environment
 
 # The kernel cuts names after 15 bytes: the last of these characters, of three bytes each, is not whole
@@ -29,36 +22,20 @@ time.sleep(600)
 """
 
 
-@pytest.fixture
-def named() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that sleeps, with half a character in its name, and the sign behind which the kernel's fields stand."""
+def test_process_is_known_whatever_its_name_until_it_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", NAMED], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            yield process
+            pid = process.pid
+            assert state_of(pid) in ("S", "R")
+            assert int(start_of(pid)) >= int(start_of(os.getpid()))
+            assert [has_handler(pid, number) for number in (signal.SIGUSR1, signal.SIGUSR2)] == [True, False]
         finally:
             process.kill()
-
-
-def test_process_whose_name_is_cut_in_a_character_can_be_read(named: "subprocess.Popen[bytes]") -> None:
-    pid = named.pid
-    with pytest.raises(UnicodeDecodeError):
-        Path(f"/proc/{pid}/comm").read_bytes().decode()
-    assert state_of(pid) in ("S", "R")
-    assert int(start_of(pid)) >= int(start_of(os.getpid()))
-    assert has_handler(pid, signal.SIGUSR1) is True
-    assert has_handler(pid, signal.SIGUSR2) is False
-
-
-def test_nothing_is_known_of_a_process_that_is_gone(named: "subprocess.Popen[bytes]") -> None:
-    named.kill()
-    os.waitid(os.P_PID, named.pid, os.WEXITED | os.WNOWAIT)
-    assert (state_of(named.pid), start_of(named.pid)) == ("Z", "")
-    named.wait()
-    pid = named.pid
-    assert (state_of(pid), start_of(pid)) == ("", "")
-    assert has_handler(pid, signal.SIGUSR1) is None
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert (state_of(pid), start_of(pid)) == ("Z", "")
+    assert (state_of(pid), start_of(pid), has_handler(pid, signal.SIGUSR1)) == ("", "", None)
     send_signal(pid, signal.SIGTERM)
 
 

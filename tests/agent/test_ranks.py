@@ -28,7 +28,7 @@ def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_b
         commit = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "job", "port": 1, "store": False}
         ranks.start({**commit, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
         ranks.start({**commit, "n": 3, "restarts": 2, "basis": {"used": ["other"]}}, token="mine")
-        ranks._ended(0, 171)
+        ranks._ended(ranks.ranks[0], 171)
 
     asyncio.run(scene())
     (end,) = said

@@ -104,18 +104,6 @@ def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp
         assert Path(place["path"]).read_bytes() == bytes(SIZE)
 
 
-def test_deadline_is_moved_and_the_phase_goes_on() -> None:
-    record = RecordWriter(None)
-    for timeout_s in (5.0, NO_LIMIT):
-        record.enter("save", timeout_s)
-        before, now_s = record.read(), time.monotonic()
-        record.extend(100.0)
-        after = record.read()
-        assert (after.phase, after.entered_s) == ("save", before.entered_s)
-        assert after.until_s >= now_s + 100.0
-        assert after.until_s < before.until_s or timeout_s == 5.0
-
-
 # The step at which all ranks stop, in every order of events that chance brings ------------------------------------
 
 

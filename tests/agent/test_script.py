@@ -104,13 +104,6 @@ def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_p
     assert Script.find([str(write(tmp_path, text))]).imports_rankup() is forked
 
 
-def test_script_of_a_package_is_forked_where_a_neighbour_imports_rankup(tmp_path: Path) -> None:
-    script = write(tmp_path, "from package.errors import FINISHED", "package/main.py")
-    write(tmp_path, "", "package/__init__.py")
-    write(tmp_path, "from rankup.errors import *", "package/errors.py")
-    assert Script.find([str(script)]).imports_rankup()
-
-
 # Horovod -------------------------------------------------------------------------------------------------------------
 
 HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"

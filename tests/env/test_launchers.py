@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from rankup.env.launchers import first_host, port_for
+from rankup.env.launchers import port_for
 from rankup.env.rank_env import RankEnv, read_rank_env
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
 
@@ -34,8 +34,8 @@ def without(env: Env, *names: str) -> Env:
 
 
 def place(env: RankEnv) -> tuple[int | None, ...]:
-    """Rank, local rank, world size, local world size, number of nodes, node rank."""
-    return env.rank, env.local_rank, env.world_size, env.local_world_size, env.num_nodes, env.node_rank
+    """Rank, local rank, world size, local world size."""
+    return env.rank, env.local_rank, env.world_size, env.local_world_size
 
 
 # Slurm ----------------------------------------------------------------------------------------------------------------
@@ -44,15 +44,16 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
 @pytest.mark.parametrize(
     ("change", "where", "address"),
     [
-        ({}, (3, 1, 4, 2, 2, 1), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
-        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None, 2, 1), "rn2:"),
+        ({}, (3, 1, 4, 2), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
+        *(({"SLURM_STEP_NODELIST": nodes}, (3, 1, 4, 2), f"{first}:") for nodes, first in
+          (("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"))),
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None), "rn2:"),
         # One node needs no host name
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4, 4, 1, 0),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4, 4),
          "127.0.0.1:"),
-        ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}, (3, 1, 4, 2, 2, 1),
+        ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}, (3, 1, 4, 2),
          "10.0.0.7:12345"),
     ],
-    ids=["even", "uneven", "one-node", "own-address"],
 )
 def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], address: str):
     env = read_rank_env({**STEP, **change})
@@ -96,13 +97,13 @@ def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
 
 def test_explicit_rank_beats_slurm_and_is_warned_of():
     env = {**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"}
-    assert place(read_rank_env(env)) == (0, 0, 2, None, None, None)
+    assert place(read_rank_env(env)) == (0, 0, 2, None)
     assert "RANK=0 WORLD_SIZE=2 from the environment beat Slurm's task 3 of 4" in warning(env)
 
 
 def test_explicit_rank_that_is_the_task_learns_its_place_from_slurm():
     env = read_rank_env({**STEP, **FULL, "RANK": "3"})
-    assert place(env) == (3, 1, 4, 2, 2, 1)
+    assert place(env) == (3, 1, 4, 2)
     assert (env.master_addr, env.launcher, env.warnings) == ("node0", "environment", ())
 
 
@@ -127,22 +128,15 @@ def test_torchrun_multiplied_by_srun_is_refused(env: Env):
 
 def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
     env = read_rank_env({**STEP, **AGENT, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"})  # one on each node
-    assert (env.launcher, env.rank, env.num_nodes, env.warnings) == ("torchrun", 3, 2, ())
+    assert (env.launcher, env.rank, env.warnings) == ("torchrun", 3, ())
     simulated = {"GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
-    assert read_rank_env({**STEP, **AGENT, **simulated}).num_nodes == 4
+    assert read_rank_env({**STEP, **AGENT, **simulated}).rank == 3
 
 
-@pytest.mark.parametrize(
-    ("env", "name"),
-    [
-        ({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}, "slurm-77"),
-        ({"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}, "slurm-77_1"),
-        ({"SLURM_JOB_ID": "77", **AGENT}, "slurm-77"),
-        (FULL, None),
-    ],
-)
-def test_run_is_named_by_its_job_whoever_set_rank(env: Env, name: str | None):
-    assert read_rank_env(env).run_name == name
+def test_run_is_named_by_its_job_whoever_set_rank():
+    task = {"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1"}
+    assert read_rank_env(task).run_name == "slurm-77_1"
+    assert read_rank_env({"SLURM_JOB_ID": "77", **AGENT}).run_name == "slurm-77"
 
 
 def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
@@ -166,7 +160,7 @@ def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
 )
 def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     read = read_rank_env(env)
-    assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2, None, None), "127.0.0.1", launcher)
+    assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2), "127.0.0.1", launcher)
     assert read_rank_env({**env, job: "another"}).master_port != read.master_port
     assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same on every node
     assert "MASTER_PORT is not set" in refusal(without(env, job))
@@ -234,7 +228,7 @@ def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
 )
 def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world: int):
     read = read_rank_env(env)
-    assert place(read) == (rank, 0, world, 1, world, rank)
+    assert place(read) == (rank, 0, world, 1)
     assert (read.master_addr, read.master_port, read.warnings) == (env["MASTER_ADDR"], 23456, ())
 
 
@@ -285,21 +279,8 @@ def test_indexed_job_without_rank_is_single_with_a_warning():
 # Ports and hosts ------------------------------------------------------------------------------------------------------
 
 
-def test_port_is_no_known_service_and_differs_between_neighbouring_jobs_restarts_and_steps():
+def test_port_is_no_known_service_and_differs_between_neighbouring_jobs():
     ports = {port_for(job) for job in range(40000)}
     assert 10000 <= min(ports) <= max(ports) < 30000  # neither root's, nor one of outgoing connections
     assert not ports & {10250, 11211, 11434, 23456, 27017, 29500}
     assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
-    assert len({port_for(123456, restart=restart) for restart in range(100)}) == 100
-    assert len({port_for(123456, step=step) for step in range(100)}) == 100
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("n[1-3,7],m05", "n1"), ("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"),
-        ("r[1-2]n[0-1]", "r1n0"),
-    ],
-)
-def test_first_host_is_the_first_of_a_nodelist(nodelist: str, host: str):
-    assert first_host(nodelist) == host

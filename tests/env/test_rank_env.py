@@ -44,17 +44,12 @@ def warning(env: Env) -> str:
 
 def test_nothing_set_is_a_single_process():
     env = read_rank_env({"HOME": "/home/me", "OMP_NUM_THREADS": "1"})
-    assert env == RankEnv()
-    assert (env.rank, env.local_rank, env.world_size) == (0, 0, 1)
-    assert (env.local_world_size, env.num_nodes, env.node_rank) == (1, 1, 0)
-    assert (env.master_port, env.launcher, env.distributed, env.run_name) == (0, "python", False, None)
+    assert env == RankEnv(0, 0, 1, 1, "127.0.0.1", 0, launcher="python")
+    assert not env.distributed
 
 
 def test_complete_set_starts_that_rank():
-    env = read_rank_env({**FULL, "LOCAL_RANK": "1"})
-    assert (env.rank, env.local_rank, env.world_size) == (1, 1, 4)
-    assert (env.master_addr, env.master_port, env.launcher) == ("node0", 29500, "environment")
-    assert (env.local_world_size, env.num_nodes, env.node_rank) == (None, None, None)
+    assert read_rank_env({**FULL, "LOCAL_RANK": "1"}) == RankEnv(1, 1, 4, None, "node0", 29500, launcher="environment")
     assert read_rank_env({**FULL, "RANK": "0", "WORLD_SIZE": "1"}).distributed
 
 
@@ -82,7 +77,6 @@ def test_half_a_set_is_refused_naming_all_that_is_missing():
         ({"WORLD_SIZE": "0"}, "RANK must be a whole number from 0 to -1, got '1' (from environment)"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK must be a whole number from 0 to 0"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE must be a whole number from 1 to 4"),
-        ({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"}, "GROUP_RANK must be a whole number from 0 to 1"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number from 1 to 65535, got '0'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535"),
         *(({"MASTER_ADDR": text}, "MASTER_ADDR must be a host name or an address, without a port, got ") for text in
@@ -109,16 +103,15 @@ def test_all_mistakes_are_reported_at_once_one_a_line():
 # torchrun and launch --------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_tells_nodes_and_node_rank():
+def test_torchrun_tells_the_ranks_of_a_node_and_its_restarts():
     env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert env.restart_count == 3
     assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
-    assert (env.num_nodes, env.node_rank, env.launcher, env.warnings) == (2, 1, "torchrun", ())
+    assert (env.restart_count, env.launcher, env.warnings) == (3, "torchrun", ())
 
 
 def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
     env = read_rank_env({**LAUNCH, "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "3"})
-    assert (env.launcher, env.num_nodes) == ("launch", 2)
+    assert env.launcher == "launch"
     assert (env.agent_store, env.restart_count, env.agent) == (True, 1, OF_AGENT)
     assert env.attempt == "j-1"
 
@@ -144,7 +137,7 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
     ("env", "line"),
     [
         ({}, "rank 0 of 1: a single process, as no launcher gave a rank"),
-        (AGENT, "rank 3 of 4 (local 1 of 2, node 1 of 2), master node0:29500; from torchrun"),
+        (AGENT, "rank 3 of 4 (local 1 of 2), master node0:29500; from torchrun"),
         (FULL, "rank 1 of 4 (local 0), master node0:29500; from environment"),
         ({**FULL, "MASTER_ADDR": "2001:db8::1"}, "rank 1 of 4 (local 0), master [2001:db8::1]:29500; from environment"),
     ],

@@ -4,7 +4,6 @@ The functions for the doctor also move the process into the network namespace th
 """
 
 import os
-import resource
 import signal
 import time
 from typing import Any
@@ -27,11 +26,6 @@ def _enter() -> None:
     stages.SLOWEST_LINK = 3e6 if os.environ.get(LOOK) == "links" else 0.0
     if namespaces.NODE in os.environ:
         namespaces.enter()
-
-
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
-    _enter()
 
 
 def broken_gpu() -> None:

@@ -158,7 +158,7 @@ class _Job:
 
     def _start(self, line: tuple[list[str], dict[str, str]]) -> Process:
         arguments, env = line
-        preload = "tests.rigs.place_hooks:install_in_fork" if self.by_hand else ""
+        preload = "tests.rigs.places:install_in_fork" if self.by_hand else ""
         self.started += self.forks.start(*arguments, env=env, cwds=[self.folder], preload=preload).processes
         return self.started[-1]
 
