@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.doctor import machine
+from rankup.doctor import before_training
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
@@ -356,7 +356,7 @@ class Job:
         ranks, device = self.group.launch.local_world_size, self.device
         if self.local_rank == 0:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
+            for line in before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
 
     def finish(self) -> None:
