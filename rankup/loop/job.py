@@ -2,19 +2,20 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankup.doctor import before_training
-from rankup.errors import Stopped, UserError
+from rankup.errors import Stopped, UserError, disk_error
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Live, Source, evaluation_batches
 from rankup.loop.record import Figures, Position, Settings, number_of
 from rankup.loop.saving import Saving
-from rankup.loop.tracked import Tracked, copied, fix_bucket_order
+from rankup.loop.tracked import Tracked, fix_bucket_order
 from rankup.observe.goodput import Course
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
@@ -98,7 +99,7 @@ class Job:
                 for name, digest in self.tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
         self._seed()
-        group.step = self.step_number
+        group.record.begin(self.step_number)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -116,7 +117,7 @@ class Job:
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
         again = self.live.changes_to_repeat > 0
-        before = copied(self.tracked.state()) if again else {}
+        before = deepcopy(self.tracked.state()) if again else {}
         with self.changing:
             yield
             if again:
@@ -260,9 +261,8 @@ class Job:
         if self.tracked.items:
             self.tracked.warn_of_others(self.group.log.warning)
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
-        self.group.stop.finish_step_first()
+        self.group.stop.finish_step_first = True
         self.agreement.begin(self.position.step, again=again)
-        self.group.step = self.position.step
         self._seed()
         self._enter_step()
 
@@ -346,8 +346,7 @@ class Job:
             try:
                 write_atomically(self.run_dir / name, text)
             except OSError as error:
-                what = error.strerror or error
-                raise UserError(f"run_dir: {self.run_dir} must be writable, got {what}.") from None
+                raise disk_error(name, self.run_dir, error) from None
 
         self.group.on_rank0(write)
 

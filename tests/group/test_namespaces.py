@@ -205,11 +205,6 @@ def black_hole(case: Case) -> None:
     case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
 
 
-@case(170, LATE, "no route to 192.0.2.1 (Network is unreachable)")
-def no_route(case: Case) -> None:
-    case.rank(1, 2, 1, addr="192.0.2.1", join_s=SHORT_S)
-
-
 @case(170, LATE, 'the name "no-such-host.example" does not resolve here')
 def no_such_name(case: Case) -> None:
     case.rank(1, 2, 1, addr="no-such-host.example", join_s=SHORT_S)

@@ -5,7 +5,6 @@ Real processes. The failures run side by side, as each mostly waits for its dead
 tests/agent/test_meeting.py; on machines of their own: test_namespaces.py.
 """
 
-import os
 import re
 import shutil
 import socket
@@ -17,13 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import rankup
 from rankup.agent.logs import host_name
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port, wait_for
 from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, all_said, starting
-from train import group
 
 JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
 HOST = host_name()
@@ -160,24 +157,6 @@ def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp
     got = rf"got \w+ on rank 0 \({HOST}\) and \w+ on rank 1"
     for code in ("program code", "rankup code"):
         assert re.search(rf"{code} must be the same on all ranks, {got}", first.output), first.output
-
-
-def pull_code() -> None:
-    """Preloaded: the program's files on rank 1's disk are no longer those that it has imported."""
-    if os.environ["RANK"] == "1":
-        group.__file__ = os.environ["PULLED"]
-        rankup.__path__ = [str(Path(group.__file__).parent)]
-
-
-def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
-    """A rank that is forked anew after `git pull` runs what its server imported, as the ranks that it meets do."""
-    pulled = tmp_path / "train" / "group.py"
-    pulled.parent.mkdir(parents=True)
-    pulled.touch()
-    forks.ends(
-        "train", *TINY, "--run-dir", tmp_path, "--name", "run", world_size=2, env={"PULLED": str(pulled)},
-        preload=f"{__name__}:pull_code",
-    )
 
 
 # Coming and going ---------------------------------------------------------------------------------------------

@@ -26,6 +26,6 @@ def test_slurm_runs_the_imagenet_script_on_two_nodes(
 @again_if_aborted
 def test_slurm_runs_lightnings_trainer(cluster: Cluster, once: Once, forks: Forks, tmp_path: Path) -> None:
     """It looks for Slurm's variables itself, and must not take the job for one of its own."""
-    job = submit(cluster, tmp_path, " ".join([*words("before_lightning", tmp_path), "--num-nodes 2"]))
+    job = submit(cluster, tmp_path, " ".join([*words("before_lightning", tmp_path), "--devices 1 --num-nodes 2"]))
     assert job.wait() == "COMPLETED", job.log()
     assert result_of(job.output) == expected("before_lightning", once, forks, tmp_path)

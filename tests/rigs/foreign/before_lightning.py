@@ -30,6 +30,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32, help="of each process")
+    parser.add_argument("--devices", type=int, default=2, help="processes of each node")
     parser.add_argument("--num-nodes", type=int, default=1)
     args = parser.parse_args()
 
@@ -38,7 +39,7 @@ def main():
     train_loader = DataLoader(Rings(512, seed=1), args.batch_size, shuffle=True)
     test_loader = DataLoader(Rings(200, seed=2), args.batch_size)
     trainer = L.Trainer(
-        devices=2, num_nodes=args.num_nodes, strategy="ddp", max_epochs=args.epochs, logger=False,
+        devices=args.devices, num_nodes=args.num_nodes, strategy="ddp", max_epochs=args.epochs, logger=False,
         enable_checkpointing=False,
     )
     trainer.fit(module, train_loader, test_loader)
