@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.doctor import machine
+from rankup.doctor import before_training
 from rankup.errors import Stopped, UserError, disk_error
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
@@ -17,6 +17,7 @@ from rankup.loop.record import Figures, Position, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, fix_bucket_order
 from rankup.observe.goodput import Course
+from rankup.observe.metrics import evaluation
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
@@ -226,7 +227,7 @@ class Job:
         live.after_step(self.group)
         self._enter_step()
         if line is not None:
-            self.figures.metrics.training(line)
+            self.figures.metrics.write(line)
         self._seed()
         self.run.saver.look()
         self.saving.keep_part()
@@ -320,7 +321,7 @@ class Job:
         own = {name: number_of(value) for name, value in values.items()}
         with contextlib.nullcontext() if self._inside else self.changing:
             position.metrics, position.evaluated = earlier | own, position.step
-        self.figures.metrics.evaluation(position.step, own)
+        self.figures.metrics.write(evaluation(position.step, own))
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
@@ -355,7 +356,7 @@ class Job:
         ranks, device = self.group.launch.local_world_size, self.device
         if self.local_rank == 0:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
+            for line in before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
 
     def finish(self) -> None:
