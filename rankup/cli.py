@@ -208,7 +208,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     for warning in node.warnings:
         log.warning("%s", warning)
     if given.preflight:
-        from rankup.doctor.machine import preflight
+        from rankup.doctor import preflight
 
         code, why = preflight(options.run_dir, ranks=node.nproc, log=log)
         if code:

@@ -178,13 +178,8 @@ class Ends:
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or self._ended:
             self._usual(kind, error, trace)
-            return
-        if isinstance(error, NameError) and self.job is not None and self.job.live.behind:
-            log.warning(
-                f"The run had stopped behind the last batch of an epoch, so no batch has set {error.name} in this "
-                "process. Set it before the loop over batches."
-            )
-        self._leave(error)
+        else:
+            self._leave(error)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or self._ended:

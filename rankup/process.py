@@ -157,10 +157,10 @@ class Program:
 
     def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
         """Check whether the machines are fit for a training, in place of one. Returns the exit code: 0, 10 with
-        warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.Plan`. Raises Stopped."""
-        from rankup.doctor.stages import Plan, doctor
+        warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.Doctor`. Raises Stopped."""
+        from rankup.doctor.stages import doctor
 
-        return doctor(self.found, run_dir, Plan(**plan), stop=self.stop, log=self.log, as_json=as_json)
+        return doctor(self.found, run_dir, stop=self.stop, log=self.log, as_json=as_json, **plan)
 
     def end(self, error: BaseException) -> int:
         """Print an end that is no success, as its kind deserves, tell it to torchrun, and return the exit code."""

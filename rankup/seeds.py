@@ -62,15 +62,21 @@ def set_host_state(state: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Whatever draws random numbers in the block, Python, torch and numpy draw afterwards as if nothing had."""
+def host_state_kept() -> Iterator[None]:
+    """Whatever draws random numbers in the block, the host draws afterwards as if nothing had."""
     state = host_state()
-    devices = [] if device.type == "cpu" else [device.index or 0]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
+        yield
     finally:
         set_host_state(state)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """The same with the numbers of `device`."""
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    with host_state_kept(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
 
 
 def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
@@ -80,8 +86,7 @@ def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
     state: tuple[Any, ...] = ()
     chunk: list[Any] = []
     while iterator is None or chunk:
-        outer = host_state()
-        try:
+        with host_state_kept():
             if iterator is None:
                 seed_host(seed)
                 iterator = iter(make)
@@ -92,6 +97,4 @@ def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
                 chunk.append(batch)
                 samples += len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
             state = host_state()
-        finally:
-            set_host_state(outer)
         yield chunk

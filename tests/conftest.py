@@ -26,8 +26,8 @@ IN_CI = os.environ.get("CI") == "true"
 ENGINE_WANTED = bool(os.environ.get("RANKUP_ENGINE"))
 # Whoever has one of these names, of a fixture too, may start a process
 STARTERS = {
-    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "start_ranks",
-    "ended", "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
+    "subprocess", "multiprocessing", "mp", "forks", "Forks", "jobs", "Job", "start", "run", "ended",
+    "s3", "S3", "image", "pods", "cluster", "Cluster", "docker", "Project", "namespaces",
 }
 # pytest-xdist's processes: each runs tests, and the one that started them runs none
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -185,11 +185,11 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[]
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+def s3() -> Iterator[S3]:
     """A real S3 server."""
     for package in ("s3fs", "moto", "flask_cors"):
         pytest.importorskip(package)
-    server = S3(tmp_path_factory.mktemp("s3") / "server.log")
+    server = S3()
     yield server
     server.close()
 

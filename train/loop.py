@@ -16,7 +16,7 @@ from rankup.seeds import derive_seed, seed_everything
 from .config import Config, check_world_size
 from .data.samples import Order, load_batches, to_device
 from .group import join_group
-from .parallel import METHODS, method_name, start_method
+from .parallel import METHODS, method_name
 from .parallel.methods import Method
 from .parallel.model import (
     autocast,
@@ -49,10 +49,10 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    needs_group = METHODS[method_name(config, world_size)].needs_process_group
+    chosen = METHODS[method_name(config, world_size)]
     with (
-        join_group(config, program, run_dir, needs_process_group=needs_group) as group,
-        start_method(config, group) as method,
+        join_group(config, program, run_dir, needs_process_group=chosen.needs_process_group) as group,
+        chosen(config, group).running() as method,
         open_run_directory(config, group, method) as job,
     ):
         if job.run.finished:

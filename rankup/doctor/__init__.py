@@ -1,21 +1,32 @@
-"""The doctor: is this machine, and this group of machines, fit to train? Here: what it finds, the verdict that follows
-from that, and how both are shown.
+"""The doctor: is this machine, and this group of machines, fit to train? No torch here.
+
+First what it finds, the verdict that follows from that, and how both are shown. Then the checks of one machine: limits,
+memory, GPUs, disks. The limits take milliseconds to check: every training looks at them first.
 """
 
 import contextlib
+import importlib
 import json
 import logging
+import math
+import os
+import resource
+import shutil
+import tempfile
 import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
+from rankup.agent.processes import within
 from rankup.env.rank_env import ranges
+from rankup.errors import FINISHED
 from rankup.places.files import write_json
 
 OK, NOTE, WARNING, INCOMPLETE, UNFIT = "ok", "note", "warning", "incomplete", "unfit"
@@ -25,7 +36,14 @@ CODES = {OK: 0, NOTE: 0, WARNING: 10, INCOMPLETE: 30, UNFIT: 20}
 _ORDER = list(CODES)
 VERDICTS = {0: "fit to train", 10: "fit to train, with warnings", 20: "not fit to train", 30: "could not be completed"}
 _SHOWN = {OK: "ok", NOTE: "note", WARNING: "WARNING", INCOMPLETE: "NOT DONE", UNFIT: "NOT FIT"}
-WIDTH = 110
+MIB = 2**20
+LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
+LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take about half of it
+LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
+LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
+LEAST_FILES = 1024
+DISK_S = 30.0  # a network disk may never answer,
+GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,17 @@ class Finding:
     @property
     def is_problem(self) -> bool:
         return self.level not in (OK, NOTE)
+
+    def text(self, who: str = "") -> str:
+        """For people: what was seen, and below it why it matters and how to mend it."""
+        parts = [(f"{_SHOWN[self.level]:8} {self.stage:12} ", who + self.seen)]
+        if self.is_problem:
+            parts += [(" " * 22 + "why:  ", self.why), (" " * 22 + "mend: ", self.remedy)]
+        return "\n".join(
+            textwrap.fill(text, 110, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
+                          break_on_hyphens=False)
+            for start, text in parts if text
+        )
 
 
 @cache
@@ -70,18 +99,6 @@ def merge(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
     return sorted(ranks.items(), key=lambda item: (stages.index(item[0].stage), -_ORDER.index(item[0].level)))
 
 
-def _text(finding: Finding, *, who: str = "") -> str:
-    """One finding for people: what was seen, and below it why it matters and how to mend it."""
-    parts = [(f"{_SHOWN[finding.level]:8} {finding.stage:12} ", who + finding.seen)]
-    if finding.is_problem:
-        parts += [(" " * 22 + "why:  ", finding.why), (" " * 22 + "mend: ", finding.remedy)]
-    return "\n".join(
-        textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
-                      break_on_hyphens=False)
-        for start, text in parts if text
-    )
-
-
 class Report:
     """The findings of one rank. `json_out`: where JSON goes, in place of the table; None prints the table."""
 
@@ -96,7 +113,7 @@ class Report:
         for finding in findings:
             self.findings.append(replace(finding, rank=self._rank, host=host_name()))
             if self._json_out is None:
-                self._log.info(_text(finding))
+                self._log.info(finding.text())
 
     def end_together(self, gather: Callable[[Any], list[Any]], path: Path) -> int:
         """Rank 0 prints the verdict of all ranks and writes it to `path`. Collective: every rank calls it.
@@ -109,36 +126,199 @@ class Report:
             for finding, ranks in merge(everything) if self._json_out is None else ():
                 # Rank 0's own findings were printed as they were found
                 if ranks[0] != 0 and finding.is_problem:
-                    self._log.info(_text(finding, who=f"rank {ranges(ranks)} on {finding.host}: "))
-            self._end(everything)
+                    self._log.info(finding.text(f"rank {ranges(ranks)} on {finding.host}: "))
+            whole = self._end(everything)
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
-                write_json(path, self._as_json(everything))
+                write_json(path, whole)
         return exit_code(everything)
 
     def end_alone(self) -> int:
         """The ranks did not join, or lost each other: each rank reports its own findings. Returns the exit code."""
         if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
             for finding in (each for each in self.findings if each.is_problem):
-                self._log.warning(_text(finding))
+                self._log.warning(finding.text())
         self._end(self.findings)
         return exit_code(self.findings)
 
-    def _end(self, findings: list[Finding]) -> None:
+    def _end(self, findings: list[Finding]) -> dict[str, Any]:
+        """Print the verdict, and return it with the facts and each finding once; good ones if rank 0 has them."""
+        code, seconds = exit_code(findings), time.monotonic() - self._began_s
+        merged = merge(findings)
+        kept = [{**asdict(finding), "ranks": ranks} for finding, ranks in merged if finding.is_problem or 0 in ranks]
+        facts = {**self.facts, "seconds": round(seconds, 2)}
+        whole = {"verdict": VERDICTS[code], "exit_code": code, **facts, "findings": kept}
         if self._json_out is not None:
-            self._json_out.write(json.dumps(self._as_json(findings)) + "\n")
+            self._json_out.write(json.dumps(whole) + "\n")
             self._json_out.flush()
-            return
+            return whole
+        seen = [finding.level for finding, _ in merged]
+        counts = ", ".join(f"{seen.count(each)} {each}" for each in (UNFIT, INCOMPLETE, WARNING) if each in seen)
+        verdict = VERDICTS[code] + (f" ({counts})" if counts else "")
         stages = len({finding.stage for finding in findings})
-        counts = {level: len(merge(f for f in findings if f.level == level)) for level in (UNFIT, INCOMPLETE, WARNING)}
-        problems = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
-        verdict = VERDICTS[exit_code(findings)] + (f" ({problems})" if problems else "")
         level = logging.WARNING if self._rank else logging.INFO
-        self._log.log(level, f"doctor: {verdict}: {stages} stages in {time.monotonic() - self._began_s:.1f} s")
+        self._log.log(level, f"doctor: {verdict}: {stages} stages in {seconds:.1f} s")
+        return whole
 
-    def _as_json(self, findings: list[Finding]) -> dict[str, Any]:
-        """The verdict, the facts, and each finding once with its ranks; good ones only where rank 0 has them."""
-        code = exit_code(findings)
-        kept = [{**asdict(finding), "ranks": ranks} for finding, ranks in merge(findings)
-                if finding.is_problem or 0 in ranks]
-        facts = {**self.facts, "seconds": round(time.monotonic() - self._began_s, 2)}
-        return {"verdict": VERDICTS[code], "exit_code": code, **facts, "findings": kept}
+
+# One machine ----------------------------------------------------------------------------------------------------------
+
+
+def check_machine(
+    report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
+    local_rank: int | None = None,
+) -> None:
+    """Add to `report` what this process sees of its machine, each check within its time limit.
+
+    `ranks`: on this node, with `threads` threads and `num_workers` DataLoader workers each. `local_rank`: whose GPU to
+    look at, None: all.
+    """
+    def bounded(stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
+        found = within(timeout_s, lambda: list(check()))
+        if found is None:
+            found = [problem("silent", of=stage, timeout_s=timeout_s, why=silent)]
+        report.add(*found)
+
+    report.add(*limits(ranks=ranks, threads=threads))
+    report.add(*shared_memory(num_workers=num_workers))
+    if has_gpus:
+        bounded("gpus", GPU_S, lambda: gpus(local_rank), "the driver of the GPUs gives no answer.")
+    bounded("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer.")
+
+
+def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, str]:
+    """Before the ranks of this node start: the exit code of the doctor where it is not fit, and why; else 0.
+
+    Without the other machines: a container that is replaced in the middle of a training finds the others at work.
+    Whether the machines reach each other is checked when they meet.
+    """
+    report = Report(log, rank=0, world_size=1, json_out=None)
+    check_machine(report, run_dir, ranks=ranks)
+    code = report.end_alone()
+    if code in (FINISHED, CODES[WARNING]):
+        return FINISHED, ""
+    return code, f"preflight on {host_name()}: {VERDICTS[code]}. No rank was started"
+
+
+def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:
+    """A line for each limit that will be in the way of a training with `threads` in each rank, and for accelerators
+    that none will use: so it looks when somebody gave the number of nodes for that of ranks.
+
+    `ranks`, `devices`: on this node, None where that is not known.
+    """
+    found = [each for each in limits(ranks=ranks or 1, threads=threads) if each.level == WARNING]
+    if ranks is not None and devices > ranks:
+        found.append(problem("idle", devices=devices, ranks=ranks, idle=devices - ranks))
+    return [f"{each.seen}: {each.why} {each.remedy}" for each in found]
+
+
+def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:
+    """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's.
+
+    `ranks`: on this node, with `threads` threads each. `root`: of the file system, for tests.
+    """
+    cpus, wanted = cpu_quota(root), ranks * threads
+    if wanted > math.ceil(cpus) or wanted * LEAST_CPU > cpus:
+        yield problem("cpus", ranks=ranks, threads=threads, cpus=f"{cpus:g}")
+    else:
+        yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
+    memory = memory_limit(root)
+    if memory is not None and memory < LEAST_MEMORY * ranks:
+        yield problem("memory", mib=memory / MIB, ranks=ranks)
+    # Without a limit the kernel counts for the whole machine: any process, at any time
+    if memory is not None and (killed := oom_kills(root)):
+        yield problem("killed", count=killed)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        yield problem("files", soft=soft)
+
+
+def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
+    """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
+    if not os.path.isdir(folder):
+        return
+    total, _, free = shutil.disk_usage(folder)
+    seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
+    little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
+    yield problem("small-shm", seen=seen, folder=folder) if little else Finding("memory", OK, seen)
+
+
+def disk(run_dir: Path) -> Iterator[Finding]:
+    """Whether checkpoints can be written in the run's folder: permission and room."""
+    folder = run_dir / "doctor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"seen")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        yield problem("no-disk", folder=error.filename or folder, error=error.strerror)
+        return
+    seen = f"{run_dir}: {free / 2**30:.1f} GiB free"
+    little = free < LEAST_DISK
+    yield problem("little-disk", folder=run_dir, mib=free / MIB) if little else Finding("storage", OK, seen)
+
+
+def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
+    """The health of the GPUs that this process may use: all of them, or that of `local_rank` among several ranks.
+
+    NVML, the driver's library, says what the driver knows already: nothing is measured, and no GPU is used. Without
+    NVIDIA's driver there is nothing to say. `environ` and `nvml` (in place of pynvml) are for tests.
+    """
+    nvml = nvml or importlib.import_module("pynvml")  # slow: only where it is asked
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
+            yield problem("driver", error=error)
+        return
+    # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
+    every = ",".join(str(index) for index in range(nvml.nvmlDeviceGetCount()))
+    places = [place.strip() for place in environ.get("CUDA_VISIBLE_DEVICES", every).split(",")]  # numbers or UUIDs
+    if local_rank is not None and local_rank < len(places):
+        places = [places[local_rank]]
+    names: list[str] = []
+    found: list[Finding] = []
+    for place in places:
+        try:
+            by = nvml.nvmlDeviceGetHandleByIndex if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+            handle = by(int(place) if place.isdigit() else place)
+            names.append(str(nvml.nvmlDeviceGetName(handle)))
+            found += _problems(nvml, handle)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
+                break  # no such GPU: CUDA too takes those before it alone
+            found.append(problem("lost", gpu=place, more=error))
+    yield from found
+    if names and not found:
+        kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
+        yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
+    nvml.nvmlShutdown()
+
+
+def _problems(nvml: Any, handle: Any) -> Iterator[Finding]:
+    """What is wrong with a GPU. Raises NVMLError where it does not answer."""
+    def ask(name: str, *more: Any) -> Any:
+        """NVML's answer, None where this GPU or driver does not know it."""
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *more)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                raise
+            return None
+
+    gpu = nvml.nvmlDeviceGetIndex(handle)  # nvidia-smi's number
+    *_, pending, failed = ask("RemappedRows") or (0, 0)
+    if pending or failed:
+        yield problem("row-failed" if failed else "row-pending", gpu=gpu)
+    if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
+        yield problem("ecc", gpu=gpu, more=errors)
+    # Heat, or a power supply that asks for it. The power limit alone is normal under load
+    slowed = (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown
+              | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown)
+    if (ask("CurrentClocksEventReasons") or 0) & slowed:
+        yield problem("throttled", gpu=gpu)
+    # A container may not see the programs of others
+    if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
+        yield problem("in-use", gpu=gpu, more=", ".join(others))

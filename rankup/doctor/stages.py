@@ -12,11 +12,10 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, WARNING, Finding, Report, problem
-from rankup.doctor.machine import check_machine
+from rankup.doctor import NOTE, OK, WARNING, Finding, Report, check_machine, problem
 from rankup.env.rank_env import RankEnv, describe, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -43,30 +41,15 @@ BULK_BYTES, BULKS = 2 * 2**20, 3  # bandwidth
 REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a training is going to need. `settings`: what must be the same on all ranks, by name. `device`, `backend`:
-    as for `rankup.Program.join`. `num_threads`, `num_workers`: of each rank. Times in seconds."""
-
-    settings: Mapping[str, str] = field(default_factory=dict)
-    device: str | None = None
-    backend: str | None = None
-    num_threads: int = 1
-    num_workers: int = 0
-    join_timeout_s: float = 120.0
-    stage_timeout_s: float = STAGE_S
-    longest_phase_s: float = 1800.0
-
-
 def doctor(
-    found: RankEnv | UserError, run_dir: Path, plan: Plan, *, stop: StopRequest, log: logging.Logger,
-    as_json: bool = False,
+    found: RankEnv | UserError, run_dir: Path, *, stop: StopRequest, log: logging.Logger, as_json: bool = False,
+    **plan: Any,
 ) -> int:
     """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
 
     found: this process's place among the ranks, or why the environment describes none, which is a finding too.
-    run_dir: of the run that is planned.
-    as_json: rank 0 prints one line of JSON in place of the table.
+    run_dir: of the run that is planned. as_json: rank 0 prints one line of JSON in place of the table.
+    plan: what the training is going to need, see `Doctor`.
 
     Returns the exit code: 0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed. Raises Stopped.
     """
@@ -78,34 +61,46 @@ def doctor(
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end_alone()
         report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
-        return _Doctor(found, run_dir, plan, report, stop, log).run()
+        return Doctor(found, run_dir, report, stop, log, **plan).run()
 
 
-class _Doctor:
-    """The stages, and which of them this rank is in: a failure is reported as that stage's."""
+@dataclass
+class Doctor:
+    """The stages, and which of them this rank is in: a failure is reported as that stage's.
 
-    def __init__(
-        self, launch: RankEnv, run_dir: Path, plan: Plan, report: Report, stop: StopRequest, log: logging.Logger
-    ) -> None:
-        self.launch, self.run_dir, self.plan = launch, run_dir, plan
-        self.report, self.stop, self.log = report, stop, log
-        self.stage = "environment"
-        self._stage_s = min(STAGE_S, plan.stage_timeout_s) + STAGE_S_PER_RANK * launch.world_size
+    `settings`: what must be the same on all ranks, by name. `device`, `backend`: as for `rankup.Program.join`.
+    `num_threads`, `num_workers`: of each rank. Times in seconds.
+    """
+
+    launch: RankEnv
+    run_dir: Path
+    report: Report
+    stop: StopRequest
+    log: logging.Logger
+    settings: Mapping[str, str] = field(default_factory=dict)
+    device: str | None = None
+    backend: str | None = None
+    num_threads: int = 1
+    num_workers: int = 0
+    join_timeout_s: float = 120.0
+    stage_timeout_s: float = STAGE_S
+    longest_phase_s: float = 1800.0
+    stage: str = "environment"
 
     def run(self) -> int:
         """All stages. Returns the exit code. Raises Stopped."""
-        plan, launch = self.plan, self.launch
+        launch = self.launch
         self.report.add(Finding("environment", OK, describe(launch)))
         self.report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         check_machine(
-            self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=plan.num_threads,
-            num_workers=plan.num_workers, has_gpus=not (plan.device or "").startswith("cpu"),
+            self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
+            num_workers=self.num_workers, has_gpus=not (self.device or "").startswith("cpu"),
             local_rank=launch.local_rank if launch.world_size > 1 else None,
         )
         self.report.add(*devices(launch))
         try:
             with start(
-                launch, settings=plan.settings, device=plan.device, backend=plan.backend,
+                launch, settings=self.settings, device=self.device, backend=self.backend,
                 status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log,
             ) as group:
                 group.watch.leaving = self._leave
@@ -118,8 +113,7 @@ class _Doctor:
                 else:
                     seen = "a single process: nothing was checked that needs several ranks"
                     self.report.add(Finding("joined", NOTE, seen))
-                self.stage = "report"
-                group.watch.enter("report", self._stage_s)
+                self._check(group, "report", ())
                 return self.report.end_together(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
             raise
@@ -127,22 +121,17 @@ class _Doctor:
             self.report.add(self._explain(error))
             return self.report.end_alone()
 
-    # All ranks together ----------------------------------------------------------------------------------------
-
     def _join(self, group: Group) -> None:
         """The three steps of joining, each followed by what it has shown."""
         add, self.stage = self.report.add, "joined"
-        meet(group, timeout_s=self.plan.join_timeout_s)
-        ranks_by_host: dict[str, list[int]] = {}
-        for rank, host in enumerate(group.hosts):
-            ranks_by_host.setdefault(host, []).append(rank)
+        meet(group, timeout_s=self.join_timeout_s)
         self.report.facts["hosts"] = list(group.hosts)
-        places = "; ".join(f"{ranges(found)} on {host}" for host, found in ranks_by_host.items())
+        places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(group.hosts).items())
         add(Finding("joined", OK, f"all {group.world_size} ranks: {places}"))
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
         self.stage = "group"
-        form(group, timeout_s=self.plan.join_timeout_s, longest_phase_s=self.plan.longest_phase_s)
+        form(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
         add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
         self.stage = "versions"
         check_settings(group)
@@ -150,9 +139,9 @@ class _Doctor:
         self.stage = "devices"
         check_devices(group)
 
-    def _check(self, group: Group, stage: str, findings: Iterator[Finding]) -> None:
+    def _check(self, group: Group, stage: str, findings: Iterable[Finding]) -> None:
         self.stage = stage
-        group.watch.enter(stage, self._stage_s)
+        group.watch.enter(stage, min(STAGE_S, self.stage_timeout_s) + STAGE_S_PER_RANK * group.world_size)
         self.report.add(*findings)  # a generator: the check runs here
 
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
@@ -217,15 +206,21 @@ def versions(group: Group) -> Iterator[Finding]:
         "CPU": cpu_model(), "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
     })
     for name in gathered[0] if group.rank == 0 else ():
-        holders: dict[str, list[int]] = {}
-        for rank, versions_there in enumerate(gathered):
-            holders.setdefault(versions_there[name], []).append(rank)
-        seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in holders.items())
-        if len(holders) > 1 and name in ("CPU", "GPU"):
+        found = holders(each[name] for each in gathered)
+        seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in found.items())
+        if len(found) > 1 and name in ("CPU", "GPU"):
             yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
-        elif len(holders) > 1:
+        elif len(found) > 1:
             why = "what works on one node may fail or hang on another."
             yield Finding("versions", WARNING, seen, why, "Install the same on all nodes.")
+
+
+def holders(values: Iterable[str]) -> dict[str, list[int]]:
+    """Which ranks have each value."""
+    found: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def driver_version(root: Path = Path("/")) -> str:
@@ -242,15 +237,8 @@ def cpu_model() -> str:
 
 
 def collective(group: Group) -> Iterator[Finding]:
-    """Whether all_reduce, which adds up the gradients, gives the right numbers."""
-    if wrong := wrong_sums(group):
-        yield problem("wrong-sum", wrong=", ".join(wrong), host=host_name())
-    elif group.rank == 0:
-        yield Finding("collective", OK, "all_reduce gives the right numbers")
-
-
-def wrong_sums(group: Group) -> list[str]:
-    """Each all_reduce whose result is wrong on this rank. Integers are exact in float32: the bits must be equal."""
+    """Whether all_reduce, which adds up the gradients, gives the right numbers on this rank. Integers are exact in
+    float32: the bits must be equal."""
     size, wrong = group.world_size, []
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=group.device, dtype=torch.float32) % 997
@@ -258,83 +246,76 @@ def wrong_sums(group: Group) -> list[str]:
         group.collective(lambda numbers=numbers: dist.all_reduce(numbers))  # type: ignore[misc]
         if not torch.equal(numbers, base * size + size * (size - 1) / 2):
             wrong.append(f"all_reduce of {length} numbers")
-    return wrong
+    if wrong:
+        yield problem("wrong-sum", wrong=", ".join(wrong), host=host_name())
+    elif group.rank == 0:
+        yield Finding("collective", OK, "all_reduce gives the right numbers")
 
 
 # Links --------------------------------------------------------------------------------------------------------------
 
 
-class LinkSpeed(NamedTuple):
-    """One link between two ranks: the best of several tries, as other traffic of a moment is not the link's fault."""
-
-    ranks: Sequence[int]  # two
-    latency_s: float  # one way: half of a round trip of 8 bytes
-    bandwidth: float  # bytes/s, the mean of both directions
-    between_nodes: bool
-
-
 def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Latency and bandwidth of the links. Writes all of them to `facts` on rank 0."""
+    """Latency and bandwidth from each rank to the next, and the slowest link of each kind. All go to rank 0's `facts`:
+    two ranks, s of one way, bytes/s as the mean of both directions, and whether the link is between nodes."""
     own = []
-    for pairs, between in rounds(group.hosts):
-        for low, high in pairs:
-            if group.rank == low:
-                own.append(LinkSpeed((low, high), *_measure_link(high, group.device, first=True), between))
-            elif group.rank == high:
-                _measure_link(low, group.device, first=False)
-    found = [LinkSpeed(*link) for part in group.gather(own) for link in part]
+    for low in rounds(group.hosts, group.rank):
+        first, other, device = group.rank == low, 2 * low + 1 - group.rank, group.device
+        ping_s = round_trip_s(other, PING_BYTES, PINGS, device, first=first)
+        taken_s = round_trip_s(other, BULK_BYTES, BULKS, device, first=first)
+        if first:
+            own.append({
+                "ranks": [low, other], "between_nodes": group.hosts[low] != group.hosts[other],
+                "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9),
+            })
+    found = [link for part in group.gather(own) for link in part]
     if group.rank == 0:
-        facts["links"] = [link._asdict() for link in found]
+        facts["links"] = found
         for between, words in ((True, "between nodes"), (False, "inside a node")):
-            if kind := [link for link in found if link.between_nodes is between]:
+            if kind := [link for link in found if link["between_nodes"] is between]:
                 yield judge(kind, words, group.hosts)
 
 
-def judge(kind: Sequence[LinkSpeed], words: str, hosts: Sequence[str]) -> Finding:
+def rounds(hosts: Sequence[str], rank: int) -> list[int]:
+    """The links that `rank` has a part in, in the order in which all ranks measure theirs: each by the lower rank.
+
+    First those between nodes, then those inside one; of each kind first those of even ranks. So no rank has two at a
+    time, and where the ranks of a node follow each other no node has two between nodes. `hosts`: of each rank.
+    """
+    between = [low for low in range(len(hosts) - 1) if hosts[low] != hosts[low + 1]]
+    inside = [low for low in range(len(hosts) - 1) if hosts[low] == hosts[low + 1]]
+    order = [*between[0::2], *between[1::2], *inside[0::2], *inside[1::2]]
+    return [low for low in order if rank in (low, low + 1)]
+
+
+def round_trip_s(other: int, size: int, count: int, device: torch.device, *, first: bool) -> float:
+    """Seconds for `size` bytes to the rank `other` and back, the fastest of `count` round trips: what else uses the
+    machine only makes one slower. The rank with `first` sends, and the other end echoes. No clock of two machines is
+    exact enough to time one way alone."""
+    message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
+    for _ in range(count):
+        began_s = time.perf_counter()
+        for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+            call(message, other)
+        if device.type != "cpu":  # calls only queue work there, and return at once
+            torch.accelerator.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def judge(kind: Sequence[dict[str, Any]], words: str, hosts: Sequence[str]) -> Finding:
     """The slowest of links of one kind: a warning where it is below SLOWEST_LINK, or far below the others and slow."""
-    slowest, median = min(kind, key=lambda link: link.bandwidth), statistics.median(link.bandwidth for link in kind)
-    low, high = slowest.ranks
+    slowest = min(kind, key=lambda link: link["bandwidth"])
+    bandwidth, (low, high) = slowest["bandwidth"], slowest["ranks"]
+    median = statistics.median(link["bandwidth"] for link in kind)
     seen = (
-        f"{len(kind)} {words}: slowest {_rate(slowest.bandwidth)}, ranks {low} on {hosts[low]} and {high} on "
-        f"{hosts[high]}; median {_rate(median)}; longest latency {max(link.latency_s for link in kind) * 1e6:.0f} us"
+        f"{len(kind)} {words}: slowest {_rate(bandwidth)}, ranks {low} on {hosts[low]} and {high} on {hosts[high]}; "
+        f"median {_rate(median)}; longest latency {max(link['latency_s'] for link in kind) * 1e6:.0f} us"
     )
     # Beside a link inside one chip any cable looks slow
-    if slowest.bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):
+    if bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):
         return Finding("links", OK, seen)
-    return problem("slow-link", seen=seen, ring_s=200e6 / slowest.bandwidth)
-
-
-def rounds(hosts: Sequence[str]) -> Iterator[tuple[list[tuple[int, int]], bool]]:
-    """Rounds of pairs, each rank with the next one, and whether these are between nodes. The same on every rank.
-
-    In a round no rank is in two pairs, and where the ranks of a node follow each other no node is in two between nodes.
-    `hosts`: of each rank.
-    """
-    for between in (True, False):
-        kind = [pair for pair in pairwise(range(len(hosts))) if (hosts[pair[0]] != hosts[pair[1]]) is between]
-        yield kind[0::2], between
-        yield kind[1::2], between
-
-
-def _measure_link(other: int, device: torch.device, *, first: bool) -> tuple[float, float]:
-    """Latency in s and bandwidth in bytes/s.
-
-    The rank with `first` sends each message, the other end echoes it, and the fastest of several round trips counts:
-    what else uses the machine only makes one slower. No clock of two machines is exact enough to time one way alone.
-    """
-    def round_trip_s(size: int, count: int) -> float:
-        message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
-        for _ in range(count):
-            began_s = time.perf_counter()
-            for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
-                call(message, other)
-            if device.type != "cpu":  # calls only queue work there, and return at once
-                torch.accelerator.synchronize(device)
-            best_s = min(best_s, time.perf_counter() - began_s)
-        return best_s
-
-    ping_s, taken_s = round_trip_s(PING_BYTES, PINGS), round_trip_s(BULK_BYTES, BULKS)
-    return ping_s / 2, 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9)
+    return problem("slow-link", seen=seen, ring_s=200e6 / bandwidth)
 
 
 def _rate(bandwidth: float) -> str:

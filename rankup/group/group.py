@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import io
 import json
-import logging
 import math
 import re
 import time
@@ -30,7 +29,6 @@ from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
-from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
 from rankup.timing import STOP_S
 
@@ -51,18 +49,14 @@ class Group:
     settings: Mapping[str, str]
     backend: str
 
-    def __init__(
-        self, launch: RankEnv, device: torch.device, *, watch: Watchdog, stop: StopRequest, log: logging.Logger
-    ) -> None:
-        self.launch, self.device, self.log, self.watch, self.stop = launch, device, log, watch, stop
+    def __init__(self, launch: RankEnv, device: torch.device, watch: Watchdog) -> None:
+        self.launch, self.device, self.watch = launch, device, watch
         self.rank, self.world_size = launch.rank, launch.world_size
-        self.status = watch.status
-        self.run_dir = watch.status.run_dir
-        self.hosts = watch.hosts
+        self.log, self.stop, self.record, self.status = watch.log, watch.stop, watch.record, watch.status
+        self.run_dir, self.hosts = watch.status.run_dir, watch.hosts
         self.restarted = launch.restart_count > 0
         self.store: Any = None
         self.until_formed = contextlib.ExitStack()
-        self.record = watch.record
 
     @property
     def is_rank0(self) -> bool:
@@ -92,15 +86,6 @@ class Group:
         if not may_begin:
             self.watch.settle()
         return not may_begin
-
-    @property
-    def step(self) -> int:
-        """The last optimizer step that this rank finished."""
-        return self.record.read().step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.record.begin(step)
 
     # The end ----------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 import rankup
 from rankup.agent.ends import StatusFile
-from rankup.agent.protocol import HINT, Member
+from rankup.agent.protocol import HINT
 from rankup.agent.record import RecordWriter
-from rankup.agent.sameness import describe_differences
 from rankup.env.rank_env import RankEnv
-from rankup.errors import JoinError, LaunchError, UserError
+from rankup.errors import JoinError, LaunchError
 from rankup.group.group import Group, connect_store, digest
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import AgentLine, Watchdog, describe
@@ -37,9 +36,8 @@ def start(
             faulthandler.enable()
     record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
     watch = Watchdog(status, stop, record=record, log=log)
-    chosen = pick_device(device, launch.local_rank)
-    group = Group(launch, chosen, watch=watch, stop=stop, log=log)
-    group.backend = pick_backend(backend, chosen)
+    group = Group(launch, pick_device(device, launch.local_rank), watch)
+    group.backend = pick_backend(backend, group.device)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
     status.write_summary([])
     return group
@@ -103,14 +101,10 @@ def check_settings(group: Group) -> None:
     """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
     if group.launch.agent is None:
         return
-    digests = group.gather(digest(group.settings))
-    if len(set(digests)) > 1:
-        members = [
-            Member("", rank, 1, group.world_size, host, 0, digest, 0.0)
-            for rank, (host, digest) in enumerate(zip(group.hosts, digests, strict=True))
-        ]
-        settings = dict(zip(digests, group.gather(group.settings), strict=True))
-        raise UserError(describe_differences(members, settings), printed_elsewhere=not group.is_rank0)
+    if len({*group.gather(digest(group.settings))}) > 1:
+        for name in group.broadcast([*group.settings]):
+            value = group.settings.get(name, "nothing")
+            group.must_match(name, value, remedy="Start all ranks with the same program and settings.")
 
 
 def check_devices(group: Group) -> None:
@@ -148,16 +142,13 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
 
     CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
     """
-    if wanted is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        wanted = "cpu" if found is None else found.type
-    kind, _, index = wanted.partition(":")
+    found = None if wanted == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    kind, _, index = (wanted or (found.type if found else "cpu")).partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    module = getattr(torch, kind, None)
-    count = int(module.device_count()) if module is not None and hasattr(module, "device_count") else 0
-    if count == 0:
+    if found is None or kind != found.type:
         raise LaunchError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
+    count = torch.accelerator.device_count()
     number = int(index) if index else local_rank
     if number >= count:
         # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.

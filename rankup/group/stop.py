@@ -2,11 +2,8 @@
 
 SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step. SIGUSR2 comes the same way,
 and asks for the stacks of all threads. Once the rank has a group, the same thread hears its line and looks at the clock
-(`rankup.group.watchdog`): a rank has no other thread for these.
-
-No torch: the handlers are installed before torch is imported, so that a container stopped while it starts ends at once
-instead of being killed after its grace period. (The kernel ignores SIGTERM for a container's first process unless that
-process has a handler.)
+(`rankup.group.watchdog`). No torch: a container that is stopped while it imports torch must end at once, and the kernel
+ignores SIGTERM for a container's first process unless that has a handler.
 """
 
 import contextlib
@@ -51,7 +48,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_name = ""
         self.watch: Any = None  # a Watchdog, which imports this file
-        self._finish_step_first = False
+        # Before the first step a signal ends the process at once: importing torch, joining and downloading may take
+        # minutes, longer than a grace period. Once there is something to save it only sets the flag
+        self.finish_step_first = False
         self._requested_at_s = 0.0  # of the first signal to this process itself
         self._held = threading.local()
         self._readers: dict[int, Callable[[], bool]] = {}
@@ -60,20 +59,15 @@ class StopRequest:
     def requested(self) -> bool:
         return bool(self.signal_name)
 
-    def fileno(self) -> int:
-        """For select: readable once a stop was requested."""
-        return self._requested.fileno()
-
     @property
     def installed(self) -> bool:
         return hasattr(self, "_reader")
 
-    def install(self) -> "StopRequest":
+    def install(self) -> None:
         """Take over the signals. Main thread only, once a process."""
         # The writing end is kept as an attribute: were it closed, the signals would go nowhere
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._requested, self._tell = socket.socketpair()
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Without a handler a signal would end the process and never reach the socket
         for each in TAKEN:
@@ -81,7 +75,6 @@ class StopRequest:
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._begin_fork)
         self._readers[self._reader.fileno()] = self._read
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
-        return self
 
     def _pass_on(self, number: int, _: object) -> None:
         """The socket has the signal already, unless somebody has put theirs in its place, as asyncio's loops do."""
@@ -108,21 +101,12 @@ class StopRequest:
                 signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else lambda *_: None)
         self._release()
 
-    def uninstall(self) -> "StopRequest":
+    def uninstall(self) -> None:
         """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
         if self.installed:
             signal.set_wakeup_fd(-1)
             for each in STOP_SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
-        return self
-
-    def finish_step_first(self) -> None:
-        """From now on a signal only sets the flag: the caller looks at it, and there is something to save.
-
-        Before that a signal ends the process at once: importing torch, joining and downloading may take minutes, and
-        the grace period is too short to wait for any of them.
-        """
-        self._finish_step_first = True
 
     def hear(self, fileno: int, receive: Callable[[], bool]) -> None:
         """From now on call `receive` in the thread whenever there is something to read, until it returns False."""
@@ -139,7 +123,6 @@ class StopRequest:
         """Request a stop as that signal does, which may have come to another rank. SIGUSR1 is only a notice."""
         if not self.requested or self.signal_name == "SIGUSR1" != name:
             self.signal_name, self._requested_at_s = name, 0.0
-            self._tell.send(b"!")
 
     # The thread -----------------------------------------------------------------------------------------------
 
@@ -157,7 +140,8 @@ class StopRequest:
         for number in self._reader.recv(4096):
             if number == signal.SIGUSR2:
                 # In a thread of its own: a disk that hangs must not keep this one from the next signal
-                threading.Thread(target=dump, args=("asked",), name="stacks", daemon=True).start()
+                record = self.watch.record if self.watch is not None else None
+                threading.Thread(target=dump, args=("asked", record), name="stacks", daemon=True).start()
             elif number in STOP_SIGNALS:  # SIGCHLD and others pass through the same socket
                 self._take(signal.Signals(number).name, time.monotonic())
         return True
@@ -167,7 +151,7 @@ class StopRequest:
         waited_s = now_s - self._requested_at_s
         if not self._requested_at_s:
             self._requested_at_s = now_s
-            if not self._finish_step_first:
+            if not self.finish_step_first:
                 self._leave(f"{name} before the first step: nothing new to save. The same command starts it again.")
             elif self.watch is not None:
                 self.watch.tell_others(name)
@@ -203,7 +187,6 @@ ASK, ASK_C = signal.SIGUSR2, signal.SIGRTMAX
 
 _file: TextIO | None = None
 _lock = threading.Lock()
-_record: RecordWriter | None = None
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
@@ -223,19 +206,16 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
         faulthandler.register(ASK_C, _file, all_threads=True)
 
 
-def follow(record: RecordWriter) -> None:
-    """From now on dumps say where this rank stands, as its record says."""
-    global _record
-    _record = record
+def dump(why: str, record: RecordWriter | None) -> Path | None:
+    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk.
 
-
-def dump(why: str) -> Path | None:
-    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk."""
+    `record`: says where this rank stands.
+    """
     if _file is None:
         return None
     with _lock:
-        life = _record.read() if _record is not None else None
-        phase, step = (life.phase, life.step) if life is not None else ("", 0)
+        now = record.read() if record is not None else None
+        phase, step = (now.phase, now.step) if now is not None else ("", 0)
         said = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "why": why, "phase": phase, "step": step}
         _file.write(f"# {json.dumps(said)}\n{_stacks()}")
         _file.flush()  # faulthandler's own handler writes beside this object, to the file's number

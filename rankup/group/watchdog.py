@@ -24,7 +24,7 @@ from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, RecordWriter
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
-from rankup.group.stop import StopRequest, compare, dump, follow, moment, own_place
+from rankup.group.stop import StopRequest, compare, dump, moment, own_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class Watchdog:
         self._leave_at_s = math.inf  # to leave for a stop then, as the ranks do not come to the step that all stop at
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
-        follow(record)
         stop.watch = self
         stop.wake()
 
@@ -283,7 +282,7 @@ class Watchdog:
         `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
         one makes haste.
         """
-        file = within(timing.STACKS_S, lambda: dump(why))  # first: an answer of the others takes longer
+        file = within(timing.STACKS_S, lambda: dump(why, self.record))  # first: an answer of the others takes longer
         lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
         if file:
             lines.append(f"the stacks of all threads are in {file}")

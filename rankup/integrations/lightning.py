@@ -5,15 +5,10 @@
     trainer.fit(module, job.batches(loader))
     job.finish()
 
-| promise                                                    | holds                                                 |
-|------------------------------------------------------------|-------------------------------------------------------|
-| stop on request, agreed among the ranks, and resume        | yes; the Trainer must have max_epochs                 |
-| the last finished step after a lost rank                   | yes with one device and with ddp; not with FSDP       |
-| the same weights, to the bit                               | yes with a loader that has a length                   |
-| deadlines with stacks, status, slow ranks, metrics         | yes; a validation counts as part of a step            |
-| several optimizers (manual optimization)                   | all their steps for one batch are one step            |
-| a validation during which a rank was lost                  | is left out, and so is the step of ReduceLROnPlateau  |
-| Lightning's own checkpoints, loggers and other callbacks   | stay as they are; their state is in no copy of ours   |
+All promises hold with one device and with ddp, not with FSDP, where the Trainer has max_epochs and the loader a length.
+A validation counts as part of a step; one during which a rank was lost is left out, and so is the step of
+ReduceLROnPlateau. All steps of several optimizers for one batch are one step. Lightning's own checkpoints, loggers and
+other callbacks stay as they are; their state is in no copy of ours.
 """
 
 import copy

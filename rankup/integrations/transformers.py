@@ -6,14 +6,9 @@
     trainer.train(resume_from_checkpoint=callback.checkpoint())
     job.finish()
 
-| promise                                                    | holds                                                 |
-|------------------------------------------------------------|-------------------------------------------------------|
-| stop on request, agreed among the ranks, and resume        | yes                                                   |
-| the last finished step after a lost rank                   | yes where each rank has the whole model               |
-| the same weights, to the bit                               | yes; the Trainer reads the earlier batches to skip them |
-| deadlines with stacks, status, slow ranks, metrics         | yes                                                   |
-| FSDP and DeepSpeed by the Trainer's own settings           | no: use the Trainer's checkpoints                     |
-| the Trainer's own checkpoints, loggers and other callbacks | stay as they are                                      |
+All promises hold where each rank has the whole model. After a resume the Trainer reads the earlier batches and skips
+them. With FSDP and DeepSpeed by the Trainer's own settings none holds: use the Trainer's checkpoints. These, its
+loggers and other callbacks stay as they are.
 """
 
 import dataclasses

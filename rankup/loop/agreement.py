@@ -1,19 +1,9 @@
-"""Silent corruption is found: ranks that must hold the same state compare a digest of it, every so many steps.
+"""Silent corruption is found: ranks that must hold the same state compare a digest of it, every so many steps, and
+before each save. Where it differs, all ranks end, and the next attempt goes on from the newest copy.
 
-A processor or a memory that computes wrongly raises no error. Data parallel ranks make the same steps from the same
-gradients, so their weights and optimizer states are equal to the bit; where they are not, a rank went wrong. All ranks
-then end, and the next attempt goes on from the newest copy. The loop saves none without a comparison, so it is sound.
-
-| ranks        | who went wrong                                                                                   |
-|--------------|--------------------------------------------------------------------------------------------------|
-| three, more  | those whose digest is not that of the majority                                                   |
-| two          | not known from one comparison. The next attempt compares after each step until it is past that   |
-|              | place: where a fault comes again, a further attempt shows which rank differs from its repetition |
-
-What a comparison does not see: a gradient that is wrong before the exchange, as it reaches all ranks alike; tensors
-that are split among ranks without another replica (FSDP2 without hybrid sharding); what one rank rescued after it had
-gone wrong, since the last comparison. `recompute` finds a machine that goes on computing wrongly there: all ranks
-compute the same batch.
+Of three ranks or more the majority says who went wrong. Of two nobody knows after one comparison: the next attempt
+compares after each step until it is past that place, and where a fault comes again, a further attempt shows which rank
+differs from its repetition. `corruption.md` says what a comparison does not see, and what `recompute` is for.
 """
 
 import json
@@ -21,11 +11,10 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -40,23 +29,12 @@ from rankup.timing import SHARE
 FIRST = 10  # steps before the first comparison, and between two at least
 RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
-NOWHERE = 0  # the place of a rank without tensors that are split
 
 
-def digests_of(items: dict[str, Any]) -> tuple[int, int, int]:
-    """Of the parameters of all modules and the tensors of all optimizers in `items`: of those that all ranks hold, of
-    those that are split, and this rank's place in the mesh. Ranks of one place hold the same parts. Waits for the
-    device."""
-    whole, part, places = list[torch.Tensor](), list[torch.Tensor](), set[tuple[int, ...]]()
-    for tensor in _tensors(items):
-        if not hasattr(tensor, "to_local"):
-            whole.append(tensor)
-            continue
-        split = [at for at, kind in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
-                 if not kind.is_replicate()]
-        (part if split else whole).append(tensor.to_local())
-        places |= {tuple(split)} if split else set()
-    return _digest(whole), _digest(part), hash(tuple(sorted(places))) if places else NOWHERE
+def digest_of(items: dict[str, Any]) -> int:
+    """Of the parameters of all modules and the tensors of all optimizers in `items`, without those that are split among
+    ranks. Waits for the device."""
+    return _digest([tensor for tensor in _tensors(items) if not hasattr(tensor, "to_local")])
 
 
 def _tensors(items: dict[str, Any]) -> Iterator[Any]:
@@ -82,7 +60,7 @@ def _digest(tensors: list[torch.Tensor]) -> int:
     return sum(int(torch.stack(each).sum()) for each in by_device.values()) % 2**63
 
 
-def odd_ones(values: list[int]) -> list[int]:
+def odd_ones(values: Sequence[int]) -> list[int]:
     """The ranks whose value is not that of the majority; all that differ from rank 0's where there is none, with it."""
     (common, count), *_ = Counter(values).most_common()
     if count == len(values):
@@ -134,23 +112,31 @@ class Agreement:
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)  # what was queued before is not the cost of this
         began_s = time.monotonic()
-        own, steps = digests_of(self._items), step - self._compared
+        own, steps = digest_of(self._items), step - self._compared
         step_s = max((began_s - self._since_s) / steps, 1e-6)
         # What the last one cost in all: to wait for the others takes longer than a small model's digest
         cost_s = max(self._cost_s, time.monotonic() - began_s)
         pause = self._every or max(FIRST, math.ceil(cost_s / SHARE / step_s))
         with self.deciding:
-            rows = self._exchange([*own, pause])
-            if odd := self._differing(rows):
+            values, pauses = zip(*self.group.gather([own, pause]), strict=True)
+            if odd := odd_ones(values):
                 self._distrust()
-        values, sound, before = [hash((whole, part)) for whole, part, _, _ in rows], self._compared, None
-        self._compared, self._next, self._since_s = step, step + max(row[3] for row in rows), time.monotonic()
+        sound = self._compared
+        self._compared, self._next, self._since_s = step, step + max(pauses), time.monotonic()
         self._cost_s = self._since_s - began_s
         if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:
             # The states before this step were sound, so that each rank's own is compared with its repetition
             before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
         if odd:
-            raise self._wrong(step, odd, before, {"digests": values, "sound": sound})
+            again = ""
+            if before is not None:
+                again = (
+                    ". It has been so before: a lasting fault, or machines of different kinds, for which "
+                    "compare_every_steps=0 turns the comparison off"
+                )
+                odd = before["odd"] if before["odd"] and len(odd) > 1 else odd
+            what = "is not in the state of the other ranks" if len(odd) == 1 else "are in different states"
+            raise self._lost(step, odd, f"after step {step}", what + again, digests=values, sound=sound)
         if before is not None and self.group.is_rank0:
             self.group.log.warning(
                 f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "
@@ -163,11 +149,11 @@ class Agreement:
         if self.group.world_size == 1:
             return
         batch = self.group.broadcast_tensors(batch)
-        first = self._exchange([self._computed(loss, batch, step, split)])
-        if not (odd := odd_ones([row[0] for row in first])):
+        first = self.group.gather(self._computed(loss, batch, step, split))
+        if not (odd := odd_ones(first)):
             return
-        second = self._exchange([self._computed(loss, batch, step, split)])
-        unsteady = [rank for rank, row in enumerate(second) if row != first[rank]]
+        second = self.group.gather(self._computed(loss, batch, step, split))
+        unsteady = [rank for rank, value in enumerate(second) if value != first[rank]]
         if 2 * len(unsteady) > self.group.world_size:  # not all of them are broken
             if self.group.is_rank0:
                 self.group.log.warning(
@@ -178,12 +164,8 @@ class Agreement:
         odd = unsteady or odd
         with self.deciding:
             self._distrust()
-        self._note(step, odd, computed=[row[0] for row in first], again=[row[0] for row in second])
-        raise PeerLost(
-            f"silent corruption before step {step + 1}: {self._names(odd)} computed other gradients from the same "
-            "batch. Earlier steps may be wrong too: run rankup doctor there. The job goes on from the newest copy.",
-            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
-        )
+        what = "computed other gradients from the same batch. Earlier steps may be wrong too: run rankup doctor there"
+        raise self._lost(step, odd, f"before step {step + 1}", what, computed=first, again=second)
 
     def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
         """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are
@@ -207,44 +189,11 @@ class Agreement:
         self._parts.wait()
         parts.remove(self._run)
 
-    def _exchange(self, own: list[int]) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
-        rows = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.group.world_size)]
-        self.group.collective(lambda: dist.all_gather(rows, torch.tensor(own)))
-        return [row.tolist() for row in rows]
-
-    @staticmethod
-    def _differing(rows: list[list[int]]) -> list[int]:
-        odd = {*odd_ones([row[0] for row in rows])}
-        for place in {row[2] for row in rows} - {NOWHERE}:
-            replicas = [rank for rank, row in enumerate(rows) if row[2] == place]
-            odd |= {replicas[n] for n in odd_ones([rows[rank][1] for rank in replicas])}
-        return sorted(odd)
-
     def _names(self, ranks: list[int], between: str = ", ") -> str:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
 
-    def _wrong(self, step: int, odd: list[int], before: dict[str, Any] | None, more: dict[str, Any]) -> PeerLost:
-        """What to raise where the ranks `odd` differ from the others. `before`: the row of an earlier attempt."""
-        again = ""
-        if before is not None:
-            again = (
-                " It has been so before: a lasting fault, or machines of different kinds, for which "
-                "compare_every_steps=0 turns the comparison off."
-            )
-            if before["odd"] and len(odd) > 1:
-                odd = before["odd"]
-        alone = len(odd) == 1
-        self._note(step, odd, **more)
-        verb = "is not in the state of the other ranks" if alone else "are in different states"
-        return PeerLost(
-            f"silent corruption after step {step}: {self._names(odd)} {verb}. The job goes on from the newest copy, "
-            f"which was compared.{again}",
-            suspect=odd[0] if alone else None, nobody_died=True,
-        )
-
-    def _note(self, step: int, odd: list[int], **more: Any) -> None:
-        """Add a row to the record: the ranks `odd` differ from the others."""
+    def _lost(self, step: int, odd: list[int], when: str, what: str, **more: Any) -> PeerLost:
+        """What to raise where the ranks `odd` differ from the others, of which the record gets a row."""
         group = self.group
         row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts], "device": str(group.device),
                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -254,3 +203,7 @@ class Agreement:
                     file.write(f"{json.dumps(row)}\n")
             except OSError as error:  # then the next attempt knows nothing of it
                 group.log.warning(f"{self._path}: {error.strerror}")
+        return PeerLost(
+            f"silent corruption {when}: {self._names(odd)} {what}. The job goes on from the newest copy.",
+            suspect=odd[0] if len(odd) == 1 else None, nobody_died=True,
+        )

@@ -3,12 +3,8 @@
 A batch of a DataLoader is a global batch: the loader's own batch sampler draws it, equally on all ranks, and each rank
 takes its part. What splits already (DistributedSampler) is left as it is.
 
-| the loader                                          | goes on in the middle by                    |
-|-----------------------------------------------------|---------------------------------------------|
-| DataLoader of a map-style data set                  | drawing its order again, and loading nothing |
-| anything with state_dict and load_state_dict        | its own state                                |
-| DataLoader of an IterableDataset, any other iterable | loading the earlier batches and dropping them |
-| a generator, or another iterator                    | cannot: refused                              |
+In the middle a DataLoader of a map-style data set goes on by drawing its order again, what has a state_dict by its own
+state, any other iterable by loading the earlier batches and dropping them. A generator can't, and is refused.
 """
 
 import hashlib
@@ -16,7 +12,7 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +22,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.record import Position
 from rankup.loop.workers import Workers
-from rankup.seeds import derive_seed, drawn_apart, host_state, seed_host, set_host_state
+from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
 
 NO_ORDER = "Set any_order=True where the order of its batches does not matter."
 EVALUATION = -1  # in place of the epoch
@@ -35,7 +31,7 @@ ALIKE = (
     "multiprocessing_context", "persistent_workers",
 )
 # For evaluations, by the user's loader: the workers may outlive one
-_evaluating: "weakref.WeakKeyDictionary[Any, DataLoader[Any]]" = weakref.WeakKeyDictionary()
+_evaluating: "weakref.WeakKeyDictionary[Any, _Fed]" = weakref.WeakKeyDictionary()
 
 
 def part_of(batch: Sequence[Any], rank: int, world_size: int) -> tuple[list[Any], float]:
@@ -54,21 +50,19 @@ def splits(loader: Any) -> bool:
 
 
 class Source:
-    """Any iterable: each rank gets what it yields there. `fingerprint`: of the order that was opened last, to be equal
-    on all ranks; "" where ranks may differ."""
+    """Any iterable: each rank gets what it yields there. `replays`: False where the order does not matter.
+    `fingerprint`: of the order that was opened last, to be equal on all ranks; "" where ranks may differ."""
 
     fingerprint = ""
 
     def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
-        """`replays`: False where the order does not matter, so that no batch has to be skipped."""
         self.loader, self.rank, self.replays, self._tells = loader, rank, replays, replays and _tells(loader)
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         """This rank's batches of an epoch with their weights, from number `skip` on.
 
         `seed`: of this pass over the loader. `state`: what `state()` returned after batch `skip`, None at the
-        beginning. The weight is this rank's part of the global batch, times the number of ranks: 1.0 where all parts
-        are equal.
+        beginning. A weight is this rank's part of the global batch, times the number of ranks.
         """
         _prepare(self.loader, seed, epoch)
         own, first = derive_seed(seed, self.rank), 0
@@ -95,10 +89,8 @@ class Split(Source):
         """Raises UserError for a loader that takes sample by sample, where there are several ranks."""
         super().__init__(loader, rank)
         self._tells = False  # its order is drawn again
-        self._parts = _Parts()
         self._share = (0, 1) if splits(loader) else (rank, world_size)
-        self._own = _like(loader, self._parts)
-        self._checked = False
+        self._fed, self._checked = _Fed(loader), False
         if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
             raise UserError(
                 f"batches: the loader must have a batch_size or a batch_sampler, got batch_size=None, whose samples "
@@ -107,9 +99,8 @@ class Split(Source):
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
-        self._parts.source = self._split(islice(self._draw(seed, epoch), skip, None), seed, weights)
-        self._own.generator.manual_seed(seed)
-        return ((batch, weights.popleft()) for batch in Workers(self._own))
+        parts = self._split(islice(self._draw(seed, epoch), skip, None), weights)
+        return ((batch, weights.popleft()) for batch in self._fed.read(parts, seed))
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """The samples' numbers, a global batch at a time."""
@@ -131,13 +122,13 @@ class Split(Source):
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
         return chain(first, chain.from_iterable(drawn))
 
-    def _split(self, drawn: Iterable[Any], seed: int, weights: deque[float]) -> Iterator[Any]:
+    def _split(self, drawn: Iterable[Any], weights: deque[float]) -> Iterator[Any]:
         """This rank's part of each batch, for the DataLoader; their weights, in the same order, go to `weights`."""
         rank, world_size = self._share
         for batch in drawn:
             part, weight = part_of(batch, rank, world_size) if world_size > 1 else (batch, 1.0)
             weights.append(weight)
-            yield _for_workers(part, seed, self.loader)
+            yield part
 
 
 def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> Source:
@@ -180,20 +171,16 @@ def _seeded_by_number(iterator: Iterator[Any], seed: int, first: int) -> Iterato
 
 def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
     """This rank's batches of an evaluation, each sample once over all ranks, with their weights: 1.0, or 0.0 for one
-    that only keeps this rank busy (`pad`).
+    that only keeps this rank busy (`pad`). The random state is as before between them.
 
-    The ranks take batches in turn, so that a batch is the same for every number of ranks. Whoever draws random numbers
-    afterwards notices nothing. An iterable that is no DataLoader of a map-style data set is read by all ranks, and each
-    takes its turn.
+    The ranks take batches in turn, so that a batch is the same for every number of ranks. An iterable that is no
+    DataLoader of a map-style data set is read by all ranks, and each takes its turn.
     """
     iterator: Iterator[tuple[Any, float]] | None = None
     while True:
-        outer = host_state()
-        try:
+        with host_state_kept():
             iterator = iterator or _evaluation(loader, derive_seed(seed, EVALUATION), rank, world_size, pad=pad)
             found = next(iterator, None)
-        finally:
-            set_host_state(outer)
         if found is None:
             return
         yield found
@@ -212,26 +199,38 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     every = list(sampler)
     own = every[rank::world_size]
     padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
-    like = _evaluating.get(loader)
-    if like is None or any(getattr(like, name) != getattr(loader, name) for name in ALIKE):
-        like = _evaluating[loader] = _like(loader, _Parts())
-    parts: Any = like.batch_sampler or like.sampler
-    parts.source = iter([_for_workers(part, seed, loader) for part in (*own, *padding)])
-    for number, batch in enumerate(Workers(like)):
+    fed = _evaluating.get(loader)
+    if fed is None or any(getattr(fed.own, name) != getattr(loader, name) for name in ALIKE):
+        fed = _evaluating[loader] = _Fed(loader)
+    for number, batch in enumerate(fed.read(iter([*own, *padding]), seed)):
         yield batch, 1.0 if number < len(own) else 0.0
 
 
 # DataLoaders ---------------------------------------------------------------------------------------------------------
 
 
-class _Parts:
-    """Takes the place of a batch sampler."""
+class _Fed:
+    """`own`: a DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
 
-    def __init__(self) -> None:
-        self.source: Iterator[Any] = iter(())
+    def __init__(self, loader: Any) -> None:
+        self._given: Iterator[Any] = iter(())
+        self._workers, self._whole = loader.num_workers > 0, loader.batch_sampler is None
+        dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
+        given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
+        given |= {"batch_size": None, "sampler": self} if self._whole else {"batch_sampler": self}
+        # The default generator would be drawn from, for the workers' seeds
+        self.own = DataLoader(dataset, generator=torch.Generator(), **given)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.source
+        return self._given
+
+    def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
+        """The batches of these parts. Workers live longer than an epoch: the seed comes with the samples."""
+        self._given = parts
+        if self._workers:
+            self._given = ((seed, part) if self._whole else [(seed, index) for index in part] for part in parts)
+        self.own.generator.manual_seed(seed)
+        return Workers(self.own)
 
 
 class _Seeded:
@@ -256,22 +255,6 @@ class _Seeded:
             seed_host(derive_seed(numbered[0][0], *(index for _, index in numbered)))
             return list(self.dataset.__getitems__([index for _, index in numbered]))
         return [self[each] for each in numbered]
-
-
-def _for_workers(part: Any, seed: int, loader: Any) -> Any:
-    """What the batch sampler yields for a part. Workers live longer than an epoch: the seed comes with the samples."""
-    if not loader.num_workers:
-        return part
-    return (seed, part) if loader.batch_sampler is None else [(seed, index) for index in part]
-
-
-def _like(loader: Any, parts: _Parts) -> DataLoader[Any]:
-    """A DataLoader as `loader`, of what `parts` yields."""
-    dataset: Any = _Seeded(loader.dataset) if loader.num_workers else loader.dataset
-    given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
-    given |= {"batch_size": None, "sampler": parts} if loader.batch_sampler is None else {"batch_sampler": parts}
-    # The default generator would be drawn from, for the workers' seeds
-    return DataLoader(dataset, generator=torch.Generator(), **given)
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -313,10 +296,9 @@ class Live:
         self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
         self.changes_to_repeat = position.changes
         self.has_epochs = False
-        self.behind = False  # the run went on behind an epoch's last batch, and no step has come since
         self.running: list[Batches] = []
         self._sources: list[Source] = []
-        self._skip, self._states = [*position.streams], states
+        self._before = [*zip_longest(position.streams, states[: len(position.streams)])]
 
     def asked_weight(self) -> float:
         """See `rankup.loop.job.Job.weight`."""
@@ -329,7 +311,7 @@ class Live:
         return self.weight
 
     def after_step(self, group: Group) -> None:
-        self.fetched, self.behind = 0, False
+        self.fetched = 0
         if self.weight != 1.0 and not self.weight_asked and not self.weight_said:
             self.weight_said = True
             group.log.info(
@@ -339,14 +321,13 @@ class Live:
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self.streams, self._sources, self._skip, self._states = [], [], [], []
+        self.streams, self._sources, self._before = [], [], []
 
     def open(self, source: Source) -> tuple[int, int, Any]:
         """Another pass over a loader begins: its number in this epoch, how many batches to skip, and the loader's
         state."""
         number = len(self.streams)
-        skip = self._skip[number] if number < len(self._skip) else 0
-        state = self._states[number] if number < len(self._states) else None
+        skip, state = self._before[number] if number < len(self._before) else (0, None)
         self.streams.append(skip)
         self._sources.append(source)
         return number, skip, state
@@ -399,7 +380,6 @@ class Batches:
                     phases.enter(outer)
                 clock.has_batch()
                 if found is None:
-                    live.behind |= 0 < skip == streams[number]
                     return
                 job.tracked.check_unchanged()
                 batch, self.weight = found

@@ -2,20 +2,22 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.doctor import machine
-from rankup.errors import Stopped, UserError
+from rankup.doctor import before_training
+from rankup.errors import Stopped, UserError, disk_error
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Live, Source, evaluation_batches
 from rankup.loop.record import Figures, Position, Settings, number_of
 from rankup.loop.saving import Saving
-from rankup.loop.tracked import Tracked, copied, fix_bucket_order
+from rankup.loop.tracked import Tracked, fix_bucket_order
 from rankup.observe.goodput import Course
+from rankup.observe.metrics import evaluation
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
@@ -98,7 +100,7 @@ class Job:
                 for name, digest in self.tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
         self._seed()
-        group.step = self.step_number
+        group.record.begin(self.step_number)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -116,7 +118,7 @@ class Job:
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
         again = self.live.changes_to_repeat > 0
-        before = copied(self.tracked.state()) if again else {}
+        before = deepcopy(self.tracked.state()) if again else {}
         with self.changing:
             yield
             if again:
@@ -225,7 +227,7 @@ class Job:
         live.after_step(self.group)
         self._enter_step()
         if line is not None:
-            self.figures.metrics.training(line)
+            self.figures.metrics.write(line)
         self._seed()
         self.run.saver.look()
         self.saving.keep_part()
@@ -260,9 +262,8 @@ class Job:
         if self.tracked.items:
             self.tracked.warn_of_others(self.group.log.warning)
             self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
-        self.group.stop.finish_step_first()
+        self.group.stop.finish_step_first = True
         self.agreement.begin(self.position.step, again=again)
-        self.group.step = self.position.step
         self._seed()
         self._enter_step()
 
@@ -320,7 +321,7 @@ class Job:
         own = {name: number_of(value) for name, value in values.items()}
         with contextlib.nullcontext() if self._inside else self.changing:
             position.metrics, position.evaluated = earlier | own, position.step
-        self.figures.metrics.evaluation(position.step, own)
+        self.figures.metrics.write(evaluation(position.step, own))
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in the order of the ranks: numbers, texts, tensors, and lists and dicts of these.
@@ -346,8 +347,7 @@ class Job:
             try:
                 write_atomically(self.run_dir / name, text)
             except OSError as error:
-                what = error.strerror or error
-                raise UserError(f"run_dir: {self.run_dir} must be writable, got {what}.") from None
+                raise disk_error(name, self.run_dir, error) from None
 
         self.group.on_rank0(write)
 
@@ -356,7 +356,7 @@ class Job:
         ranks, device = self.group.launch.local_world_size, self.device
         if self.local_rank == 0:
             devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            for line in machine.before_training(ranks=ranks, threads=num_threads, devices=devices):
+            for line in before_training(ranks=ranks, threads=num_threads, devices=devices):
                 self.group.log.warning(line)
 
     def finish(self) -> None:

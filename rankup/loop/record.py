@@ -129,7 +129,8 @@ class Figures:
         )
         if "basis" in commit and (commit["change"] or changed):
             used, ranks = len(commit["basis"]["used"]), self.group.world_size
-            self.metrics.membership(self._position.step, number=commit["n"], nodes=used, ranks=ranks)
+            counts = {"job/membership": commit["n"], "job/nodes": used, "job/ranks": ranks}
+            self.metrics.write(entry(self._position.step, counts))
 
     def close(self, kind: type[BaseException] | None) -> None:
         """The attempt ends, with an error of this type or with success. Raises UserError where the disk is full."""

@@ -1,12 +1,7 @@
 """The live objects that a user gives to `job.track`: how they get into a copy, and a copy into them.
 
-| given                                        | kept                                    | restored by            |
-|----------------------------------------------|-----------------------------------------|------------------------|
-| a module, also inside DDP, DataParallel or   | its state_dict under the names of the   | load_state_dict        |
-| torch.compile, or split by FSDP2             | bare module                             |                        |
-| an optimizer, scheduler, GradScaler, or any  | its state_dict                          | load_state_dict        |
-| other object with these two methods          |                                         |                        |
-| a dict, a list or a tensor                   | itself                                  | being filled in place  |
+Of a module the state_dict is kept under the names of the bare module, without DDP, DataParallel, torch.compile and
+FSDP2; of what else has state_dict and load_state_dict, that; a dict, a list or a tensor itself.
 
 What a copy holds is the state of the last commit, although the objects may have changed since: the forward pass changes
 buffers, and many loops step a schedule once an epoch, between two steps. So `commit` copies buffers, schedules and the
@@ -14,7 +9,7 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,13 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankup.errors import UserError
-from rankup.state.tree import ITEM, TensorFile, decode, encode
+from rankup.state.tree import ITEM, TensorFile, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
 CHECKS = 40  # so often parameters and other objects are looked at: a mistake in a loop is one of every step
 LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
 KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # that hold no optimizer
-WRAPPERS: dict[type, str] = {DistributedDataParallel: "module", DataParallel: "module"}
+WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 class Tracked:
@@ -93,8 +88,7 @@ class Tracked:
             if id(optimizer) in seen:
                 return
             seen.add(id(optimizer))
-            kept = {id(each) for item in self.items.values() for each in _parameters_of(item)}
-            if optimizer.state and not kept & {id(each) for each in _parameters_of(optimizer)}:
+            if optimizer.state and not _parameters(self.items.values()) & _parameters([optimizer]):
                 kind = type(optimizer).__name__
                 say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
 
@@ -109,7 +103,7 @@ class Tracked:
         wrapped = {
             f"{outer}.{inner}".lstrip(".")
             for outer, each in module.named_modules()
-            for inner in [next((WRAPPERS[kind] for kind in WRAPPERS if isinstance(each, kind)), "_orig_mod")]
+            for inner in ["module" if isinstance(each, WRAPPERS) else "_orig_mod"]
             if isinstance(getattr(each, inner, None), nn.Module)
         }
 
@@ -242,9 +236,7 @@ class Tracked:
 
     def fingerprint(self) -> dict[str, str]:
         """A digest of each item, equal on all ranks where they hold the same."""
-        tree, tensors = encode(self.state())
-        parts = {name: {key: t for key, t in tensors.items() if key.partition("/")[0] == name} for name in tree}
-        return {name: _digest(tree[name], part) for name, part in parts.items()}
+        return {name: _digest(*encode({name: state})) for name, state in self.state().items()}
 
     # Loading --------------------------------------------------------------------------------------------------
 
@@ -304,13 +296,6 @@ class Tracked:
             optimizer.zero_grad(set_to_none=True)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state in memory of its own."""
-    nodes, tensors = encode(state)
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return dict(decode(nodes, copies.__getitem__))
 
 
 def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
@@ -407,7 +392,6 @@ class _Zero(nn.Module):
         return total
 
 
-def _parameters_of(item: Any) -> Iterator[Any]:
-    """Of an optimizer, or of what looks like one."""
-    for group in getattr(item, "param_groups", ()):
-        yield from group["params"]
+def _parameters(items: Iterable[Any]) -> set[int]:
+    """The ids of those of the optimizers among the items, and of what looks like one."""
+    return {id(each) for item in items for group in getattr(item, "param_groups", ()) for each in group["params"]}

@@ -68,9 +68,8 @@ class Workers:
 
     @staticmethod
     def _wait_for(workers: Sequence[Any]) -> None:
-        """CPython 3.11 can deadlock a child inside os.fork: it waits for a lock of the interpreter that another thread
-        held at that moment, and gloo's threads take this lock for an instant after a collective. One of about 1,300
-        workers hung like that on a busy machine."""
+        """CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment. One of
+        about 1,300 workers hung like that on a busy machine."""
         until_s = time.monotonic() + START_S
         # A rank handles this signal, and so does what it forks until `start_worker` has run
         while hanging := [each for each in workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
@@ -168,8 +167,8 @@ def _prepared(loader: Any) -> Iterator[None]:
 def _signals_held() -> Iterator[None]:
     """Block the stop signals while workers start: until its first line has run, a worker would die of one.
 
-    This also removes the SIGCHLD handler that torch installs. It raises the death of a worker wherever the loop is at
-    that moment, even in a save; whoever waits for the workers notices the death within five seconds anyway.
+    This also removes torch's handler of SIGCHLD, which raises the death of a worker wherever the loop is, even in a
+    save. Whoever waits for the workers notices the death within five seconds anyway.
     """
     main = threading.current_thread() is threading.main_thread()
     on_child = signal.getsignal(signal.SIGCHLD)

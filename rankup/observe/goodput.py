@@ -89,13 +89,12 @@ def read_reports(run_dir: Path) -> list[Report]:
 
 
 def goodput(reports: list[Report]) -> dict[str, Any]:
-    """The share of the time of all attempts that went into steps that counted, and the shares of the rest.
+    """The share of the time of all attempts that went into steps that counted, and the shares of the rest, which are
+    rounded to four digits and add up to 1. `reports`: of `read_reports`, at least one.
 
-    `reports`: of `read_reports`, at least one. A step that was lost and done again counts once: the time of the lost
-    one is its attempt's mean time of a step, its wait for data included. What an attempt spent in the step that it
-    never finished, in a hang for one, is lost too. `waiting` is the time between attempts, in a queue or in the hands
-    of the launcher; a run that had finished and then goes on to more epochs did not wait. Shares are rounded to four
-    digits and add up to 1.
+    A step that was lost and done again counts once: the time of the lost one is its attempt's mean time of a step, its
+    wait for data included. What an attempt spent in the step that it never finished, in a hang for one, is lost too.
+    `waiting` is the time between attempts; a run that had finished and then goes on to more epochs did not wait.
     """
     seconds = dict.fromkeys(KINDS, 0.0)
     kept_up_to = math.inf  # of the steps of an attempt, those that no later attempt has done again
@@ -186,20 +185,24 @@ class Reporter:
         self._last: Report | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        self._tracker = Tracker(facts, group.log) if facts is not None else None
+        self._facts = facts
+        self._tracker: Tracker | None = None
 
     def start(self, *, finished: bool) -> None:
         """`finished`: the run came to its end in an earlier attempt."""
-        if not finished:
+        if finished:
+            self._track()
+        else:
             self._thread.start()
-        elif self._tracker is not None:
-            self._tracker.start()
 
     def follow(self) -> None:
         """From now on there are steps to report."""
         self._trains = True
-        if self._tracker is not None:
-            self._tracker.start()
+        self._track()
+
+    def _track(self) -> None:
+        if self._facts is not None:
+            self._tracker = Tracker(self._facts, self.group.log)
 
     def end(self, kind: type[BaseException] | None) -> None:
         """The attempt ends, with an error of this type or with success."""

@@ -50,21 +50,18 @@ def logs(
     folder = find_logs(runs, run)
     found: dict[int, RankLog] = {}
     shown = _as_json if as_json else _as_text
-
-    def print_new() -> None:
-        """What was not read yet, also of ranks that have begun to write."""
-        for number, path in _files(folder).items():
-            if number not in found and (not wanted or number in wanted):
-                found[number] = RankLog(path, number, TAIL if follow and not since else None)
-        records = [log.records(whole=not follow, first_s=first_s) for log in found.values()]
-        sys.stdout.buffer.writelines(map(shown, folded(records)))
-        sys.stdout.buffer.flush()
-
     try:
-        print_new()
-        while follow:
+        while True:
+            # What was not read yet, also of ranks that have begun to write
+            for number, path in _files(folder).items():
+                if number not in found and (not wanted or number in wanted):
+                    found[number] = RankLog(path, number, TAIL if follow and not since else None)
+            records = [log.records(whole=not follow, first_s=first_s) for log in found.values()]
+            sys.stdout.buffer.writelines(map(shown, folded(records)))
+            sys.stdout.buffer.flush()
+            if not follow:
+                return
             time.sleep(FOLLOW_S)
-            print_new()
     except BrokenPipeError:  # the reader has had enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -64,16 +64,14 @@ class Metrics:
                     if entry["step"] >= first:
                         self._show(entry)
 
-    def training(self, entry: dict[str, Any]) -> None:
+    def write(self, entry: dict[str, Any]) -> None:
         """`entry`: of the function `entry`."""
-        self._write(entry)
-
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self._write(_evaluation_entry(step, metrics))
-
-    def membership(self, step: int, *, number: int, nodes: int, ranks: int) -> None:
-        """From this step on the job has so many nodes and ranks."""
-        self._write(entry(step, {"job/membership": number, "job/nodes": nodes, "job/ranks": ranks}))
+        self._check_owner()
+        with self._disk():
+            if self._file is not None:
+                self._file.write(json.dumps(entry) + "\n")
+            if self._writer is not None:
+                self._show(entry)
 
     def pictures(self, step: int, pictures: dict[str, "torch.Tensor"]) -> None:
         """Images of [channels, height, width] for TensorBoard, floats from 0 to 1 or uint8."""
@@ -109,14 +107,6 @@ class Metrics:
             if self._file is not None:
                 self._file.close()
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._check_owner()
-        with self._disk():
-            if self._file is not None:
-                self._file.write(json.dumps(entry) + "\n")
-            if self._writer is not None:
-                self._show(entry)
-
     def _write_missing(
         self, entries: list[dict[str, Any]], progress: Progress, saved: Progress
     ) -> list[dict[str, Any]]:
@@ -131,16 +121,17 @@ class Metrics:
         if progress.line is not None and progress.line["step"] > trained:
             missing.append(progress.line)
         if progress.metrics is not None and progress.evaluated > evaluated:
-            missing.append(_evaluation_entry(progress.evaluated, progress.metrics))
+            missing.append(evaluation(progress.evaluated, progress.metrics))
         for entry in missing:
-            self._write(entry)
+            self.write(entry)
         return missing
 
     def _show(self, entry: dict[str, Any]) -> None:
         """In TensorBoard."""
         for name, value in entry.items():
             if name not in ("step", "time"):
-                self._writer.add_scalar(name, _number(value), entry["step"], walltime=entry.get("time"))
+                number = math.nan if value is None else value
+                self._writer.add_scalar(name, number, entry["step"], walltime=entry.get("time"))
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
@@ -158,12 +149,8 @@ def entry(step: int, values: dict[str, float]) -> dict[str, Any]:
     return {"step": step, "time": round(time.time(), 3), **safe}
 
 
-def _evaluation_entry(step: int, metrics: dict[str, float]) -> dict[str, Any]:
+def evaluation(step: int, metrics: dict[str, float]) -> dict[str, Any]:
     return entry(step, {f"eval/{name}": value for name, value in metrics.items()})
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def is_evaluation(entry: dict[str, Any]) -> bool:

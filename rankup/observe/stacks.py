@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,9 +32,13 @@ HEAD = re.compile(r'^# (\{.*"pid".*\})\n', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writer:
-    """The rank whose stacks are in a file, and how to ask it: see `announce_stacks`."""
+class Answer:
+    """The newest dump of one rank, and how to ask it for more: see `announce_stacks`.
 
+    `text`: all threads, empty where it has written none. `problem`: or why not. `fresh`: it was asked just now.
+    """
+
+    path: Path
     rank: int
     world_size: int
     host: str
@@ -43,32 +47,26 @@ class Writer:
     thread: int
     main: str
     signals: list[int]
+    text: str = ""
+    time: str = ""
+    why: str = ""
+    phase: str = ""
+    step: int = 0
+    problem: str = ""
+    fresh: bool = False
 
     @property
     def alive(self) -> bool:
         """Whether that process runs on this machine: its number may be another's by now, or of another container."""
         return bool(self.started) and self.started == start_of(self.pid)
 
-
-@dataclass(frozen=True)
-class Answer:
-    """The newest dump of one rank. `text`: all threads, empty where it has written none. `problem`: or why not."""
-
-    writer: Writer
-    path: Path
-    text: str = ""
-    time: str = ""
-    why: str = ""
-    moment: str = ""  # " of step 413"
-    problem: str = ""
-    fresh: bool = False  # it was asked just now
-
     @property
     def place(self) -> str:
         """Where the main thread is, in a few words, or why that is not known."""
         if self.problem or not self.text:
             return self.problem or "has written no stacks"
-        return f"{place(stack_of(self.text, self.writer.main) or []) or 'no Python code'}{self.moment}"
+        where = place(stack_of(self.text, self.main) or []) or "no Python code"
+        return where + moment(self.phase, self.step)  # " of step 413"
 
 
 def report(run_dir: Path, *, full: bool = False) -> str:
@@ -81,38 +79,33 @@ def report(run_dir: Path, *, full: bool = False) -> str:
         raise UserError(
             f"RUN must be a run whose ranks can be asked, got no {STACKS}/rank-N.txt in {run_dir}: none has started."
         )
-    lines = places(answer for answer in answers if answer.fresh)
-    lines += compare({answer.writer.rank: _gone(answer) for answer in answers if not answer.fresh})
-    size = answers[0].writer.world_size
-    if missing := set(range(size)) - {answer.writer.rank for answer in answers}:
+    lines = compare({answer.rank: answer.place for answer in answers if answer.fresh})
+    lines += compare({answer.rank: _gone(answer) for answer in answers if not answer.fresh})
+    size = answers[0].world_size
+    if missing := set(range(size)) - {answer.rank for answer in answers}:
         who = f"rank{'s' if len(missing) > 1 else ''} {ranges(missing)} of {size}"
         lines.append(
             f"{who}: no file here. It has not started, or its machine shares no disk with this one: ask there."
         )
     with_stacks = [answer for answer in answers if answer.text]
-    if with_stacks:
-        lines += ["", *([] if full else [f"All threads: --full, or the files in {run_dir / STACKS}."])]
-    for answer in with_stacks if full else ():
-        lines.append(f"rank {answer.writer.rank} on {answer.writer.host}:\n{answer.text}")
+    if full:
+        lines += ["", *(f"rank {answer.rank} on {answer.host}:\n{answer.text}" for answer in with_stacks)]
+    elif with_stacks:
+        lines += ["", f"All threads: --full, or the files in {run_dir / STACKS}."]
     return "\n".join(lines)
 
 
 def _gone(answer: Answer) -> str:
     """What to say of a rank that was not asked."""
-    host = answer.writer.host
-    what = f"ended, on {host}" if host == host_name() else f"on {host}: ask there, or kill -USR2 any agent of the job"
+    here = answer.host == host_name()
+    what = f"ended, on {answer.host}" if here else f"on {answer.host}: ask there, or kill -USR2 any agent of the job"
     when = f" at {answer.time} ({answer.why})" if answer.time else ""
     return what + (f"; last stacks{when}: {answer.place}" if answer.text else "; no stacks were written")
 
 
-def places(answers: Iterable[Answer]) -> list[str]:
-    """Where the ranks are, a line for each place."""
-    return compare({answer.writer.rank: answer.place for answer in answers})
-
-
 def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
     """Ask these ranks of this machine, and say where they are, a line for each place."""
-    return places(answer for answer in ask(run_dir, ranks=ranks) if answer.writer.rank in ranks)
+    return compare({answer.rank: answer.place for answer in ask(run_dir, ranks=ranks) if answer.rank in ranks})
 
 
 def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
@@ -123,37 +116,36 @@ def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
     answers = {answer.path: answer for answer in written(run_dir)}
     sizes = {
         path: path.stat().st_size for path, answer in answers.items()
-        if answer.writer.alive and (ranks is None or answer.writer.rank in ranks)
+        if answer.alive and (ranks is None or answer.rank in ranks)
     }
     for number, patience_s in enumerate(ANSWER_STACKS_S):
         for path in sizes:
-            _signal(answers[path].writer, number)
-        for answer in _await(sizes, patience_s):
-            answers[answer.path] = answer
+            _signal(answers[path], number)
+        answers |= _await(sizes, patience_s)
     for path in sizes:
-        problem = f"does not answer: {_from_outside(answers[path].writer)}"
+        problem = f"does not answer: {_from_outside(answers[path])}"
         answers[path] = replace(answers[path], text="", problem=problem, fresh=True)
     return list(answers.values())
 
 
-def _await(sizes: dict[Path, int], patience_s: float) -> Iterator[Answer]:
+def _await(sizes: dict[Path, int], patience_s: float) -> dict[Path, Answer]:
     """The dumps that stand behind that many bytes of each file, which leaves `sizes` then."""
+    found: dict[Path, Answer] = {}
     before: dict[Path, str] = {}
     until_s = time.monotonic() + patience_s
     while sizes and time.monotonic() < until_s:
         time.sleep(ANSWER_TICK_S)
         for path, size in list(sizes.items()):
             answer = read(path, after=size)
-            if answer is None or not answer.text:
-                continue
             # faulthandler's handler writes word by word: it is over once nothing has come since the last look
-            if before.get(path) == answer.text:
+            if answer is not None and answer.text and before.get(path) == answer.text:
                 del sizes[path]
-                yield replace(answer, fresh=True)
-            before[path] = answer.text
+                found[path] = replace(answer, fresh=True)
+            before[path] = answer.text if answer is not None else ""
+    return found
 
 
-def _signal(writer: Writer, number: int) -> None:
+def _signal(asked: Answer, number: int) -> None:
     """Send its signal of that number, if the process has a handler: without one it would end.
 
     To a thread that waits for signals, not to the process as a whole: its main thread would take it, and that takes
@@ -161,15 +153,15 @@ def _signal(writer: Writer, number: int) -> None:
     """
     # It has just ended, or is another user's: it does not answer
     with contextlib.suppress(OSError, IndexError):
-        if has_handler(writer.pid, writer.signals[number]) and writer.alive:
-            os.kill(writer.thread, writer.signals[number])
+        if has_handler(asked.pid, asked.signals[number]) and asked.alive:
+            os.kill(asked.thread, asked.signals[number])
 
 
-def _from_outside(writer: Writer) -> str:
+def _from_outside(asked: Answer) -> str:
     """What the kernel says of a process that does not answer."""
-    folder, where = Path(f"/proc/{writer.pid}"), ""
+    folder, where = Path(f"/proc/{asked.pid}"), ""
     try:
-        state, owner = state_of(writer.pid), folder.stat().st_uid
+        state, owner = state_of(asked.pid), folder.stat().st_uid
     except OSError:
         return "it has just ended"
     if os.geteuid() not in (0, owner):
@@ -187,9 +179,8 @@ def written(run_dir: Path) -> list[Answer]:
     found = [answer for path in (run_dir / STACKS).glob("rank-*.txt") if (answer := read(path))]
     # An attempt with more ranks has left files that nobody writes any more
     newest = max(found, key=lambda answer: answer.path.stat().st_mtime, default=None)
-    size = newest.writer.world_size if newest else 0
-    found = [answer for answer in found if answer.writer.rank < size]
-    return sorted(found, key=lambda answer: answer.writer.rank)
+    found = [answer for answer in found if newest and answer.rank < newest.world_size]
+    return sorted(found, key=lambda answer: answer.rank)
 
 
 def read(path: Path, *, after: int = 0) -> Answer | None:
@@ -197,15 +188,10 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
     file."""
     try:
         data = path.read_bytes()
-        writer = Writer(**json.loads(HEAD.findall(data.decode(errors="replace"))[-1]))
+        answer = Answer(path=path, **json.loads(HEAD.findall(data.decode(errors="replace"))[-1]))
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
         *_, said, text = ["{}", *LINE.split(of_this_process)]  # the handler in C writes no such line
-        facts = json.loads(said)
+        # It ends with the main thread
+        return replace(answer, text=text, **json.loads(said)) if stack_of(text, answer.main) is not None else answer
     except (OSError, LookupError, ValueError, TypeError):
         return None
-    if stack_of(text, writer.main) is None:  # it ends with the main thread
-        return Answer(writer, path)
-    return Answer(
-        writer, path, text=text, time=facts.get("time", ""), why=facts.get("why", ""),
-        moment=moment(facts.get("phase", ""), facts.get("step", 0)),
-    )

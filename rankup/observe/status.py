@@ -5,7 +5,6 @@ two seconds (`rankup.observe.goodput`), and its lease as often.
 """
 
 import json
-import os
 import signal
 import sys
 import time
@@ -37,7 +36,9 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
     """
     folder, now = find_run(runs, run, _is_run) if run else None, time.time()
     try:
-        found = [look(folder, now=now)] if folder else look_at_all(runs, now=now)
+        paths = [folder] if folder else sorted(path for path in runs.glob("*") if _is_run(path))
+        # The run that was heard of last stands in front
+        found = sorted((look(path, now=now) for path in paths), key=lambda each: float(each["last_sign_s"]))
         if as_json:
             return json.dumps(found[0] if folder else found) + "\n"
         return as_text(screen(found[0], now=now) if folder else overview(found, where=str(runs)))
@@ -75,12 +76,6 @@ def _is_run(folder: Path) -> bool:
 # What the files say ---------------------------------------------------------------------------------------------------
 
 
-def look_at_all(runs: Path, *, now: float) -> list[dict[str, Any]]:
-    """`look` at each run of a folder, the one that was heard of last in front."""
-    found = [look(path, now=now) for path in sorted(runs.glob("*")) if _is_run(path)]
-    return sorted(found, key=lambda run: float(run["last_sign_s"]))
-
-
 def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     """How the run in this folder stands, for `--json`. `now`: of `time.time()`. Ages, in `_s`, are seconds before it.
 
@@ -113,10 +108,9 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
 
 
 def _modified(path: Path) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]:
@@ -140,6 +134,8 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
 
 # What people see ------------------------------------------------------------------------------------------------------
 
+Row = tuple[Any, ...]
+
 
 def as_text(shown: RenderableType) -> str:
     """As wide as the terminal; in a pipe as wide as it needs to be."""
@@ -152,53 +148,50 @@ def as_text(shown: RenderableType) -> str:
 
 def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     """One run. `run`: of `look`, `now`: the time it was made with."""
-    facts = {"run": run["folder"], "state": _state(run), "step": _steps(run)}
-    if run["attempt"]:
-        number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
-        since = f", began {duration(run['age_s'])} ago" if run["age_s"] is not None else ""
-        facts["attempt"] = f"{number}{run['attempt']}{since}"
     shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # it stands above
-    facts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items()))
-    facts["goodput"] = one_line(run["goodput"]) if run["goodput"] else ""
-    facts["tracker"] = run["tracker"]
+    facts = {
+        "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": _attempt(run),
+        "metrics": ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items())),
+        "goodput": one_line(run["goodput"]) if run["goodput"] else "", "tracker": run["tracker"],
+    }
     top = Table.grid(padding=(0, 2, 0, 0))
     top.add_column(style="bold", no_wrap=True)
     top.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
             top.add_row(name, str(value), style=_style(run) if name == "state" else None)
-    parts: list[RenderableType] = [top]
-    if run["ranks"]:
-        header = ("rank", "host", "step", "phase", "last sign of life")
-        parts += ["", _table(header, _rank_rows(run, now))]
-    if run["nodes"]:
-        parts += ["", _table(("node", "host", "state", "since", "ranks", "why"), _node_rows(run, now))]
-    if ends := run["restarts"]:
-        last = Table.grid(padding=(0, 2, 0, 0))
-        for end in ends[-MOST_RESTARTS:]:
-            last.add_row("", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end))
-        parts += ["", f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", last]
-    return Group(*parts)
+    nodes: list[Row] = [
+        (node["node"], node["host"], node["state"], f"{duration(now - node['since'])} ago", node["ranks"], node["why"])
+        for node in run["nodes"]
+    ]
+    ends = run["restarts"]
+    last: list[Row] = [
+        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end)) for end in ends[-MOST_RESTARTS:]
+    ]
+    tables = (
+        (("rank", "host", "step", "phase", "last sign of life"), _rank_rows(run, now)),
+        (("node", "host", "state", "since", "ranks", "why"), nodes),
+        ((f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", ""), last),
+    )
+    return Group(top, *(part for header, rows in tables if rows for part in ("", _table(header, rows))))
 
 
 def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
     """All runs of the folder `where`."""
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for run in runs:
-        left = duration(run["remaining_s"]) if run["remaining_s"] is not None and not run["silent"] else ""
-        rows.append((
-            run["run"], _state(run, short=True), _steps(run, short=True),
-            f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else "", left, str(len(run["restarts"]) or ""),
-            f"{run['goodput']['share']:.0%}" if run["goodput"] else "",
-        ))
+        step = f"{run['step']}/{run['total_steps']}" if run["total_steps"] else run["step"] or ""
+        speed = f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else ""
+        share = f"{run['goodput']['share']:.0%}" if run["goodput"] else ""
+        rows.append((run["run"], _state(run, short=True), step, speed, _left(run), len(run["restarts"]) or "", share))
     header = ("run", "state", "step", "speed", "left", "restarts", "goodput")
     return _table(header, rows, styles=[_style(run) for run in runs]) if runs else f"no runs in {where}"
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], styles: list[str] | None = None) -> Table:
+def _table(header: tuple[str, ...], rows: list[Row], styles: list[str] | None = None) -> Table:
     """Without the columns that have nothing below their title."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    shown = [number for number in range(len(header)) if any(row[number] for row in rows)]
+    shown = [number for number in range(len(header)) if any(row[number] != "" for row in rows)]
     for number in shown:
         table.add_column(header[number], overflow="fold")
     for row, style in zip(rows, styles or [""] * len(rows), strict=True):
@@ -224,44 +217,44 @@ def _state(run: dict[str, Any], *, short: bool = False) -> str:
     return f"{state}{code}, {ago} ago{why}"
 
 
-def _steps(run: dict[str, Any], *, short: bool = False) -> str:
+def _left(run: dict[str, Any]) -> str:
+    return duration(run["remaining_s"]) if run["remaining_s"] is not None and not run["silent"] else ""
+
+
+def _steps(run: dict[str, Any]) -> str:
     step, total = run["step"], run["total_steps"]
-    if short or not (step or total):
-        return f"{step}/{total}" if total else str(step or "")
+    if not (step or total):
+        return ""
     text = f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
     if run["per_s"]:
         text += f", {run['per_s']:,.0f} {run['unit']}/s"
-    if run["remaining_s"] is not None and not run["silent"]:
-        text += f", about {duration(run['remaining_s'])} left"
-    return text
+    return text + (f", about {left} left" if (left := _left(run)) else "")
 
 
-def _rank_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
+def _attempt(run: dict[str, Any]) -> str:
+    number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
+    since = f", began {duration(run['age_s'])} ago" if run["age_s"] is not None else ""
+    return f"{number}{run['attempt']}{since}" if run["attempt"] else ""
+
+
+def _rank_rows(run: dict[str, Any], now: float) -> list[Row]:
     """Rank, host, step, phase, sign of life; neighbours that stand alike share a row where there are many ranks."""
     ranks = run["ranks"]
 
-    def stands(rank: dict[str, Any]) -> tuple[object, ...]:
+    def stands(rank: dict[str, Any]) -> Row:
         alone = rank["rank"] if len(ranks) <= MOST_ROWS else None
         silent = now - rank.get("seen", now) > RUN_SILENT_S
         return alone, rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
 
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for _, group in groupby(ranks, key=stands):
         alike = list(group)
         # Of several, the one that was heard of longest ago stands for all
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
         numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
         # A script of the user's own says nothing of its steps
-        rows.append((_span(numbers), oldest["host"], _span(steps) if run["total_steps"] else "",
-                     _phase(oldest), _sign(oldest, now)))
-    return rows
-
-
-def _node_rows(run: dict[str, Any], now: float) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for node in run["nodes"]:
-        since = f"{duration(now - node['since'])} ago"
-        rows.append((str(node["node"]), node["host"], node["state"], since, node["ranks"], node["why"]))
+        step = _span(steps) if run["total_steps"] else ""
+        rows.append((_span(numbers), oldest["host"], step, _phase(oldest), _sign(oldest, now)))
     return rows
 
 

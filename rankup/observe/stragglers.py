@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -183,56 +183,18 @@ def _others(values: list[float]) -> list[float]:
     return [statistics.median(values[:place] + values[place + 1 :]) for place in range(len(values))]
 
 
-class Stragglers:
-    """Looks at one window after the other."""
-
-    def __init__(self, hosts: Iterable[str]) -> None:
-        """`hosts`: by rank."""
-        self._hosts = list(hosts)
-        self._windows = deque[Window](maxlen=ROW)  # the newest
-        self._rows = [0] * len(self._hosts)  # of each rank: for how many windows it has been what it is not called
-        self._called = set[int]()  # slow, in a line
-
-    def look(self, window: Window) -> list[str]:
-        """What there is to say after this window: nothing in a healthy job."""
-        self._windows.append(window)
-        lines = []
-        for rank, gap in enumerate(window.gaps()):
-            self._rows[rank] = self._rows[rank] + 1 if (gap >= LEAST) != (rank in self._called) else 0
-            if self._rows[rank] == ROW:
-                self._called ^= {rank}
-                self._rows[rank] = 0
-                now = self._how_slow(rank) if rank in self._called else "keeps up again"
-                lines.append(f"rank {rank} ({self._hosts[rank]}) {now}")
-        return lines
-
-    def _how_slow(self, rank: int) -> str:
-        """And in which part of a step this rank loses most, with its own time and the median of all ranks."""
-        gap = statistics.median(window.gaps()[rank] for window in self._windows)
-        own, usual = [0.0, 0.0], [0.0, 0.0]
-        for part in (DATA, COMPUTE):
-            own[part] = statistics.median(window.seconds[rank][part] for window in self._windows)
-            usual[part] = statistics.median(
-                statistics.median_low(each[part] for each in window.seconds) for window in self._windows
-            )
-        part = max((DATA, COMPUTE), key=lambda part: own[part] - usual[part])
-        others = "the median" if len(self._hosts) > 2 else "the other"
-        return (
-            f"is {100 * gap:.0f} % slower than {others}, since step {self._windows[0].first}: {PARTS[part]} takes "
-            f"{1000 * own[part]:.3g} ms of a step, median {1000 * usual[part]:.3g}"
-        )
-
-
 class RankReports:
     """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
 
     def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float] = ()) -> None:
         """`step`: where the run is. `load`: see `Window`."""
         self.group, self._clock, self.load = group, clock, load
-        # Rank 0's
-        self._stragglers: Stragglers | None = None
+        # Rank 0's: the sums of the window that is open, and when and with which step it began
         self._seconds = torch.zeros(group.world_size, WIDTH, dtype=torch.float64)
         self._began_s, self._first, self._saving = -math.inf, step + 1, False
+        self._windows = deque[Window](maxlen=ROW)  # the newest
+        self._rows = [0] * group.world_size  # of each rank: for how many windows it has been what it is not called
+        self._called = set[int]()  # slow, in a line
 
     def exchange(
         self, values: Sequence[float], *, step: int, saving: bool
@@ -249,19 +211,18 @@ class RankReports:
         group.sum(numbers)
         ranks = numbers[count:].view(group.world_size, WIDTH)
         means = [number / group.world_size for number in numbers[:count].tolist()]
-        return means, self._look(ranks, step, saving) if group.is_rank0 and group.world_size > 1 else {}
+        return means, self._add(ranks, step, saving) if group.is_rank0 and group.world_size > 1 else {}
 
-    def _look(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
+    def _add(self, ranks: torch.Tensor, step: int, saving: bool) -> dict[str, float]:
         self._seconds += ranks
         self._saving |= saving
         now_s = time.monotonic()
         if now_s - self._began_s < max(WINDOW_S, WINDOW_S_PER_RANK * self.group.world_size):
             return {}
         window = Window(self._first, (self._seconds / (step + 1 - self._first)).tolist(), self.load)
-        if self._stragglers is None:  # the first window is of set-up and first steps
-            self._stragglers = Stragglers(self.group.hosts)
-        elif not self._saving:  # in a save rank 0 works for two
-            for line in self._stragglers.look(window):
+        # The first window is of set-up and first steps; in a save rank 0 works for two
+        if self._began_s > -math.inf and not self._saving:
+            for line in self.look(window):
                 self.group.log.info(line)
         self._seconds.zero_()
         self._began_s, self._first, self._saving = now_s, step + 1, saving
@@ -269,3 +230,32 @@ class RankReports:
             f"ranks/{name}_s/{rank}": round(own[part], 6)
             for rank, own in enumerate(window.seconds) for part, name in enumerate(PARTS)
         }
+
+    def look(self, window: Window) -> list[str]:
+        """What there is to say after this window: nothing in a healthy job."""
+        self._windows.append(window)
+        lines = []
+        for rank, gap in enumerate(window.gaps()):
+            self._rows[rank] = self._rows[rank] + 1 if (gap >= LEAST) != (rank in self._called) else 0
+            if self._rows[rank] == ROW:
+                self._called ^= {rank}
+                self._rows[rank] = 0
+                now = self._how_slow(rank) if rank in self._called else "keeps up again"
+                lines.append(f"rank {rank} ({self.group.hosts[rank]}) {now}")
+        return lines
+
+    def _how_slow(self, rank: int) -> str:
+        """And in which part of a step this rank loses most, with its own time and the median of all ranks."""
+        def own_and_usual(part: int) -> tuple[float, float]:
+            usual = (statistics.median_low(each[part] for each in window.seconds) for window in self._windows)
+            return statistics.median(window.seconds[rank][part] for window in self._windows), statistics.median(usual)
+
+        gap = statistics.median(window.gaps()[rank] for window in self._windows)
+        times = {part: own_and_usual(part) for part in (DATA, COMPUTE)}
+        part = max(times, key=lambda part: times[part][0] - times[part][1])
+        own, usual = times[part]
+        others = "the median" if self.group.world_size > 2 else "the other"
+        return (
+            f"is {100 * gap:.0f} % slower than {others}, since step {self._windows[0].first}: {PARTS[part]} takes "
+            f"{1000 * own:.3g} ms of a step, median {1000 * usual:.3g}"
+        )

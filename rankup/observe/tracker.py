@@ -88,34 +88,24 @@ def address_of(run_dir: Path, run: str) -> str:
 
 
 class Tracker:
-    """The sender of one attempt, from `start` to `end`."""
+    """The sender of one attempt. It begins once `metrics.jsonl` is as this attempt goes on with it."""
 
     def __init__(self, facts: Facts, log: logging.Logger) -> None:
         self.facts, self.log = facts, log
-        self._process: subprocess.Popen[str] | None = None
-        self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
-
-    def start(self) -> None:
-        """To be called once `metrics.jsonl` is as this attempt goes on with it."""
         paths = [str(Path(rankup.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        try:
-            self._process = subprocess.Popen(
-                # -P: a folder `wandb` where the run was started would be taken for the package
-                [sys.executable, "-P", "-W", "ignore", "-m", "rankup.observe.tracker"],
-                env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True,  # it outlives a kill of rank 0 and all its children by a few seconds
-            )
-        except OSError as error:
-            self.log.warning(f"tracker {self.facts.tracker}: the sender can't be started: {error}. Training goes on.")
-            return
-        self._tell(json.dumps(asdict(self.facts)))
+        self._process: Any = subprocess.Popen(
+            # -P: a folder `wandb` where the run was started would be taken for the package
+            [sys.executable, "-P", "-W", "ignore", "-m", "rankup.observe.tracker"],
+            env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True,  # it outlives a kill of rank 0 and all its children by a few seconds
+        )
+        self._tell(json.dumps(asdict(facts)))
+        self._listener = threading.Thread(target=self._listen, name="tracker", daemon=True)
         self._listener.start()
 
     def end(self, state: str) -> None:
         """`state`: finished, stopped or failed. Waits a bounded time for what is still to be sent."""
-        if self._process is None:
-            return
         self._tell(state)
         if TRACKER_S[state]:
             self._listener.join(TRACKER_S[state])
@@ -123,23 +113,19 @@ class Tracker:
                 self.log.warning(f"tracker {self.facts.tracker}: not all could be sent within {TRACKER_S[state]:g} s. "
                                  "The same command again sends the rest.")
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # type: ignore[union-attr]
+            self._process.stdin.close()
 
     def _tell(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it was killed
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def _listen(self) -> None:
         """In a thread, until the sender has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
                 level, _, text = line.strip().partition(" ")
-                (self.log.warning if level == "warning" else self.log.info)(text)
+                self.log.log(logging.getLevelName(level), text)
         self._process.wait()
 
 
@@ -261,8 +247,7 @@ class Sender:
     def _note_sent(self, lines: list[Line]) -> None:
         """Keep on the disk how far that was: for `status` and the result, and for the next attempt."""
         self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
-        known = {"run": self.facts.run, "tracker": self.facts.tracker, "sent": self._sent,
-                 "address": without_secrets(self.tracked.address)}
+        known = {"run": self.facts.run, "sent": self._sent, "address": without_secrets(self.tracked.address)}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
             write_json(self.folder / FOLDER / "sent.json", known)
 
@@ -297,25 +282,25 @@ def without_secrets(text: str) -> str:
 
 def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:
     """Look until rank 0 has ended, and once more then. `rank0`: says how it ended; killed, it closes without a word."""
-    pause_s, failing, seen, ended = 0.0, False, False, False
+    pause_s, ended = 0.0, False
+    failing: bool | None = None
     while not ended:
         ended = bool(select.select([rank0], [], [], pause_s)[0])
-        state = rank0.readline().decode().strip() or "failed" if ended else ""
+        state, why = "", ""
         if ended:
+            state = rank0.readline().decode().strip() or "failed"
             signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
         try:
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            why = "" if failing else f"{reason(error)[:200].rstrip('. ')}. "
-            if ended:
-                say("warning", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
-            elif why:
-                say("warning", f"{why}Training goes on; what is missing is sent once this works.")
-            pause_s, failing = SENDER_PAUSE_S, True
-            continue
-        if not seen or failing:
-            say("info", sender.tracked.address)
-        pause_s, failing, seen = SENDER_LOOK_S, False, True
+            why = f"{reason(error)[:200].rstrip('. ')}. "
+        if why and ended:
+            say("WARNING", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
+        elif why and not failing:
+            say("WARNING", f"{why}Training goes on; what is missing is sent once this works.")
+        elif not why and failing is not False:
+            say("INFO", sender.tracked.address)
+        failing, pause_s = bool(why), SENDER_PAUSE_S if why else SENDER_LOOK_S
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     make compare ARGS="--only none,ddp,fsdp --repeats 3 --dataset digits --batch-size 512"
 
 Words that are not options of this file are settings of `train`. The repeats are the outer loop, so that a busy minute
-slows all variants alike. Writes compare.json, compare.md and compare.png into --output. A variant that cannot run here
+slows all variants alike. Writes compare.json, compare.md and compare.svg into --output. A variant that cannot run here
 is listed with the reason.
 """
 
@@ -22,7 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.machine import bar_chart, conditions, markdown_table
+from tests.bench.charts import draw
+from tests.bench.machine import conditions, markdown_table, step_ends
 from tests.rigs.jobs import MAIN, ROOT, environment, free_port
 
 OPTIONS = ("--nproc-per-node", "{nproc}", "--master-port", "{port}")
@@ -85,8 +86,7 @@ def train(name: str, run: Path, settings: list[str], *, processes: int, steps: i
     if code != 0:
         said = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()]
         return {"reason": f"{said[0] if said else 'it failed'} (exit code {code}, {log})"}
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    ends_s = {entry["step"]: entry["time"] for entry in entries if "train/loss" in entry}
+    ends_s = step_ends(run)
     result = json.loads((run / "result.json").read_text())
     unit = next(key for key in result if key.endswith("_per_s")).removesuffix("_per_s")
     return {
@@ -129,7 +129,8 @@ def report(outcome: dict[str, Any], output: Path) -> str:
     (output / "compare.json").write_text(json.dumps(outcome, indent=1))
     (output / "compare.md").write_text(text)
     if rows:
-        bar_chart({name: row["per_s"] for name, row in rows.items()}, f"{unit}/s", path=output / "compare.png")
+        bars = [(name, row["per_s"], f"{row['per_s']:,.0f}") for name, row in rows.items()]
+        (output / "compare.svg").write_text(draw(f"{unit}/s", bars))
     return text
 
 
@@ -161,7 +162,7 @@ def main() -> None:
         "missing": missing, "runs": runs,
     }
     print(report(outcome, given.output))
-    print(f"{given.output}/compare.json, compare.md, compare.png")
+    print(f"{given.output}/compare.json, compare.md, compare.svg")
 
 
 if __name__ == "__main__":

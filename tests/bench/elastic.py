@@ -33,44 +33,30 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.agent.test_membership import Nodes
 from tests.bench import recovery
-from tests.bench.machine import conditions, markdown_table
-from tests.bench.recovery import SETTINGS, Fault, newest_steps
+from tests.bench.machine import conditions, markdown_table, step_ends
+from tests.bench.recovery import SETTINGS, Fault
 from tests.rigs.containers import wait_for
-from tests.rigs.jobs import MAIN, ROOT, environment, free_port
+from tests.rigs.jobs import MAIN, ROOT, ended, environment, free_port, lives
 
 NODES = 3
 recovery.PATIENCE_S = 150  # a node that comes imports torch first; torchrun does not always go on
 TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", *SETTINGS]
 SILENT_S, WAIT_S = 3, 1
-LAUNCH = ["-m", "rankup", "launch", "--master-addr=127.0.0.1", "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
+LAUNCH = ["-m", "rankup", "launch", "--node-rank={node}", "--master-addr=127.0.0.1", "--master-port={port}",
+          "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]
 TORCHRUN = [
     "-m", "torch.distributed.run", f"--nnodes=2:{NODES}", "--nproc-per-node=1", "--rdzv-backend=c10d",
     "--rdzv-conf=join_timeout=900,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
-    "--max-restarts=1000",
+    "--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=1000",
 ]
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-# Each rank writes down where it is and when, as it starts and as it is told to leave
-LIGHT = """
-import os, signal, sys, time
-name = os.path.join(sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + os.environ["RANK"])
-def write(kind):
-    with open(f"{name}.new", "w") as file:
-        print(time.time(), os.environ["NODE"], file=file)
-    os.rename(f"{name}.new", f"{name}.{kind}")
-def leave(*_):
-    write("left")
-    os._exit(143)
-signal.signal(signal.SIGTERM, leave)
-write("began")
-while True:
-    signal.pause()
-"""
 BUDGET_S = 120.0  # no further round begins after it
 
 
 class Job:
-    """The nodes of one job."""
+    """The nodes of one job: `line`, after the options of a node in LAUNCH or TORCHRUN."""
 
     def __init__(self, folder: Path, line: list[str], *, torchrun: bool = False) -> None:
         self.folder, self.line, self.run, self.port = folder, line, folder / "job", free_port()
@@ -79,13 +65,11 @@ class Job:
 
     def start(self, *nodes: int) -> None:
         for node in nodes:
-            own = [f"--rdzv-endpoint=127.0.0.1:{self.port}"] if self.torchrun else [
-                f"--node-rank={node}", f"--master-port={self.port}"]
-            at = self.line.index("launch" if not self.torchrun else "torch.distributed.run") + 1
+            words = [word.format(node=node, port=self.port) for word in (TORCHRUN if self.torchrun else LAUNCH)]
             with (self.folder / f"node{node}.txt").open("a") as output:
                 self.nodes[node] = psutil.Popen(
-                    [sys.executable, *self.line[:at], *own, *self.line[at:]], cwd=ROOT, stdin=subprocess.DEVNULL,
-                    env=environment({**SEPARATE_STORE, "NODE": str(node)}), stdout=output, stderr=output,
+                    [sys.executable, *words, *self.line], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=output, env=environment({**SEPARATE_STORE, "NODE": str(node)}),
                 )
 
     def processes(self, node: int) -> list[psutil.Process]:
@@ -102,7 +86,7 @@ class Job:
     def rested(self) -> None:
         """Wait until all nodes take part and the processes that fork the ranks have imported torch: what is measured is
         no start, and a node that is not known yet has no vote."""
-        wait_for("all nodes", lambda: self.torchrun or len(self._states({"in use", "spare"})) == NODES)
+        wait_for("all nodes", lambda: self.torchrun or len(nodes_of(self.run, "in use", "spare")) == NODES)
         before_s, now_s = -1.0, 0.0
         while now_s > before_s + 0.05 and not self.torchrun:
             time.sleep(2)
@@ -112,12 +96,14 @@ class Job:
 
     def another(self) -> int:
         """A node in use that is not node 0. Which one is the spare at first is chance."""
-        return NODES - 1 if self.torchrun else max(self._states({"in use"}))
+        return NODES - 1 if self.torchrun else max(nodes_of(self.run, "in use"))
 
-    def _states(self, states: set[str]) -> list[int]:
-        newest = max(self.run.glob("status/*/progress-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
-        nodes = json.loads(newest.read_text())["nodes"] if newest else []
-        return [node["node"] for node in nodes if node["state"] in states]
+
+def nodes_of(run: Path, *states: str) -> list[int]:
+    """The nodes in these states, as the newest report of the run has them."""
+    newest = max(run.glob("status/*/progress-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    nodes = json.loads(newest.read_text())["nodes"] if newest else []
+    return [node["node"] for node in nodes if node["state"] in states]
 
 
 def to_next_step(job: Job, act: Callable[[], Any]) -> float:
@@ -131,7 +117,7 @@ def pause(job: Job, node: int) -> float:
     fault = Fault(job.run)
     job.start(node)
     fault.cost()
-    times = [entry["time"] for entry in newest_steps(job.run) if entry["time"] > fault.moment_s - 5]
+    times = [end_s for end_s in step_ends(job.run).values() if end_s > fault.moment_s - 5]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
@@ -163,94 +149,76 @@ def measure(job: Job, kind: str) -> dict[str, float]:
 
 
 KINDS = {
-    "launch, a spare": lambda folder: Job(folder, [*LAUNCH, "--nnodes=2", "--spares=1", *TASK, f"--run-dir={folder}"]),
-    f"launch, fewer after {WAIT_S} s": lambda folder: Job(
-        folder, [*LAUNCH, f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}", *TASK, f"--run-dir={folder}"]),
-    "torchrun": lambda folder: Job(folder, [*TORCHRUN, *TASK, f"--run-dir={folder}"], torchrun=True),
+    "launch, a spare": ["--nnodes=2", "--spares=1"],
+    f"launch, fewer after {WAIT_S} s": [f"--nnodes=2:{NODES}", f"--wait-for-node={WAIT_S}"],
+    "torchrun": [],
 }
 
 
 class Light:
-    """One job of `count` light agents, one of them a spare."""
+    """A job of `count` light agents, one of them a spare."""
 
     def __init__(self, count: int, folder: Path) -> None:
-        self.count, self.folder, self.attempt = count, folder, -1
-        (folder / "job.py").write_text(LIGHT)
-        options = [f"--nnodes={count // 2}:{count - 1}", "--spares=1", f"--wait-for-node={WAIT_S}"]
-        self.job = Job(folder, [*LAUNCH, *options, f"--run-dir={folder}", str(folder / "job.py"), str(folder)])
-
-    def times(self, attempt: int, kind: str) -> dict[int, tuple[float, int]]:
-        """When each rank did that, and on which node."""
-        found = {}
-        for path in self.folder.glob(f"{attempt}-*.{kind}"):
-            at, node = path.read_text().split()
-            found[int(path.stem.partition("-")[2])] = float(at), int(node)
-        return found
+        more = ("--spares=1", f"--wait-for-node={WAIT_S}", "--max-restarts=1000")
+        self.nodes, self.shared = Nodes(folder, f"{count // 2}:{count - 1}", *more), folder / "shared"
+        self.all_used = count - 1
 
     def next(self, world_size: int) -> float:
         """Wait until so many ranks of a newer attempt have started. Returns when the last one did."""
-        def found() -> list[int]:
-            attempts = [int(name.partition("-")[0]) for name in os.listdir(self.folder) if name.endswith(".began")]
-            newest = max(attempts, default=-1)
-            return [newest] if newest > self.attempt and attempts.count(newest) == world_size else []
+        self.attempt = self.nodes.attempt(world_size, after=self.attempt)
+        files = [self.shared / f"{self.attempt}-{rank}-of-{world_size}" for rank in range(world_size)]
+        self.pids = [int(path.read_text().split()[1]) for path in files]
+        return max(path.stat().st_mtime for path in files)
 
-        self.attempt = wait_for(f"{world_size} ranks", found)[0]
-        began = self.times(self.attempt, "began")
-        self.used = [began[rank][1] for rank in range(world_size)]  # nodes by rank: the first one leads
-        return max(at for at, _ in began.values())
+    def start(self) -> float:
+        self.attempt, began_s = -1, time.time()
+        for node in range(self.all_used + 1):
+            self.nodes.add(node)
+        return self.next(self.all_used) - began_s
 
     def spare(self, node: int) -> None:
         """Have that node come as a spare, and wait until it has a vote."""
-        path = self.folder / f"node{node}.txt"
-        known = path.read_text().count("is a spare")
-        self.job.start(node)
-        wait_for("a spare", lambda: path.read_text().count("is a spare") > known)
+        self.nodes.add(node)
+        leads = self.nodes.folder / f"runs{self.nodes.of_rank(0, self.attempt)}" / "job"
+        wait_for("a spare", lambda: nodes_of(leads, "spare"))
         time.sleep(3)
 
-    def killed(self, place: int, left: int) -> tuple[int, float]:
+    def killed(self, rank: int, left: int) -> tuple[int, float]:
         """Kill the node of that rank. Returns it, and the seconds until so many ranks have started."""
-        lost, began_s = self.used[place], time.time()
-        self.job.kill(lost)
+        lost, began_s = self.nodes.of_rank(rank, self.attempt), time.time()
+        self.nodes.kill(lost)
         took_s = self.next(left) - began_s
         time.sleep(2)
         return lost, took_s
 
     def round(self) -> dict[str, float]:
-        costs, all_used = {}, self.count - 1
-        first, costs["an agent is killed, a spare is there"] = self.killed(self.count // 3, all_used)
+        costs = {}
+        first, costs["an agent is killed, a spare is there"] = self.killed(self.all_used // 3, self.all_used)
         what = f"an agent is killed, no spare is there, with {WAIT_S} s of --wait-for-node"
-        second, costs[what] = self.killed(-1, all_used - 1)
-        began_s, before = time.time(), self.attempt
-        self.job.start(second)
-        last_s = self.next(all_used)
-        costs["it comes back: pause"] = last_s - min(at for at, _ in self.times(before, "left").values())
-        costs["it comes back: from its start"] = last_s - began_s
+        second, costs[what] = self.killed(self.all_used - 1, self.all_used - 1)
+        began_s = time.time()
+        self.nodes.add(second)
+        wait_for("the end of a rank", lambda: not all(map(lives, self.pids)))
+        left_s = time.time()
+        last_s = self.next(self.all_used)
+        costs["it comes back: pause"], costs["it comes back: from its start"] = last_s - left_s, last_s - began_s
         self.spare(first)
-        leader, costs["the agent that leads is killed, a spare is there"] = self.killed(0, all_used)
+        leader, costs["the agent that leads is killed, a spare is there"] = self.killed(0, self.all_used)
         self.spare(leader)
         return costs
 
 
 def light(count: int, repeats: int) -> Iterator[dict[str, float]]:
     """The costs of each round of changes, and first that of the start."""
-    folder = Path(tempfile.mkdtemp())
-    made, began_s = Light(count, folder), time.time()
-    try:
-        made.job.start(*range(count))
-        yield {"all start": made.next(count - 1) - began_s}
-        time.sleep(5)
-        agents = [*made.job.nodes.values()]
-        before_s, looked_s = sum(sum(each.cpu_times()[:2]) for each in agents), time.monotonic()
-        time.sleep(5)
-        used_s, took_s = sum(sum(each.cpu_times()[:2]) for each in agents) - before_s, time.monotonic() - looked_s
-        yield {"at rest: CPUs that all agents take": used_s / took_s}
-        for _ in range(repeats):
-            if time.time() - began_s > BUDGET_S:
-                break
-            yield made.round()
-    finally:
-        made.job.kill(*made.job.nodes)
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        made, began_s = Light(count, Path(folder)), time.time()
+        with ended(made.nodes.job):
+            yield {"all start": made.start()}
+            for _ in range(repeats):
+                time.sleep(5)
+                if time.time() - began_s > BUDGET_S:
+                    break
+                yield made.round()
 
 
 def main() -> None:
@@ -270,9 +238,9 @@ def main() -> None:
         for found in light(given.light, given.repeats):
             take(f"{given.light} light agents", found)
     for _ in range(0 if given.light else given.repeats):
-        for kind, make in KINDS.items():
+        for kind, options in KINDS.items():
             folder = Path(tempfile.mkdtemp())
-            job = make(folder)
+            job = Job(folder, [*options, *TASK, f"--run-dir={folder}"], torchrun=kind == "torchrun")
             try:
                 job.start(*range(NODES))
                 wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())

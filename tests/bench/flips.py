@@ -30,7 +30,7 @@ def run(forks: Forks, dice: random.Random, number: int, kinds: list[str], rate: 
     lasts, split = kind.startswith("product"), kind in ("shard", "product-fsdp")
     flips = f"product:{rank}:{rate}:0" if lasts else f"{'weight' if kind == 'shard' else kind}:{rank}:{step}:{bit}"
     env = {"RECOMPUTE": str(RECOMPUTE)} if lasts else {}
-    env |= {"HYBRID": "1"} if split else {}
+    env |= {"SPLIT": "1"} if split else {}
     if number % 2:
         env["FLIP"] = flips
     with tempfile.TemporaryDirectory(prefix="flips-") as folder:

@@ -13,8 +13,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from rankup.loop.workers import Workers  # noqa: E402
 from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
-from train.data import Samples  # noqa: E402
 from train.data.samples import Order, load_batches  # noqa: E402
 from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
@@ -38,7 +38,8 @@ from train.workloads import images  # noqa: E402
 
 PICTURES = 64  # different ones; the files are copies of them, each read and decoded by itself
 SIZE, CPU = 224, torch.device("cpu")
-Batches = Generator[torch.Tensor, None, None]  # float32 [B, 3, 224, 224]
+Batches = Iterator[torch.Tensor]  # float32 [B, 3, 224, 224]
+Side = Callable[[Path, str, int, int], Batches]
 
 # Recipe -> the value of `augment`, and what torchvision does with PIL's picture for the same
 MIDDLE = [transforms.Resize(SIZE), transforms.CenterCrop(SIZE)]
@@ -65,32 +66,32 @@ def make_files(root: Path, count: int) -> None:
             shutil.copyfile(folder / f"{number % PICTURES}.jpg", target)
 
 
-def torchvisions(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
+def torchvisions(root: Path, recipe: str, batch_size: int, workers: int) -> Batches:
     """One epoch, as torchvision's documentation loads ImageNet."""
     normalize = transforms.Normalize(MEAN, STD)
     transform = transforms.Compose([*RECIPES[recipe][1], transforms.ToTensor(), normalize])
     found = torchvision.datasets.ImageFolder(str(root / "train"), transform)
     loader = DataLoader(found, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
-    return _inputs(loader)
+
+    def epoch() -> Batches:  # the first batch that is asked for starts the workers
+        for batch, _ in loader:
+            yield batch
+
+    return epoch()
 
 
-def _inputs(loader: DataLoader[Any]) -> Batches:
-    for batch, _ in loader:  # a function of its own: the first batch that is asked for starts the workers
-        yield batch
-
-
-def ours(root: Path, recipe: str, *, batch_size: int, workers: int) -> Batches:
+def ours(root: Path, recipe: str, batch_size: int, workers: int) -> Batches:
     """One epoch, as training takes it."""
     augment = RECIPES[recipe][0]
     config = Config(dataset="imagefolder", data_dir=str(root), augment=augment, batch_size=batch_size, model="cnn")
-    samples = images.build(config).train
-    return _normalized(samples, Order(len(samples), batch_size, seed=0), workers=workers)
+    samples, normalize = images.build(config).train, images.normalizer(MEAN, STD)
+    order = Order(len(samples), batch_size, seed=0)
 
+    def epoch() -> Batches:
+        for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):
+            yield normalize(batch[0])
 
-def _normalized(samples: Samples, order: Order, *, workers: int) -> Batches:
-    normalize = images.normalizer(MEAN, STD)
-    for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):
-        yield normalize(batch[0])
+    return epoch()
 
 
 def images_per_s(batches: Batches, steps: int) -> float:
@@ -100,16 +101,14 @@ def images_per_s(batches: Batches, steps: int) -> float:
     return count / (time.perf_counter() - began_s)
 
 
-def measure_loading(root: Path, *, repeats: int, steps: int, **options: Any) -> dict[str, tuple[float, float]]:
+def measure(root: Path, repeats: int, steps: int, batch_size: int, workers: int) -> list[list[str]]:
     """By recipe: the medians of torchvision's and of our images/s in an epoch of so many steps."""
-    sides: dict[str, list[list[float]]] = {}
-    for repeat in range(repeats):
-        print(f"loading: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-        for recipe in RECIPES:
-            row = sides.setdefault(recipe, [[], []])
-            row[0].append(images_per_s(torchvisions(root, recipe, **options), steps))
-            row[1].append(images_per_s(ours(root, recipe, **options), steps))
-    return {name: (statistics.median(theirs), statistics.median(own)) for name, (theirs, own) in sides.items()}
+    sides = defaultdict[tuple[str, Side], list[float]](list)
+    for repeat, recipe, side in product(range(repeats), RECIPES, (torchvisions, ours)):
+        print(f"{workers} workers, {recipe}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+        sides[recipe, side].append(images_per_s(side(root, recipe, batch_size, workers), steps))
+    found = {recipe: [statistics.median(sides[recipe, side]) for side in (torchvisions, ours)] for recipe in RECIPES}
+    return [[name, f"{theirs:,.0f}", f"{own:,.0f}", f"{own / theirs:.2f}"] for name, (theirs, own) in found.items()]
 
 
 def main() -> None:
@@ -121,18 +120,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; torchvision's side gains from it too
-    about = conditions()
-    numbers = [int(number) for number in arguments.workers.split(",")]
-    options = {"batch_size": arguments.batch_size, "repeats": arguments.repeats}
+    about, size = conditions(), arguments.batch_size
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        make_files(root, arguments.images)
-        epoch = arguments.images // arguments.batch_size
-        loading = {number: measure_loading(root, steps=epoch, workers=number, **options) for number in numbers}
-    print(f"{about}, torchvision {torchvision.__version__}, one thread a process, batch {arguments.batch_size}, "
+        make_files(Path(folder), arguments.images)
+        tables = {
+            number: measure(Path(folder), arguments.repeats, arguments.images // size, size, number)
+            for number in map(int, arguments.workers.split(","))
+        }
+    print(f"{about}, torchvision {torchvision.__version__}, one thread a process, batch {size}, "
           f"{arguments.images} files of 500 x 375.")
-    for number, table in loading.items():
-        rows = [[name, f"{theirs:,.0f}", f"{own:,.0f}", f"{own / theirs:.2f}"] for name, (theirs, own) in table.items()]
+    for number, rows in tables.items():
         print("", *markdown_table([f"images/s, {number} workers", "torchvision", "rankup", "ratio"], rows), sep="\n")
 
 

@@ -1,11 +1,43 @@
-"""What the pages of figures need: the machine and the versions, tables in Markdown, a chart."""
+"""What the benchmarks share: a command and its end, when steps ended, the machine and the versions, Markdown."""
 
 import datetime
-import importlib.metadata
+import json
 import os
 import platform
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+
+from tests.rigs.jobs import ROOT, environment
+
+
+def run(*command: str | Path | float, env: Mapping[str, str] | None = None) -> tuple[str, float]:
+    """A command's output, and the seconds that it took. Ends this program if it fails."""
+    began_s = time.perf_counter()
+    ended = subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=environment({"PYTHONWARNINGS": "ignore", **(env or {})}),
+        text=True, timeout=3600, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+    if ended.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))} ended with {ended.returncode}:\n{ended.stdout[-8000:]}")
+    return ended.stdout, time.perf_counter() - began_s
+
+
+def step_ends(run: Path, newest_bytes: int = 0) -> dict[int, float]:
+    """When each step ended that the run's metrics have a line of, as time.time() gives it. `newest_bytes`: of those in
+    the last bytes of the file alone."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    with path.open("rb") as metrics:
+        at = max(0, path.stat().st_size - newest_bytes) if newest_bytes else 0
+        metrics.seek(at)
+        lines = metrics.read().decode(errors="replace").splitlines(keepends=True)
+    whole = [line for line in lines[bool(at) :] if '"train/loss"' in line and line.endswith("\n")]
+    return {entry["step"]: entry["time"] for entry in map(json.loads, whole)}
 
 
 def cpu_model() -> str:
@@ -20,27 +52,11 @@ def cpu_model() -> str:
 def conditions() -> str:
     """What figures must not be read without, in one line."""
     return (
-        f"{os.cpu_count()} CPUs of {cpu_model()}, load {os.getloadavg()[0]:.1f}, torch "
-        f"{importlib.metadata.version('torch')}, Python {platform.python_version()}, {datetime.date.today()}"
+        f"{os.cpu_count()} CPUs of {cpu_model()}, load {os.getloadavg()[0]:.1f}, torch {version('torch')}, Python "
+        f"{platform.python_version()}, {datetime.date.today()}"
     )
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table with these columns."""
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
-
-
-def bar_chart(values: Mapping[str, float], title: str, *, path: Path) -> None:
-    """One bar for each name, as long as its value, with the value beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(values)), layout="constrained")
-    axes.bar_label(axes.barh(list(values), list(values.values())), fmt="{:,.0f}", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_title(title)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)

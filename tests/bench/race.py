@@ -12,51 +12,71 @@ Prints tables, and writes them to --output with all figures. Nothing is asserted
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
-import subprocess
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench import machine
 from tests.bench.racers import shared
-from tests.bench.racers.report import ADVISED, ENTRANTS, Entrant, Lap, conditions, table
 from tests.bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
-from tests.rigs.jobs import MAIN, ROOT, environment
+from tests.rigs.jobs import MAIN, ROOT
 from train.data.sources import in_memory
 
-PATIENCE_S = 3600.0  # for one training: a ResNet-50 on CPUs takes its time
 # Threads and workers, which it may advise too, would change the conditions of the race
 ADVICE = re.compile(r"--precision bf16")
+RANKUP, ADVISED = "rankup", "rankup as advised"
+BY_HAND, WITH_LINES, LINES_GOAL = "tuned by hand", "by hand, with rankup", 0.97
+Lap = dict[str, Any]  # entrant, precision, processes, repeat, images_per_s, accuracy, loss, command_s, load
 
 
-def run(command: Sequence[str | Path | float]) -> tuple[str, float]:
-    """A command's output, and the seconds that it took. Ends the race if it fails."""
-    began_s = time.perf_counter()
-    ended = subprocess.run(
-        [str(word) for word in command], cwd=ROOT, env=environment({"PYTHONWARNINGS": "ignore"}), text=True,
-        timeout=PATIENCE_S, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )
-    if ended.returncode != 0:
-        sys.exit(f"{' '.join(map(str, command))} ended with {ended.returncode}:\n{ended.stdout[-8000:]}")
-    return ended.stdout, time.perf_counter() - began_s
+@dataclass(frozen=True)
+class Entrant:
+    """One that races. `about`: what was done for its speed. `script`: in racers/; empty: rankup's own command line.
+    `package`: what it needs beside torch. `goal`: how many times as fast rankup shall be, also as it advises."""
+
+    name: str
+    about: str
+    script: str = ""
+    variant: str = ""
+    package: str = ""
+    goal: tuple[float, float] = (1.5, 2.0)
+
+
+ENTRANTS = (
+    Entrant("tutorial", "PyTorch's DDP tutorial, torchvision's FashionMNIST, a DataLoader", "tutorial", "loader"),
+    Entrant("tutorial, in memory", "the same loop, batches taken from memory by index", "tutorial", "memory"),
+    Entrant("Accelerate", "from memory; gradients as views of the buckets", "accelerate_loop", package="accelerate"),
+    Entrant("Lightning", "from memory; barebones=True, gradients as views of the buckets", "lightning_trainer",
+            package="lightning"),
+    Entrant(BY_HAND, "no loader; channels_last, fused SGD, gradients as views of the buckets; malloc set up",
+            "hand_tuned", goal=(1.0, 1.0)),
+    Entrant(WITH_LINES, "the same loop with the lines of a job in it: job.batches and job.step", "hand_tuned", "rankup",
+            goal=(1.0, 1.0)),
+    Entrant(RANKUP, "its defaults; it also writes metrics, watches its ranks, can stop, and saves at the end"),
+    Entrant(ADVISED, "with the flags that its start lines advise"),
+)
 
 
 def run_script(entrant: Entrant, task: Task, processes: int) -> tuple[dict[str, float], float]:
     """What a script in racers/ found (see `shared.finish`), and the seconds of the whole command."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
     settings = json.dumps(asdict(replace(task, variant=entrant.variant)))
-    _, seconds = run([sys.executable, *torchrun, "-m", f"tests.bench.racers.{entrant.script}", settings])
+    line = [sys.executable, *torchrun, "-m", f"tests.bench.racers.{entrant.script}", settings]
+    _, seconds = machine.run(*line)
     return json.loads(Path(task.result).read_text()), seconds
 
 
@@ -72,19 +92,12 @@ def run_rankup(task: Task, processes: int, advice: Sequence[str]) -> tuple[dict[
         "--evaluate-every-epochs", 1_000_000, "--save-every-steps", task.steps,
     ]
     several = ["launch", "--nproc", processes, "--max-restarts", 0, MAIN] if processes > 1 else []
-    output, seconds = run([sys.executable, MAIN, *several, "train", *flags, *advice])
-    lines = [json.loads(line) for line in (runs / "race/metrics.jsonl").read_text().splitlines()]
+    output, seconds = machine.run(sys.executable, MAIN, *several, "train", *flags, *advice)
     # A line is made at the same place of each step: the time between two is that of the steps between them
-    ended_s = {line["step"]: line["time"] for line in lines if "train/loss" in line}
+    ended_s = machine.step_ends(runs / "race")
     speed = (task.steps - task.warm_up) * task.batch_size / (ended_s[task.steps] - ended_s[task.warm_up])
     metrics = json.loads((runs / "race/result.json").read_text())["metrics"]
     return {"images_per_s": speed, "accuracy": metrics["accuracy"], "loss": metrics["loss"]}, seconds, output
-
-
-def advised(task: Task) -> list[str]:
-    """The flags that rankup's lines advise on this machine, of those that leave the race's conditions alone."""
-    output = run_rankup(replace(task, warm_up=10, steps=50), 1, [])[2]
-    return [word for flag in sorted(set(ADVICE.findall(output))) for word in flag.split()]
 
 
 def lap(entrant: Entrant, task: Task, processes: int, repeat: int, advice: Sequence[str]) -> Lap:
@@ -94,21 +107,22 @@ def lap(entrant: Entrant, task: Task, processes: int, repeat: int, advice: Seque
         found, seconds = run_script(entrant, task, processes)
     else:
         found, seconds, _ = run_rankup(task, processes, advice if entrant.name == ADVISED else [])
-    done = Lap(entrant.name, task.precision, processes, repeat, **found, command_s=seconds, load=load)
     print(
-        f"{task.precision}, {processes} processes, repeat {repeat}: {entrant.name} {done.images_per_s:,.0f} images/s, "
-        f"accuracy {done.accuracy:.4f}, {seconds:.1f} s, load {load:.1f}", file=sys.stderr, flush=True,
+        f"{task.precision}, {processes} processes, repeat {repeat}: {entrant.name} {found['images_per_s']:,.0f} "
+        f"images/s, accuracy {found['accuracy']:.4f}, {seconds:.1f} s, load {load:.1f}", file=sys.stderr, flush=True,
     )
-    return done
+    return {"entrant": entrant.name, "precision": task.precision, "processes": processes, "repeat": repeat, **found,
+            "command_s": seconds, "load": load}
 
 
 def race(options: argparse.Namespace, task: Task, entrants: Sequence[Entrant]) -> list[Lap]:
     """All laps, one after the other."""
     laps = []
     for precision in options.precision:
-        own = replace(task, precision=precision)
-        advice = advised(own) if any(entrant.name == ADVISED for entrant in entrants) else []
-        # It races a second time only where it advises something
+        own, advice = replace(task, precision=precision), []
+        if any(entrant.name == ADVISED for entrant in entrants):  # it races only where rankup advises something
+            output = run_rankup(replace(own, warm_up=10, steps=50), 1, [])[2]
+            advice = [word for flag in sorted(set(ADVICE.findall(output))) for word in flag.split()]
         here = [entrant for entrant in entrants if entrant.name != ADVISED or advice]
         for repeat in range(options.repeats):
             first = repeat % len(here)
@@ -117,13 +131,65 @@ def race(options: argparse.Namespace, task: Task, entrants: Sequence[Entrant]) -
     return laps
 
 
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, and the range in brackets: `form` is one value's format."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def ratio(laps: Sequence[Lap], winner: str, other: str) -> float | None:
+    """The median, over the repeats, of how many times as fast `winner` was; None if one of the two did not race."""
+    speeds = {(each["entrant"], each["repeat"]): each["images_per_s"] for each in laps}
+    both = [repeat for name, repeat in speeds if name == other and (winner, repeat) in speeds]
+    found = [speeds[winner, repeat] / speeds[other, repeat] for repeat in both]
+    return statistics.median(found) if found else None
+
+
+def table(laps: Sequence[Lap], precision: str) -> list[str]:
+    """Markdown of one precision. The ratios are those at the largest number of processes."""
+    own = [each for each in laps if each["precision"] == precision]
+    worlds = sorted({each["processes"] for each in own})
+    most, rows = [each for each in own if each["processes"] == worlds[-1]], []
+    for entrant in ENTRANTS:
+        mine = [each for each in own if each["entrant"] == entrant.name]
+        if not mine:
+            continue
+        cells = [spread([each["images_per_s"] for each in mine if each["processes"] == w], ",.0f") for w in worlds]
+        factors = [ratio(most, rankup, entrant.name) if entrant.script else None for rankup in (RANKUP, ADVISED)]
+        cells += [f"{f:.2f} (goal {goal:g})" if f else "" for f, goal in zip(factors, entrant.goal, strict=True)]
+        command_s = statistics.median(each["command_s"] for each in mine if each["processes"] == worlds[-1])
+        rows.append([entrant.name, *cells, spread([100 * each["accuracy"] for each in mine], ".1f"),
+                     f"{command_s:.1f}"])
+    titles = [f"images/s, {world} process{'es' if world > 1 else ''}" for world in worlds]
+    at = f" at {worlds[-1]}" if len(worlds) > 1 else ""
+    header = [precision, *titles, f"rankup is faster{at}", f"with its advice{at}", "accuracy, %", f"command{at}, s"]
+    lines = machine.markdown_table(header, rows)
+    if found := ratio(most, WITH_LINES, BY_HAND):
+        lines += ["", f"The lines of a job in the loop tuned by hand: {found:.3f} of its speed (goal {LINES_GOAL:g})."]
+    return lines
+
+
+def conditions(options: argparse.Namespace, laps: Sequence[Lap]) -> str:
+    """What the figures must not be read without."""
+    packages = ["torchvision", *(each.package for each in ENTRANTS if each.package)]
+    versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name))
+    loads, raced = [each["load"] for each in laps], {each["entrant"] for each in laps}
+    notes = "\n".join(f"- {each.name}: {each.about}." for each in ENTRANTS if each.name in raced)
+    data = "random images" if options.random else "Fashion-MNIST"
+    return (
+        f"{notes}\n\nCNN, {data}, global batch {options.batch_size}, one thread a process; medians of "
+        f"{options.repeats} (and their range) from step {options.warm_up} to {options.steps}; ratios are medians of "
+        f"those within a repeat. {machine.conditions()}, load average {min(loads):.1f} to {max(loads):.1f} meanwhile, "
+        f"{versions}."
+    )
+
+
 def prepare_data(folder: Path, *, random: bool) -> None:
     """Fashion-MNIST as torchvision's class wants it, below `folder`, fetched if need be; or random images alike."""
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     source, family = None, in_memory.FAMILIES["fashion-mnist"]
     if not random:
-        source = in_memory.find_family(family, data_dir=None, timeout_s=PATIENCE_S, say=print)
+        source = in_memory.find_family(family, data_dir=None, timeout_s=3600, say=print)
     for train, (image_name, label_name) in in_memory.FILES.items():
         if source is None:
             generator, size = torch.Generator().manual_seed(int(train)), 2048 if train else 256
@@ -136,21 +202,8 @@ def prepare_data(folder: Path, *, random: bool) -> None:
         write_idx(raw / label_name, labels.to(torch.uint8))
 
 
-def choose(names: Sequence[str]) -> list[Entrant]:
-    """The entrants of these names, all by default. Leaves those out that lack a package, and says so."""
-    known = {entrant.name: entrant for entrant in ENTRANTS}
-    if unknown := set(names) - known.keys():
-        sys.exit(f"--only must be some of {', '.join(known)}, got {', '.join(unknown)}.")
-    chosen = []
-    for entrant in (known[name] for name in names or known):
-        if entrant.package and importlib.util.find_spec(entrant.package) is None:
-            print(f"{entrant.name} stays at home: pip install -e '.[test]', or make race", file=sys.stderr)
-        else:
-            chosen.append(entrant)
-    return chosen
-
-
 def parse() -> argparse.Namespace:
+    names = [entrant.name for entrant in ENTRANTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
@@ -159,7 +212,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="global, in samples")
     parser.add_argument("--warm-up", type=int, default=50, help="steps that do not count; steps must be a multiple")
     parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument("--only", nargs="+", default=[], help="some of the entrants, by name")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="of the entrants")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/race", help="folder of race.md and race.json")
     options = parser.parse_args()
     if options.steps % options.warm_up or options.steps == options.warm_up:
@@ -170,8 +223,12 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse()
-    entrants = choose(options.only)
+    options, entrants = parse(), []
+    for entrant in ENTRANTS:
+        if entrant.name in options.only and entrant.package and find_spec(entrant.package) is None:
+            print(f"{entrant.name} stays at home: pip install -e '.[test]', or make race", file=sys.stderr)
+        elif entrant.name in options.only:
+            entrants.append(entrant)
     with tempfile.TemporaryDirectory() as scratch:
         prepare_data(Path(scratch), random=options.random)
         task = Task(
@@ -183,7 +240,7 @@ def main() -> None:
     text += f"\n\n{conditions(options, laps)}\n"
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "race.md").write_text(text)
-    (options.output / "race.json").write_text(json.dumps([asdict(each) for each in laps], indent=2) + "\n")
+    (options.output / "race.json").write_text(json.dumps(laps, indent=2) + "\n")
     print(f"{text}\nwritten to {options.output}")
 
 

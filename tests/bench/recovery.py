@@ -10,28 +10,32 @@ The time is from the kill, or from the command that starts the job again, to the
 """
 
 import argparse
-import json
 import os
 import random
 import re
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.machine import conditions, markdown_table
-from tests.rigs import containers, slurm_cluster
-from tests.rigs.launched import LAUNCHERS, Launcher, rank_process
+from tests.bench.machine import conditions, markdown_table, step_ends
+from tests.rigs import containers, kubepods, slurm_cluster
+from tests.rigs.containers import docker, rank_of, wait_for
+from tests.rigs.jobs import MAIN, ROOT, environment
 
 # The program's defaults, but a line of metrics for each step, and an end that never comes
 SETTINGS = ["--name", "job", "--epochs", "100000", "--evaluate-every-epochs", "100000", "--log-every-steps", "1"]
 PATIENCE_S = 300.0
+NEWEST = 2**16  # bytes of metrics: the file grows to megabytes
 COLD = "cold restart of the whole job"
 # An engine waits longer and longer before it restarts a container that ends within 10 s of its start
 SETTLED_S = 11
@@ -41,27 +45,23 @@ class Fault:
     """What happens to a job now, and what it costs. Made just before it happens."""
 
     def __init__(self, run: Path) -> None:
-        self.run = run
-        self.finished = newest_steps(run)[-1]["step"]
-        self.log_size = (run / "logs" / "rank-0.log").stat().st_size
+        self.run, self.log = run, run / "logs" / "rank-0.log"
+        self.finished, self.log_size = max(step_ends(run, NEWEST)), self.log.stat().st_size
         self.moment_s = time.time()
 
     def cost(self) -> tuple[float, int]:
         """Wait for the next step. The seconds from the fault to its end, and the finished steps that are done again."""
-        until_s = time.monotonic() + PATIENCE_S
-        while (found := self._next_step()) is None:
-            if time.monotonic() > until_s:
-                sys.exit(f"no step within {PATIENCE_S:g} s:\n{self._said()[-4000:]}")
-            time.sleep(0.1)
-        next_step, end_s = found
-        with (self.run / "metrics.jsonl").open() as file:
-            steps = [json.loads(line)["step"] for line in file if is_training(line)]
+        try:
+            next_step, end_s = wait_for("next step", self._next_step, timeout_s=PATIENCE_S, log=self._said)
+        except AssertionError as error:
+            sys.exit(str(error)[-4000:])
+        steps = [*step_ends(self.run)]
         if steps != list(range(1, len(steps) + 1)):
-            print("metrics.jsonl lacks steps, or has some twice", file=sys.stderr)
+            print("metrics.jsonl lacks steps", file=sys.stderr)
         return end_s - self.moment_s, max(0, self.finished + 1 - next_step)
 
     def _said(self) -> str:
-        with (self.run / "logs" / "rank-0.log").open() as log:
+        with self.log.open() as log:
             log.seek(self.log_size)
             return log.read()
 
@@ -69,58 +69,139 @@ class Fault:
         """The first step after the newest resume, and its end: a step that was almost done when a rank died may end
         after the kill, too."""
         resumes = re.findall(r"resumed from step[- ]0*(\d+)", self._said())
-        if not resumes:
-            return None
-        next_step = int(resumes[-1]) + 1
-        for entry in newest_steps(self.run):
-            if entry["time"] > self.moment_s and entry["step"] == next_step:
-                return next_step, entry["time"]
-        return None
+        next_step = int(resumes[-1]) + 1 if resumes else 0
+        end_s = step_ends(self.run, NEWEST).get(next_step, 0.0)
+        return (next_step, end_s) if end_s > self.moment_s else None
 
 
-def newest_steps(run: Path) -> list[dict[str, Any]]:
-    """The last lines of the run's metrics that are about steps."""
-    with (run / "metrics.jsonl").open("rb") as metrics:
-        metrics.seek(max(0, metrics.seek(0, os.SEEK_END) - 2**16))
-        lines = metrics.read().decode(errors="replace").splitlines(keepends=True)
-    return [json.loads(line) for line in lines[len(lines) > 1 :] if is_training(line)]
+# A job of two nodes with a rank each, by launcher. `run`: its run's folder; `node`: what is killed as a whole node.
+# `stop` has every rank save and leave, and `kill_node` brings the node back where the launcher itself does not
 
 
-def is_training(line: str) -> bool:
-    """Whether a line of metrics.jsonl is about a step, not about an evaluation, and is whole."""
-    return '"train/loss"' in line and line.endswith("\n")
+class Launch:
+    """`launch` with two ranks. Nobody restarts `launch` itself, so this does."""
+
+    node = "`launch`, with all ranks, started again at once"
+
+    def __init__(self, folder: Path, settings: list[str], stack: ExitStack) -> None:
+        self.folder, self.run, self.settings = folder, folder / "job", settings
+        stack.callback(lambda: self.process.kill())
+
+    def start(self) -> None:
+        words = [sys.executable, MAIN, "launch", "--nproc=2", MAIN, "--run-dir", self.folder, *self.settings]
+        with (self.folder / "output").open("a") as output:
+            self.process = subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=output, stderr=output)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(PATIENCE_S)
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill_node(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.start()
+
+
+class Compose:
+    """Two containers of compose.yaml."""
+
+    node = "the container of node 1"
+
+    def __init__(self, folder: Path, settings: list[str], stack: ExitStack) -> None:
+        self.project = containers.Project(folder, ARGS=" ".join(settings), RESTART="on-failure:100000")
+        stack.callback(self.project.remove)
+        self.run, self.start, self.stop = folder / "runs" / "job", self.project.up, self.project.stop
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        return self.project.ranks(f"node{node}")
+
+    def kill_node(self) -> None:
+        self.project.kill_container("node1")
+
+
+class Pods:
+    """The containers of pytorchjob.yaml's two pods. This stands for the operator, which replaces a lost pod."""
+
+    node = "the pod of node 1, replaced at once"
+
+    def __init__(self, folder: Path, settings: list[str], stack: ExitStack) -> None:
+        self.cluster = kubepods.Cluster(folder, "pytorchjob.yaml", settings)
+        stack.callback(self.cluster.remove)
+        self.run, self.start = self.cluster.runs / "job", self.cluster.start
+
+    def stop(self) -> None:
+        names = [self.cluster.container(index) for index in (0, 1)]
+        docker("stop", "--time", "60", *names)
+        docker("rm", *names)
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        first = psutil.Process(self.cluster.state(node)["Pid"])  # no init: the agent itself
+        return [first, *first.children(recursive=True)]
+
+    def kill_node(self) -> None:
+        os.kill(self.cluster.state(1)["Pid"], signal.SIGKILL)
+        self.cluster.codes(1)
+        self.cluster.replace(1)
+
+
+class Slurm:
+    """Two tasks of slurm/ddp.sbatch on the two nodes of slurm/local.sh."""
+
+    node = "the agent of task 1"
+
+    def __init__(self, folder: Path, settings: list[str], stack: ExitStack) -> None:
+        self.cluster, self.folder, self.settings = slurm_cluster.Cluster(), folder, " ".join(settings)
+        self.cluster.local("up")
+        stack.callback(self.cluster.close)
+        self.run = folder / "runs" / "job"
+
+    def start(self) -> None:
+        self.job = self.cluster.submit(self.folder, self.settings, MAX_RESTARTS="100000")
+
+    def stop(self) -> None:
+        self.job.cancel()
+        self.job.wait()
+        self.cluster.idle()
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        return self.job.processes(f"node{node}")
+
+    def kill_node(self) -> None:
+        self.job.kill_agent("node1")
+
+
+# Each with why it cannot run here
+LAUNCHERS = {"launch": (Launch, str), "compose": (Compose, containers.why_not),
+             "slurm": (Slurm, slurm_cluster.why_not), "pods": (Pods, containers.why_not)}
+Job = Launch | Compose | Slurm | Pods
 
 
 def measure(name: str, kills: int, settings: list[str]) -> list[list[str]]:
     """The rows of one launcher, with the machine's load beside them."""
-    costs: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    loads = []
+    costs, loads = defaultdict[str, list[tuple[float, int]]](list), []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
-        job = LAUNCHERS[name](Path(folder), [*SETTINGS, *settings], stack)
+        job = LAUNCHERS[name][0](Path(folder), [*SETTINGS, *settings], stack)
         job.start()
-        until_s = time.monotonic() + PATIENCE_S
-        while not (job.run / "metrics.jsonl").exists() or not (job.run / "metrics.jsonl").stat().st_size:
-            if time.monotonic() > until_s:
-                sys.exit(f"{name}: no step within {PATIENCE_S:g} s")
-            time.sleep(0.1)
+        wait_for("first step", lambda: step_ends(job.run), timeout_s=PATIENCE_S)
         for _ in range(kills):
             for what in (COLD, "rank 0", "rank 1", job.node):
                 time.sleep(SETTLED_S if what == job.node else random.uniform(2, 4))
                 loads.append(os.getloadavg()[0])
                 costs[what].append(cost(job, what))
                 print(f"{name}, {what}: %.2f s, %d steps twice" % costs[what][-1], file=sys.stderr, flush=True)
-    cold_s = statistics.median(took_s for took_s, _ in costs[COLD])
-    load = f"{min(loads):.0f} to {max(loads):.0f}"
-    rows = []
+    cold_s, rows = statistics.median(took_s for took_s, _ in costs[COLD]), []
     for what, found in costs.items():
-        took_s = [each for each, _ in found]
-        median_s = statistics.median(took_s)
-        rows.append([name, what, f"{median_s:.2f}", f"{max(took_s):.2f}", f"{median_s / cold_s:.2f}",
-                     str(sum(twice for _, twice in found)), load])
+        median_s = statistics.median(took_s for took_s, _ in found)
+        rows.append([name, what, f"{median_s:.2f}", f"{max(took_s for took_s, _ in found):.2f}",
+                     f"{median_s / cold_s:.2f}", str(sum(twice for _, twice in found)),
+                     f"{min(loads):.0f} to {max(loads):.0f}"])
     return rows
 
 
-def cost(job: Launcher, what: str) -> tuple[float, int]:
+def cost(job: Job, what: str) -> tuple[float, int]:
     """Do one of the four to a job: see Fault.cost."""
     if what == COLD:
         job.stop()
@@ -128,11 +209,12 @@ def cost(job: Launcher, what: str) -> tuple[float, int]:
         job.start()
     elif what == job.node:
         fault = Fault(job.run)
-        job.kill_node()()
+        job.kill_node()
     else:
-        victim = rank_process(job, int(what[-1]))
+        rank = int(what[-1])
+        victims = wait_for(what, lambda: [each for each in job.processes(rank) if rank_of(each) == rank])
         fault = Fault(job.run)
-        victim.kill()
+        victims[0].kill()
     return fault.cost()
 
 
@@ -143,8 +225,7 @@ def main() -> None:
     parser.add_argument("--settings", type=str.split, default=[], help="of the program, besides its defaults")
     options = parser.parse_args()
     for name in options.launchers:
-        ask = {"compose": containers.why_not, "pods": containers.why_not, "slurm": slurm_cluster.why_not}.get(name, str)
-        if reason := ask():
+        if reason := LAUNCHERS[name][1]():
             sys.exit(f"{name}: {reason}")
     rows = [row for name in options.launchers for row in measure(name, options.kills, options.settings)]
     header = ["launcher", "lost", "median, s", "worst, s", "of the cold restart", "steps done twice", "load average"]

@@ -10,9 +10,7 @@ time for which a save keeps the steps waiting, and images/s over the wall clock,
 import argparse
 import json
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.machine import conditions, markdown_table
-from tests.rigs import place_hooks
-from tests.rigs.jobs import MAIN, ROOT, environment
+from tests.bench.machine import conditions, markdown_table, run, step_ends
+from tests.rigs import places
+from tests.rigs.jobs import MAIN, ROOT
 
 EVERY = 15
 BATCH = 32
@@ -34,70 +32,59 @@ HOWS = ("sync", "async", "none")
 LINE = (
     "--dataset=fake", "--fake-samples=512", "--image-size=32", "--model=resnet50", f"--batch-size={BATCH}",
     "--limit-eval=32", "--evaluate-every-epochs=1000", "--tensorboard=false", "--progress=none", "--fresh",
-    "--name=run",
+    "--name=run", "--log-every-steps=1",
 )
 
 
-def train(how: str, world_size: int, steps: int, folder: Path) -> dict[str, Any]:
+def train(how: str, world_size: int, steps: int, folder: Path) -> dict[str, float]:
     """One training in processes of its own, and what rank 0 measured."""
     save = ("--save=sync", f"--save-every-steps={10 * steps}") if how == "none" else (
         f"--save={how}", f"--save-every-steps={EVERY}")
-    launch = ["-m", "rankup", "launch", "--nproc", str(world_size), "--max-restarts", "0"] if world_size > 1 else []
-    line = [*launch, str(MAIN), "train", *LINE, *save, f"--max-steps={steps}", f"--run-dir={folder}"]
+    launch = ["-m", "rankup", "launch", f"--nproc={world_size}", "--max-restarts=0"] if world_size > 1 else []
     # Python runs it in each process as it starts
     (folder / "sitecustomize.py").write_text("from tests.bench.saves import install\n\ninstall()\n")
-    env = environment({"PYTHONPATH": f"{folder}:{ROOT}", "MEASURED": str(folder / "measured.json")})
-    ran = subprocess.run(
-        [sys.executable, *line], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    if ran.returncode != 0:
-        sys.exit(f"{' '.join(line)} ended with {ran.returncode}:\n{ran.stdout}")
-    return json.loads((folder / "measured.json").read_text())  # type: ignore[no-any-return]
+    run(sys.executable, *launch, MAIN, "train", *LINE, *save, f"--max-steps={steps}", f"--run-dir={folder}",
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "MEASURED": str(folder / "blocked.json")})
+    ends_s = step_ends(folder / "run")
+    result, blocked_s = json.loads((folder / "run" / "result.json").read_text()), json.loads(
+        (folder / "blocked.json").read_text())
+    return {"blocked_s": blocked_s, "peak_mb": result["peak_memory_mb"],
+            "images_per_s": (steps - WARM) * BATCH / (ends_s[steps] - ends_s[WARM])}
 
 
 def install() -> None:
     """In a process of the training: measure, once `train.loop` is imported."""
-    place_hooks.HOOKS = {"train.loop": measure}
-    sys.meta_path.insert(0, place_hooks._Finder())
+    places.HOOKS, places.WRAPPED = {"train.loop": measure}, {}
+    sys.meta_path.insert(0, places._Finder())
 
 
 def measure(loop: Any) -> None:
-    """Rank 0 adds up for how long saves keep the loop waiting, but for the last, and notes when steps are done."""
+    """Rank 0 adds up for how long a save keeps the loop waiting: all but the last one, for which `wait` is set."""
     from rankup.loop.job import Job
     from rankup.state.saver import Saver
 
-    step, save, look, write_result = loop.step, Job.save, Saver.look, loop.write_result
-    ends: list[float] = []
-    blocked_s, saves = 0.0, 0
+    blocked_s, saves, write_result = 0.0, 0, loop.write_result
 
-    def timed_save(job: Job, *, wait: bool = False) -> None:
-        nonlocal blocked_s, saves
-        began_s = time.perf_counter()
-        save(job, wait=wait)
-        if not wait:
-            blocked_s, saves = blocked_s + time.perf_counter() - began_s, saves + 1
+    def timed(owner: Any, name: str, counts: int) -> None:
+        whole = getattr(owner, name)
 
-    def timed_look(run: Any, *, wait: bool = False) -> None:
-        nonlocal blocked_s
-        began_s = time.perf_counter()
-        look(run, wait=wait)
-        if not wait:  # else it is part of a save
-            blocked_s += time.perf_counter() - began_s
+        def call(*values: Any, wait: bool = False) -> None:
+            nonlocal blocked_s, saves
+            began_s = time.perf_counter()
+            whole(*values, wait=wait)
+            if not wait:  # a look that waits is part of a save
+                blocked_s, saves = blocked_s + time.perf_counter() - began_s, saves + counts
 
-    def timed_step(t: Any, batches: Any) -> Any:
-        done = step(t, batches)
-        ends.append(time.perf_counter())
-        return done
+        setattr(owner, name, call)
 
     def report(t: Any, *values: Any, **more: Any) -> None:
         if t.group.is_rank0:
-            per_s = (len(ends) - WARM) * BATCH / (ends[-1] - ends[WARM - 1])
-            found = {"blocked_s": blocked_s / max(1, saves), "images_per_s": per_s, "step": t.job.step_number}
-            found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            Path(os.environ["MEASURED"]).write_text(json.dumps(found))
+            Path(os.environ["MEASURED"]).write_text(json.dumps(blocked_s / max(1, saves)))
         write_result(t, *values, **more)
 
-    loop.step, Job.save, Saver.look, loop.write_result = timed_step, timed_save, timed_look, report  # type: ignore[method-assign]
+    timed(Job, "save", 1)
+    timed(Saver, "look", 0)
+    loop.write_result = report
 
 
 def main() -> None:
@@ -106,7 +93,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4 * EVERY + 5, help="of each training")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of processes")
     given = parser.parse_args()
-    about, found = conditions(), defaultdict[tuple[int, str], list[dict[str, Any]]](list)
+    about, found = conditions(), defaultdict[tuple[int, str], list[dict[str, float]]](list)
     for repeat, world_size, how in product(range(given.repeats), given.worlds, HOWS):
         print(f"{repeat + 1} of {given.repeats}: {world_size} x {how}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:

@@ -10,10 +10,8 @@ turns, so that a machine that is busy for a while slows all of them. Prints a ta
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.script import Script
-from tests.bench.machine import conditions, markdown_table
-from tests.rigs.jobs import MAIN, ROOT, environment, free_port, rank_env
+from tests.bench.machine import conditions, markdown_table, run, step_ends
+from tests.rigs.jobs import MAIN, environment, free_port, rank_env
 
 GOAL = 1.3  # cold over bare
 COMMON = ("--max-steps", "1", "--log-every-steps", "1", "--limit-eval", "64", "--fresh", "--progress", "none")
@@ -60,18 +58,14 @@ CASES = {  # settings of the training, and the same model and shape of a batch f
 def bare_s(model: str, shape: tuple[int, ...]) -> float:
     """Seconds from the start of the interpreter to the end of the first step of the script BARE."""
     began_s = time.time()
-    script = BARE.format(model=model, shape=shape)
-    return float(subprocess.check_output([sys.executable, "-c", script], env=environment(), text=True)) - began_s
+    return float(run(sys.executable, "-c", BARE.format(model=model, shape=shape))[0]) - began_s
 
 
 def cold_s(run_dir: Path, line: tuple[str, ...]) -> float:
     """Seconds from the command to the end of the first step, one process."""
     began_s = time.time()
-    subprocess.run(
-        [sys.executable, "-m", "train.main", "train", *line, *COMMON, "--run-dir", run_dir, "--name", "run"],
-        env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
-    )
-    return first_step_at(run_dir / "run") - began_s
+    run(sys.executable, "-m", "train.main", "train", *line, *COMMON, "--run-dir", run_dir, "--name", "run")
+    return step_ends(run_dir / "run")[1] - began_s
 
 
 class Forks:
@@ -96,17 +90,11 @@ class Forks:
         while len(self.codes) < world_size:
             await asyncio.sleep(0.01)
         assert self.codes == [0] * world_size
-        return first_step_at(self.folder / "forked") - began_s
+        return step_ends(self.folder / "forked")[1] - began_s
 
 
 def refuse(warning: str = "the server is gone") -> NoReturn:
     raise AssertionError(warning)
-
-
-def first_step_at(run: Path) -> float:
-    """When the first step ended, as time.time gives it."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return next(float(line["time"]) for line in lines if line["step"] == 1 and "train/loss" in line)
 
 
 async def measure(repeats: int) -> dict[str, dict[str, list[float]]]:

@@ -16,7 +16,7 @@ from tests.rigs import namespaces
 from tests.rigs.fork_server import Forks, Process
 from tests.rigs.injected_faults import LOOK
 from tests.rigs.jobs import rank_env
-from tests.rigs.namespaces import Node, Pair
+from tests.rigs.namespaces import Net, Node
 
 PORT = 29400
 JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, even on a busy machine
@@ -34,7 +34,7 @@ class Case:
     """A pair of machines, and a doctor for each rank on them."""
 
     folder: Path
-    pair: Pair
+    pair: Net
     forks: Forks
     processes: list[Process] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     with ExitStack() as stack:
         begun = {}
         for name, begin in CASES.items():
-            begun[name] = Case(folder / name, Pair(folder / name / "nodes"), forks)
+            begun[name] = Case(folder / name, Net(folder / name / "nodes", 2), forks)
             stack.callback(begun[name].end)
             begin(begun[name])
         yield begun
@@ -207,7 +207,7 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
     for sick in cases.values():  # the machine is theirs alone: not with twenty other pairs on two cores
         for process in sick.processes:
             process.ended.wait(BOUND_S)
-    with closing(Pair(tmp_path / "nodes")) as pair:
+    with closing(Net(tmp_path / "nodes", 2)) as pair:
         case = Case(tmp_path, pair, forks)
         case.both()
         first, second = case.said(0, 0)

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from rankup.doctor import INCOMPLETE, NOTE, OK, UNFIT, WARNING, Finding, exit_code, machine, stages
+from rankup.doctor import INCOMPLETE, MIB, NOTE, OK, UNFIT, WARNING, Finding, exit_code, limits, shared_memory, stages
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, environment, free_port, rank_env
 
@@ -70,7 +69,7 @@ def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env
 
 def test_table_of_findings_is_used_and_says_why() -> None:
     table = tomllib.loads((ROOT / "rankup" / "doctor" / "findings.toml").read_text())
-    code = "".join((ROOT / "rankup" / "doctor" / name).read_text() for name in ("machine.py", "stages.py"))
+    code = "".join((ROOT / "rankup" / "doctor" / name).read_text() for name in ("__init__.py", "stages.py"))
     assert [name for name, entry in table.items() if f'"{name}"' not in code or not entry["why"]] == []
     assert {entry["level"] for entry in table.values()} == {WARNING, INCOMPLETE, UNFIT}
 
@@ -108,7 +107,7 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
                        "sys/fs/cgroup/memory.events": "low 0\noom 3\noom_kill 2\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = machine.limits(ranks=1, threads=1, root=tmp_path)
+    found = limits(ranks=1, threads=1, root=tmp_path)
     assert [finding.seen for finding in found if finding.level == WARNING] == [
         "300 MiB of memory for 1 ranks",
         "processes of this container or job killed because the memory was not enough: 2",
@@ -116,10 +115,9 @@ def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> N
 
 
 def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(f_bavail=64, f_blocks=64, f_frsize=machine.MIB)
-    monkeypatch.setattr(machine.os, "statvfs", lambda folder: free)
-    (few,) = machine.shared_memory(num_workers=1, folder="/")
-    (many,) = machine.shared_memory(num_workers=2, folder="/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: (64 * MIB, 0, 64 * MIB))
+    (few,) = shared_memory(num_workers=1)
+    (many,) = shared_memory(num_workers=2)
     assert (few.level, many.level) == (OK, WARNING)
 
 
@@ -128,17 +126,14 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
 
 def test_doctor_measures_each_rank_with_the_next_and_no_node_twice_at_a_time() -> None:
     hosts = ["a", "a", "b", "b", "b", "c", "d"]
-    plan = list(stages.rounds(hosts))
-    assert sorted(pair for pairs, between in plan if between for pair in pairs) == [(1, 2), (4, 5), (5, 6)]
-    assert sorted(pair for pairs, between in plan if not between for pair in pairs) == [(0, 1), (2, 3), (3, 4)]
-    for pairs, between in plan:
-        members = [hosts[rank] if between else rank for pair in pairs for rank in pair]
-        assert len(members) == len(set(members))
+    plans = [stages.rounds(hosts, rank) for rank in range(len(hosts))]
+    # Links between nodes first, 1 and 5 before 4, then 0 and 3 before 2
+    assert plans == [[0], [1, 0], [1, 2], [3, 2], [4, 3], [5, 4], [5]]
 
 
 def test_doctor_finds_the_odd_link_among_its_kind() -> None:
     def level(*bandwidths: float) -> str:
-        links = [stages.LinkSpeed((0, number), 1e-4, each, True) for number, each in enumerate(bandwidths)]
+        links = [{"ranks": (0, number), "latency_s": 1e-4, "bandwidth": each} for number, each in enumerate(bandwidths)]
         return stages.judge(links, "between nodes", ["node"] * len(links)).level
 
     assert level(90e6, 90e6, 90e6) == OK

@@ -5,35 +5,41 @@ tests/agent/test_launch.py.
 """
 
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.rigs.foreign_scripts import SCRIPTS, WARN, Once, again_if_aborted, by_torchrun, expected, result_of
+from tests.rigs.foreign_scripts import WARN, Once, again_if_aborted, expected, result_of, words
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import environ_of
+from tests.rigs.jobs import ended, environ_of, free_port, start
 
 
-# On two nodes, in tests/launchers/: ddp_local_rank; imagenet and Lightning under Slurm
-@pytest.mark.parametrize("name", ["ddp_env", "bert_trainer"])
+# On two nodes, in tests/launchers/: ddp_local_rank; imagenet, which spawns there, and Lightning under Slurm
+@pytest.mark.parametrize(("name", "nproc"), [("before_ddp", 2), ("bert_trainer", 2), ("imagenet", 4)])
 @again_if_aborted
 def test_foreign_script_under_launch_comes_to_the_weights_of_torchrun(
-    name: str, once: Once, loaded: Forks, tmp_path: Path
+    name: str, nproc: int, once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
-    script = SCRIPTS[name]
-    line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(tmp_path / "own"))
-    weights = result_of(loaded.ends(*line, env=WARN))
-    assert weights == expected(script, once, loaded, tmp_path)
-    if name == "ddp_env":
-        assert weights == by_torchrun([script.path])
+    # By an address of its own, not by env://
+    own = ("--dist-url", f"tcp://127.0.0.1:{free_port()}") if name == "imagenet" else ()
+    line = ("launch", f"--nproc={nproc}", "--run-dir", tmp_path, *words(name, tmp_path / "own"), *own)
+    weights = result_of(loaded.ends(*line, env=WARN, cwds=[tmp_path]))
+    assert weights == expected(name, once, loaded, tmp_path, nproc=nproc)
+    if name == "before_ddp":
+        line = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+        with ended(start(sys.executable, *line, *words(name, tmp_path), env=WARN, cwd=tmp_path)) as job:
+            assert job.wait() == [0], job.output
+        assert weights == result_of(job.output)
 
 
 @again_if_aborted
 def test_foreign_script_runs_alone(loaded: Forks, tmp_path: Path) -> None:
     """As a group of one, where `python SCRIPT` would miss the variables of a launcher too. With workers that it spawns
     itself: tests/launchers/slurm/test_slurm_foreign.py."""
-    output = loaded.ends("launch", "--run-dir", tmp_path, *SCRIPTS["ddp_env"].words(tmp_path), env=WARN)
+    line = ("launch", "--run-dir", tmp_path, *words("before_ddp", tmp_path))
+    output = loaded.ends(*line, env=WARN, cwds=[tmp_path])
     assert result_of(output).startswith("world size 1,")
 
 
@@ -41,8 +47,8 @@ def test_foreign_script_runs_alone(loaded: Forks, tmp_path: Path) -> None:
 def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
     once: Once, loaded: Forks, tmp_path: Path
 ) -> None:
-    script, own = SCRIPTS["dcp_checkpoints"], tmp_path / "own"
-    line = ("launch", "--nproc=2", "--run-dir", tmp_path, *script.words(own))
+    own = tmp_path / "own"
+    line = ("launch", "--nproc=2", "--run-dir", tmp_path, *words("dcp_checkpoints", own))
     with loaded.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
         job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
         ranks = psutil.Process(job.processes[0].pid).children(recursive=True)
@@ -50,4 +56,4 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
         victim.send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 0 goes on from step-" in job.output
-    assert result_of(job.output) == expected(script, once, loaded, tmp_path)
+    assert result_of(job.output) == expected("dcp_checkpoints", once, loaded, tmp_path)

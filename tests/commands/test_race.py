@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.race import prepare_data
+from tests.bench.race import ADVISED, ENTRANTS, RANKUP, Lap, prepare_data, ratio, table
 from tests.bench.racers import shared
-from tests.bench.racers.report import ADVISED, ENTRANTS, RANKUP, Lap, ratio, table
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
@@ -20,9 +19,9 @@ from tests.rigs.jobs import ROOT
 ALONE = [entrant for entrant in ENTRANTS if entrant.script and not entrant.package]
 
 
-
 def lap(entrant: str, repeat: int, images_per_s: float) -> Lap:
-    return Lap(entrant, "fp32", 2, repeat, images_per_s, accuracy=0.875, loss=0.5, command_s=3.0, load=1.0)
+    return {"entrant": entrant, "precision": "fp32", "processes": 2, "repeat": repeat, "images_per_s": images_per_s,
+            "accuracy": 0.875, "loss": 0.5, "command_s": 3.0, "load": 1.0}
 
 
 def test_race_runs_and_says_what_it_found(tmp_path: Path) -> None:
@@ -66,5 +65,5 @@ def test_race_ratios_are_medians_of_those_within_a_repeat() -> None:
 
 def test_race_names_what_it_cannot_run() -> None:
     with jobs.ended(jobs.start(sys.executable, ROOT / "tests/bench/race.py", "--only", "nobody")) as job:
-        assert job.wait() == [1]
-    assert "--only must be some of tutorial" in job.output
+        assert job.wait() == [2]
+    assert "argument --only: invalid choice: 'nobody' (choose from 'tutorial'" in job.output

@@ -1,9 +1,10 @@
-"""Hugging Face data sets: the same images as in a folder give the same weights; what is missing is named."""
+"""Hugging Face data sets: the same images or texts as in files; what is missing is named."""
 
 from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from PIL import Image
 
 from rankup.errors import UserError
-from tests.rigs import hf_sets
+from tests.rigs import hf_sets, hub
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
+from tests.rigs.photographs import write_photographs
 from train.config import Config, changed_settings
 from train.data.file_samples import FileSamples
-from train.data.sources import load
+from train.data.sources import huggingface, load
+from train.data.sources.texts import SAMPLE, load_texts
 
 pytestmark = pytest.mark.usefixtures("cache")
 CLASSES = ("class0", "class1")
@@ -220,3 +223,101 @@ def test_folder_without_data_and_damaged_files_are_named(tmp_path: Path) -> None
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(UserError, match="can't be read as a Hugging Face data set"):
         load_hf(where)
+
+
+# Texts: those of the same files ---------------------------------------------------------------------------------
+
+
+def sample(part: str) -> dict[str, list[Any]]:
+    """The texts that ship, as columns."""
+    lines = (SAMPLE / f"{part}.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.partition("\t") for line in lines if line.strip()]
+    return {"text": [pair[2] for pair in pairs], "label": [pair[0] for pair in pairs]}
+
+
+def save_texts(folder: Path, **splits: dict[str, list[Any]]) -> Path:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({name: Dataset.from_dict(rows) for name, rows in splits.items()}).save_to_disk(folder)
+    return folder
+
+
+def texts_from(folder: Path, **settings: Any) -> Any:
+    return huggingface.load_texts(Config(workload="text", dataset=f"hf:{folder}", **settings))
+
+
+@pytest.mark.parametrize("eval_split", ["dev", "test"])
+def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
+    where = save_texts(tmp_path / "texts", train=sample("train"), validation=sample("dev"), test=sample("test"))
+    rows, files = texts_from(where, eval_split=eval_split), load_texts(Config(workload="text", eval_split=eval_split))
+    for here, there in ((rows.train, files.train), (rows.evaluation, files.evaluation)):
+        assert (here.texts, here.labels) == (there.texts, there.labels)
+    assert (rows.classes, rows.digest, rows.characters) == (files.classes, files.digest, files.characters)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
+    for name in ("train", "test"):
+        lines = [f'{{"id": "{n}", "body": "text {n} of it", "stars": {1 + n % 3}}}' for n in range(6)]
+        if kind == "csv":
+            lines = ["id,body,stars", *(f"x{n},text {n} of it,{1 + n % 3}" for n in range(6))]
+        (tmp_path / f"{name}.{kind}").write_text("\n".join(lines) + "\n")
+    found = texts_from(tmp_path, input_column="body", label_column="stars")
+    assert found.train.texts[0] == "text 0 of it"
+    assert (found.classes, found.train.labels) == (("1", "2", "3"), ("1", "2", "3", "1", "2", "3"))
+    with pytest.raises(UserError, match=r"--label-column must name a column of labels among .*, got none\."):
+        texts_from(tmp_path)
+    with pytest.raises(UserError, match=r"must name a column of texts among .*, got id, body\."):
+        texts_from(tmp_path, label_column="stars")
+
+
+def test_rows_without_text_or_label_are_counted_and_named(tmp_path: Path) -> None:
+    rows = {"text": ["a b", None, "c", " ", "e", "f"], "label": ["x", "y", None, "x", "y", "x"]}
+    where = save_texts(tmp_path / "texts", train=rows, test={"text": ["a", "b"], "label": ["x", "y"]})
+    named = r"3 of 6 rows are bad \(row 1: no text; row 2: no label; row 3: no text\)"
+    with pytest.raises(UserError, match=named):
+        texts_from(where)
+
+
+# Names at the hub: downloaded when asked for, once; otherwise nobody is asked --------------------------------------
+
+NAME = "someone/rows"
+TOKEN = "hf_this_is_the_token"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[hub.Hub]:
+    write_photographs(tmp_path / "photographs", 12, width=60, height=50)
+    rows = hf_sets.images_of(tmp_path / "photographs")
+    other = {name: values[4:8] for name, values in rows.items()}  # the same file twice would be fetched once
+    splits = hf_sets.image_set({"train": rows, "validation": other}, ("class0", "class1"))
+    with hub.serve(NAME, hf_sets.save_parquet(splits, tmp_path / "rows")) as found:
+        yield found
+
+
+def test_name_is_downloaded_once_by_two_ranks_when_asked_for(forks: Forks, served: hub.Hub, tmp_path: Path) -> None:
+    env = {"HF_ENDPOINT": served.address, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN,
+           "RANKUP_CACHE": str(tmp_path / "cache")}
+    words = ("train", "--image-size", "32", "--batch-size", "4", "--max-steps", "3", "--tensorboard=false",
+             "--advice=false", "--run-dir", str(tmp_path / "runs"))
+    here = forks.run(*words, "--name", "here", "--dataset", f"hf:{served.folder}", world_size=2, env=env)
+    assert here[0] == [0, 0], here[1]
+    named = (*words, "--name", "named", "--dataset", f"hf:{NAME}")
+    unasked = forks.run(*named, env=env)
+    assert unasked[0] == [2], unasked[1]
+    assert "Nothing is downloaded unasked" in unasked[1]
+    assert served.requests == []
+    asked = forks.run(*named, "--hf-download", world_size=2, env=env)
+    assert asked[0] == [0, 0], asked[1]
+    assert [served.count(f"data/{split}-00000-of-00001.parquet") for split in ("train", "validation")] == [1, 1]
+    assert served.authorizations == {f"Bearer {TOKEN}"}
+    assert result(tmp_path / "runs" / "named")["digest"] == result(tmp_path / "runs" / "here")["digest"]
+    served.requests.clear()
+    again = forks.run(*named, "--fresh", env=env)
+    assert again[0] == [0], again[1]
+    assert served.requests == []
+    refused = forks.run(*words, "--dataset", "hf:someone/else", "--hf-download", env=env)
+    assert refused[0] == [2], refused[1]
+    assert "someone/else cannot be downloaded from the Hugging Face hub" in refused[1]
+    outputs = [here[1], unasked[1], asked[1], again[1], refused[1]]
+    assert not any(TOKEN in output for output in outputs)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from rankup.doctor import machine
+from rankup import doctor
 from rankup.errors import UserError
 from rankup.loop.workers import Workers
 from tests.rigs.fork_server import Forks, Job
@@ -191,8 +191,8 @@ def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
 def test_more_threads_than_cpus_are_said(
     monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int, cpus: float, said: str
 ) -> None:
-    monkeypatch.setattr(machine, "cpu_quota", lambda root: cpus)
-    finding = next(machine.limits(ranks=ranks, threads=threads))
+    monkeypatch.setattr(doctor, "cpu_quota", lambda root: cpus)
+    finding = next(doctor.limits(ranks=ranks, threads=threads))
     assert said in finding.seen
     assert finding.is_problem == bool(said)
 
@@ -205,5 +205,5 @@ def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path)
 
 @pytest.mark.parametrize(("ranks", "devices", "said"), [(1, 0, 0), (8, 8, 0), (None, 8, 0), (2, 4, 1)])
 def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
-    lines = machine.before_training(ranks=ranks, threads=1, devices=devices)
+    lines = doctor.before_training(ranks=ranks, threads=1, devices=devices)
     assert len([line for line in lines if "2 will stay idle" in line and "--nproc-per-node 4" in line]) == said

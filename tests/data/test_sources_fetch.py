@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from rankup.errors import UserError
 from rankup.places.files import cache_roots
@@ -277,25 +278,14 @@ def test_debians_package_that_is_installed_is_what_was_published() -> None:
     assert [(half.name, len(half)) for half in halves] == [("fashion-mnist", 60_000), ("fashion-mnist", 10_000)]
 
 
-HOLDER = """
-import sys
-from filelock import FileLock
-with FileLock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "GRACE_S", 0.3)
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / ".FashionMNIST.lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another process has not finished downloading FashionMNIST") as e:
-            find_family(small(), data_dir=str(tmp_path), timeout_s=0.2, say=print)
-        assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
-        holder.kill()
+    with (
+        FileLock(tmp_path / ".FashionMNIST.lock"),
+        pytest.raises(UserError, match="another process has not finished downloading FashionMNIST") as e,
+    ):
+        find_family(small(), data_dir=str(tmp_path), timeout_s=0.2, say=print)
+    assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
 
 
 def test_folder_that_cannot_be_written_is_named() -> None:

@@ -146,12 +146,6 @@ def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
         assert_named(job, run, culprit, among=others)
 
 
-def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) -> None:
-    order = probe("save", 2, 0, sleep_s=12)
-    preload = "tests.group.test_deadlines:accept_little_silence"
-    forks.ends(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
-
-
 def accept_little_silence() -> None:
     timing.SILENT_S = 5.0
     probe_saves()

@@ -1,7 +1,5 @@
 """Which device a rank takes, on machines made up here."""
 
-import types
-
 import pytest
 import torch
 
@@ -31,7 +29,7 @@ def test_each_local_rank_takes_the_device_of_its_number(
 ) -> None:
     """Of `count` that are visible."""
     found = torch.device("cuda") if count else None
-    monkeypatch.setattr(torch, "cuda", types.SimpleNamespace(device_count=lambda: count))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     if " " not in taken:

@@ -1,4 +1,4 @@
-"""--init-method: ranks that meet by a file, what an earlier run left in it, and lines that are incomplete."""
+"""--init-method: ranks that meet by a file, and what an earlier run left in it."""
 
 import json
 import re
@@ -84,17 +84,3 @@ def test_file_of_somebody_else_is_left_alone(forks: Forks, tmp_path: Path, conte
     assert f"error: --init-method: {file} must be a new file, got one that holds something else." in job.output
     assert "Traceback" not in job.output
     assert file.read_text() == content
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train", "--init-method", "tcp://127.0.0.1:29400"), "RANK WORLD_SIZE are not set"),
-        (("train", "--init-method", "file:///tmp/meeting"), "--init-method must come with --rank and --world-size"),
-    ],
-)
-def test_url_without_what_belongs_to_it_is_one_line(forks: Forks, arguments: tuple[str, ...], message: str) -> None:
-    codes, output = forks.run(*arguments)
-    assert codes == [2]
-    assert message in output
-    assert "Traceback" not in output

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rankup.errors import PeerLost, UserError
 from rankup.group.group import Group, pack, unpack
+from rankup.group.joining import check_settings
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
 from tests.rigs.strangers import Evil
@@ -46,6 +47,10 @@ def check(group: Group) -> None:
     sent = group.broadcast_tensors(received["state"][0]["exp_avg"])
     assert torch.equal(sent, received["state"][0]["exp_avg"])
 
+    group.launch.agent, group.settings = {}, {"lr": "1", "seed": str(rank)}  # type: ignore[misc]
+    if group.world_size > 1:
+        with pytest.raises(UserError, match=r"seed must be the same on all ranks, got 0 on rank 0 .* and 1 on rank 1"):
+            check_settings(group)
     with pytest.raises(TypeError):
         group.gather(b"no JSON")
     for error in (UserError, PeerLost):

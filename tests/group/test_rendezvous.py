@@ -63,7 +63,7 @@ def wait_for_connection(rank: Rank, port: int) -> None:
     """Wait until it has reached rank 0."""
     wait_for(f"a connection to {port}", lambda: any(
         each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
-        for each in psutil.Process(rank.process.pid).net_connections("tcp")
+        for each in psutil.Process(rank.processes[0].pid).net_connections("tcp")
     ))
 
 
@@ -96,7 +96,7 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int
     stopped = begin(0, 3, ports["stopped"], "stopped")
     ranks["stopped"] = case("stopped", (1, 3))
     wait_for_connection(ranks["stopped"][0], ports["stopped"])
-    stopped.process.signal("SIGSTOP")
+    stopped.processes[0].signal("SIGSTOP")
     ranks["stopped"] += case("stopped", (2, 3))
     return {name: (ports[name], started) for name, started in ranks.items()}
 
@@ -134,12 +134,12 @@ def test_what_is_in_the_way_is_named_on_all_ranks(
     """Of a pair each rank says its own."""
     port, ranks = failures[name]
     said = all_said(ranks, code)
-    facts = {"port": port, "host": HOST, "pid": [rank.process.pid for rank in ranks], "web": web_server[1]}
+    facts = {"port": port, "host": HOST, "pid": [rank.processes[0].pid for rank in ranks], "web": web_server[1]}
     for text in texts:
         for rank, own in enumerate(said):
             assert (text if isinstance(text, str) else text[rank]).format(**facts) in own
     if name == "missing":  # one rank of the host prints an error of all
-        assert sum("has not joined" in rank.process.output for rank in ranks) == 1
+        assert sum("has not joined" in rank.processes[0].output for rank in ranks) == 1
     assert name != "settings" or not any("setting model" in own for own in said)
 
 
@@ -153,21 +153,10 @@ def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp
     first = begin(0, 2, port, "code")
     line = (sys.executable, tmp_path / "train" / "main.py", "train", *TINY, "--name", "code", "--run-dir", tmp_path)
     with jobs.ended(jobs.start(*line, env={**jobs.rank_env(1, 2, port), "PYTHONPATH": ""})) as other:
-        assert [first.wait(), *other.wait(BOUND_S)] == [2, 2], first.said + other.output
+        assert [*first.wait(BOUND_S), *other.wait(BOUND_S)] == [2, 2], first.output + other.output
     got = rf"got \w+ on rank 0 \({HOST}\) and \w+ on rank 1"
     for code in ("program code", "rankup code"):
-        assert re.search(rf"{code} must be the same on all ranks, {got}", first.said), first.said
-
-
-def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
-    """A rank that is forked anew after `git pull` runs what its server imported, as the ranks that it meets do."""
-    pulled = tmp_path / "train" / "group.py"
-    pulled.parent.mkdir(parents=True)
-    pulled.touch()
-    forks.ends(
-        "train", *TINY, "--run-dir", tmp_path, "--name", "run", world_size=2, env={"PULLED": str(pulled)},
-        preload="tests.rigs.single_rank:pull_code",
-    )
+        assert re.search(rf"{code} must be the same on all ranks, {got}", first.output), first.output
 
 
 # Coming and going ---------------------------------------------------------------------------------------------
@@ -183,7 +172,7 @@ def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
     port = free_port()
     first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
     wait_for_connection(dying, port)
-    dying.process.signal("SIGKILL")
+    dying.processes[0].signal("SIGKILL")
     last = begin(2, 3, port, "again")
     wait_for_connection(last, port)  # now every rank is in the roster, but one is dead
     finished(first, last, begin(1, 3, port, "again"))
@@ -193,7 +182,7 @@ def test_rank_0_killed_while_joining_is_found_again(begin: Starter):
     port = free_port()
     dying, other = begin(0, 3, port, "main-again"), begin(1, 3, port, "main-again")
     wait_for_connection(other, port)
-    dying.process.signal("SIGKILL")
+    dying.processes[0].signal("SIGKILL")
     finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"))
 
 
@@ -202,8 +191,8 @@ def test_a_signal_ends_a_join_at_once(begin: Starter):
     ranks = [begin(rank, 3, port, "signal", join_s=3600) for rank in (0, 1)]
     wait_for_connection(ranks[1], port)
     for rank in ranks:
-        rank.process.signal("SIGTERM")
-    assert [rank.wait() for rank in ranks] == [143, 143], ranks[0].said
+        rank.processes[0].signal("SIGTERM")
+    assert [rank.wait() for rank in ranks] == [[143], [143]], ranks[0].output
 
 
 @pytest.fixture
@@ -214,23 +203,23 @@ def endless(begin: Starter) -> Iterator[tuple[int, list[Rank]]]:
     ranks = [begin(rank, 2, port, f"endless-{port}", *long) for rank in (0, 1)]
     ranks[0].wait_for("ready after")
     yield port, ranks
-    Job([rank.process for rank in ranks]).kill()
+    Job([rank.processes[0] for rank in ranks]).kill()
 
 
 def test_a_rank_too_many_is_told_who_has_its_place(begin: Starter, endless: tuple[int, list[Rank]]):
     port, ranks = endless
     late = begin(1, 2, port, "late", join_s=JOIN_S)
-    assert late.wait() == 170
-    assert f"was complete before this rank came, with rank 1 on {HOST} (pid {ranks[1].process.pid})" in late.said
-    assert [rank.process.code for rank in ranks] == [None, None], "the job must not notice"
+    assert late.wait() == [170]
+    assert f"was complete before this rank came, with rank 1 on {HOST} (pid {ranks[1].processes[0].pid})" in late.output
+    assert [rank.processes[0].code for rank in ranks] == [None, None], "the job must not notice"
 
 
 def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, endless: tuple[int, list[Rank]]):
     port, (main, lost) = endless
-    lost.process.signal("SIGKILL")
+    lost.processes[0].signal("SIGKILL")
     early = begin(1, 2, port, "next")
     early.wait_for("rank 1 of 2")
-    assert main.wait() == 171, main.said
+    assert main.wait() == [171], main.output
     finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
 
 
@@ -243,5 +232,5 @@ def test_a_fresh_run_is_not_begun_anew_by_a_restart_of_the_other_node(begin: Sta
             own = {**torchrun, "GROUP_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count}
             ranks.append(begin(rank, 2, port, "fresh", *more, **own))
         finished(*ranks)
-    assert "epoch 2:" in ranks[0].said
-    assert "the earlier run was moved" not in ranks[0].said
+    assert "epoch 2:" in ranks[0].output
+    assert "the earlier run was moved" not in ranks[0].output

@@ -105,15 +105,14 @@ def opened(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_newest_dump_counts_and_says_why_and_where(opened: Path) -> None:
     record = RecordWriter(None)
-    stacks.follow(record)
     record.enter("setup")
-    stacks.dump("asked")
+    stacks.dump("asked", record)
     record.enter("step")
     record.begin(11)
-    file = stacks.dump("step (step 11) took longer than 5 s")
+    file = stacks.dump("step (step 11) took longer than 5 s", record)
     assert file == opened / "stacks" / "rank-0.txt"
     (answer,) = written(opened)
-    assert (answer.why, answer.moment) == ("step (step 11) took longer than 5 s", " of step 12")
+    assert answer.why == "step (step 11) took longer than 5 s"
     assert answer.place.endswith(" of step 12")
     assert answer.text.count("in test_the_newest_dump_counts_and_says_why_and_where") == 1
 

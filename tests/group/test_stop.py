@@ -186,7 +186,7 @@ def note_collectives() -> None:
     def noted(self: Group, call: Any) -> Any:
         if self.record.read().phase == "step" and not self.record.read().settled:  # at the end it saves
             with Path(os.environ["NOTES_DIR"], f"rank-{self.rank}").open("a") as notes:
-                notes.write(f"{self.step}\n")
+                notes.write(f"{self.record.read().step}\n")
         return collective(self, call)
 
     Group.collective = noted  # type: ignore[method-assign]

@@ -102,8 +102,6 @@ for _epoch in job.epochs(6):
             while number == signal.SIGTERM and not job.group.stop.requested:  # else a step or a phase later
                 time.sleep(0.001)
     noises.close()
-    if mistake == "unset":
-        print(infinite)
     net.eval()
     right = count = 0
     with torch.no_grad(), job.phase("evaluation", 600):

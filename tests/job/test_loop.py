@@ -126,14 +126,6 @@ def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: P
     assert "Traceback" not in output
 
 
-def test_loop_without_a_batch_behind_an_epoch_is_explained(forks: Forks, tmp_path: Path) -> None:
-    by_hand(forks, tmp_path, code=143, ranks=1, die=f"0:8:{int(signal.SIGTERM)}")
-    output = by_hand(forks, tmp_path, code=1, ranks=1, MISTAKE="unset")
-    assert "so no batch has set infinite in this process. Set it before the loop over batches" in output
-    run = tmp_path / "run"
-    assert f"`rankup explain {run}` says why, `rankup logs {run}` has all lines" in output
-
-
 def test_slow_rank_is_named_and_status_has_speed_and_goodput(tmp_path: Path) -> None:
     """Whose steps report no values, and which names no run."""
     job = start(*LAUNCH, "--nproc", "2", "-m", "tests.job.slow_script", cwd=tmp_path)

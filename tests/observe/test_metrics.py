@@ -207,7 +207,7 @@ def test_line_before_the_checkpoint_is_not_written_again(tmp_path: Path, kind: s
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
-    metrics.training(entry(1, {"train/loss": math.nan, "train/lr": math.inf, "train/images_per_s": 1234.0}))
+    metrics.write(entry(1, {"train/loss": math.nan, "train/lr": math.inf, "train/images_per_s": 1234.0}))
     metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (line["train/loss"], line["train/lr"], line["train/images_per_s"]) == (None, None, 1234.0)
@@ -216,6 +216,6 @@ def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
 def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
-    for write in (lambda: metrics.training(entry(1, {"train/loss": 1.0})), metrics.close):
+    for write in (lambda: metrics.write(entry(1, {"train/loss": 1.0})), metrics.close):
         with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
             write()

@@ -130,7 +130,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
 
         # On a machine that shares the disk and sees none of the processes
         monkeypatch.setattr(stacks, "host_name", lambda: "login")
-        monkeypatch.setattr(stacks.Writer, "alive", False)
+        monkeypatch.setattr(stacks.Answer, "alive", False)
         assert main(["stacks", str(run)]) == 0
         said = capsys.readouterr().out
         asked = r"on \S+: ask there, or kill -USR2 any agent of the job; last stacks at \S+ \(asked\): "
@@ -211,7 +211,7 @@ def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> Non
     for rank in range(4):
         os.utime(announce_stacks(tmp_path, rank, 4, os.getpid()), (1, 1))
     announce_stacks(tmp_path, 0, 2, os.getpid())
-    assert [answer.writer.rank for answer in stacks.written(tmp_path)] == [0, 1]
+    assert [answer.rank for answer in stacks.written(tmp_path)] == [0, 1]
 
 
 def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Fork
     assert found["goodput"]["attempts"] == 2
     text = status(run)
     assert re.search(r"^state +finished, \d+ s ago$", text, re.MULTILINE)
-    assert re.search(r"restarts \(1\)\n  .* after step 3: lost a peer at step 3: rank 1 on ", text)
+    assert re.search(r"restarts \(1\)\n.* after step 3: lost a peer at step 3: rank 1 on ", text)
 
 
 def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: Path) -> None:

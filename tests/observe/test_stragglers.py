@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from rankup.loop.batches import part_of
 from rankup.observe import stragglers
-from rankup.observe.stragglers import COMPUTE, ROW, WAITING, WIDTH, RankReports, StepClock, Stragglers, Window
+from rankup.observe.stragglers import COMPUTE, ROW, WAITING, WIDTH, RankReports, StepClock, Window
 from tests.rigs.fork_server import Forks
 
 STEPS = 50  # of a window
@@ -31,7 +31,12 @@ def windows(*ranks: tuple[float, float], first: int = 1, count: int = 1) -> Iter
         yield Window(begin, seconds)
 
 
-def said(ranks: Stragglers, found: Iterator[Window]) -> list[str]:
+def compared(hosts: list[str]) -> RankReports:
+    group: Any = SimpleNamespace(world_size=len(hosts), hosts=hosts)
+    return RankReports(group, StepClock(torch.device("cpu"), world_size=1), step=0)
+
+
+def said(ranks: RankReports, found: Iterator[Window]) -> list[str]:
     return [line for window in found for line in ranks.look(window)]
 
 
@@ -39,20 +44,20 @@ USUAL = (0.002, 0.05)
 
 
 def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> None:
-    compared = Stragglers(HOSTS)
-    assert said(compared, windows(*[USUAL] * 4, count=10)) == []
+    ranks = compared(HOSTS)
+    assert said(ranks, windows(*[USUAL] * 4, count=10)) == []
     slow = list(windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50))
-    assert said(compared, iter(slow[: ROW - 1])) == []
-    assert said(compared, iter(slow[ROW - 1 :])) == [
+    assert said(ranks, iter(slow[: ROW - 1])) == []
+    assert said(ranks, iter(slow[ROW - 1 :])) == [
         "rank 3 (node1) is 18 % slower than the median, since step 501: compute takes 59.4 ms of a step, median 50"
     ]
-    assert said(compared, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
+    assert said(ranks, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
 
 
 def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
     """On a GPU data may come late and still in time: the host is ahead of the GPU."""
     late = Window(1, [[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
-    assert said(Stragglers(["node0"] * 3), iter([late] * 20)) == []
+    assert said(compared(["node0"] * 3), iter([late] * 20)) == []
 
 
 def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
@@ -63,7 +68,7 @@ def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
     def of(*own: float) -> list[str]:
         seconds = [[0.0, each, max(own) - each] for each in own]
         found = [replace(window, load=load) for window in [Window(1, seconds)] * 20]
-        return said(Stragglers(["node0"] * 3), iter(found))
+        return said(compared(["node0"] * 3), iter(found))
 
     assert of(0.1, 0.05, 0.05) == []
     (line,) = of(0.13, 0.05, 0.05)
@@ -84,7 +89,7 @@ def test_recorded_windows_of_busy_machines_name_the_slow_rank_alone(number: int)
     part, found = recorded(number)
     assert len(found) > 80 or part != "healthy"
     slow = len(found[0].seconds) - 1
-    lines = said(Stragglers(HOSTS[: slow + 1]), iter(found))
+    lines = said(compared(HOSTS[: slow + 1]), iter(found))
     assert len(lines) == (part != "healthy")
     for line in lines:
         assert re.match(rf"rank {slow} \({HOSTS[slow]}\) is \d+ % slower .*, since step \d+: {part} takes ", line)

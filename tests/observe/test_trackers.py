@@ -18,8 +18,7 @@ from rankup.observe.metrics import cut_after
 from rankup.observe.tracker import Facts, Line, Sender, without_secrets
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port, is_comparable, metrics, result, wait_for
-from tests.rigs.mlflow_server import Server
-from tests.rigs.wandb_files import rows_of
+from tests.rigs.trackers import Server, rows_of
 
 # 8 steps an epoch
 MADE_UP = (

@@ -36,8 +36,8 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Machines:
     """Runs commands with run_dir in the store; a machine is a name, whose disk is empty at first."""
 
-    def __init__(self, forks: Forks, door: Door, folder: Path) -> None:
-        self.forks, self.door, self.folder = forks, door, folder
+    def __init__(self, forks: Forks, s3: S3, door: Door, folder: Path) -> None:
+        self.forks, self.s3, self.door, self.folder = forks, s3, door, folder
         self.url = f"s3://{BUCKET}/{folder.name}"
 
     def start(self, machine: str, *more: str, command: str = "train", env: dict[str, str] | None = None,
@@ -60,8 +60,7 @@ class Machines:
     def client(self) -> Any:
         import boto3
 
-        port = self.door.target_port
-        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+        return boto3.client("s3", endpoint_url=self.s3.env["AWS_ENDPOINT_URL"], region_name="us-east-1",
                             aws_access_key_id="somebody", aws_secret_access_key="secret")
 
     def names(self) -> list[str]:
@@ -75,8 +74,8 @@ class Machines:
 
 
 @pytest.fixture
-def machines(forks: Forks, door: Door, tmp_path: Path) -> Machines:
-    return Machines(forks, door, tmp_path)
+def machines(forks: Forks, s3: S3, door: Door, tmp_path: Path) -> Machines:
+    return Machines(forks, s3, door, tmp_path)
 
 
 def at(step: int, file: str, answer: Callable[[], int | None]) -> Callable[[Request], int | None]:

@@ -40,12 +40,6 @@ def test_two_and_four_ranks_follow_the_curve_of_one(forks: Forks, tmp_path: Path
         assert evaluations[other] == pytest.approx(evaluations[0], rel=1e-5)
 
 
-def test_other_seed_has_another_curve(forks: Forks, tmp_path: Path) -> None:
-    one = metrics(run(forks, tmp_path / "0", 1, *CURVE, "--max-steps", "5"))
-    other = metrics(run(forks, tmp_path / "1", 1, *CURVE, "--max-steps", "5", "--seed", "1"))
-    assert one[4]["train/loss"] != pytest.approx(other[4]["train/loss"], rel=1e-3)
-
-
 # The weights; of mpirun, and of ranks that meet at a URL: tests/parallel/test_methods_kills.py --------------------
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import FOREIGN, ROOT, environ_of, result, wait_for
+from tests.rigs.jobs import FOREIGN, ROOT, environ_of, last_step, result, wait_for
 
-IN_CI = os.environ.get("CI") == "true"
 # What a user's shell or .env may set for compose.yaml
 SETTINGS = (
     "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART", "COMPOSE_PROFILES",
@@ -150,19 +149,13 @@ class Project:
     # Runs ---------------------------------------------------------------------------------------------------------
 
     def step(self, run: str) -> int:
-        """The last step that the metrics of a run show."""
-        try:
-            lines = (self.runs / run / "metrics.jsonl").read_text().splitlines()
-            return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
-        except (OSError, ValueError):
-            return 0
+        return last_step(self.runs / run)
 
     def wait_for_step(self, run: str, step: int, *, timeout_s: float = 600) -> None:
         wait_for(f"step {step} of {run}", lambda: self.step(run) >= step, timeout_s=timeout_s, log=self.logs)
 
     def result(self, run: str) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads((self.runs / run / "result.json").read_text())
-        return result
+        return result(self.runs / run)
 
     def remove(self) -> None:
         self.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "0", check=False)
@@ -173,8 +166,7 @@ def digest_by_forks(forks: Forks, folder: Path, job: str, *, nproc: int = 2) -> 
     launcher. The run in `job` is named "job"."""
     codes, output = forks.run("train", *job.split(), "--run-dir", folder, world_size=nproc, timeout_s=600)
     assert codes == [0] * nproc, output
-    digest: str = result(folder / "job")["digest"]
-    return digest
+    return str(result(folder / "job")["digest"])
 
 
 def warned(report: dict[str, Any]) -> list[dict[str, Any]]:

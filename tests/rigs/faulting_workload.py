@@ -162,11 +162,11 @@ def lose_reader() -> None:
 
 def stuck_disk() -> None:
     """Call it first in a process: rank 1 hangs when it writes its end into `status/`."""
-    from rankup.agent.ends import StatusFile
+    from rankup.group import watchdog
 
     impatient()
     if os.environ["RANK"] == "1":
-        StatusFile.write_end = lambda *values: time.sleep(1000)
+        watchdog.write_end = lambda *values: time.sleep(1000)
 
 
 def build(config: Config) -> Workload:

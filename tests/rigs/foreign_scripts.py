@@ -6,13 +6,12 @@ import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import ROOT, ended, free_port, start
+from tests.rigs.jobs import ROOT
 
 Result = TypeVar("Result")
 Once = Callable[[str, Callable[[], str]], str]  # the fixture `once`
@@ -25,33 +24,18 @@ ABORTED = "terminate called without an active exception"
 RESULT = re.compile(r"Result: (world size \d+, weights [0-9a-f]{16})")
 
 
-@dataclass(frozen=True)
-class Script:
-    """One script. `arguments`: for two processes on one node; {folder} is a new one."""
-
-    name: str
-    arguments: str = ""
-
-    @property
-    def path(self) -> Path:
-        return FOLDER / f"{self.name}.py"
-
-    def words(self, folder: Path, arguments: str | None = None) -> list[str]:
-        text = self.arguments if arguments is None else arguments
-        return [str(self.path), *(word.format(folder=folder) for word in text.split())]
-
-
-SCRIPTS = {
-    script.name: script
-    for script in (
-        Script("ddp_env"),
-        Script("ddp_local_rank", "--local-rank={{rank}}"),
-        # The Trainer is built on Accelerate
-        Script("bert_trainer", "--output-dir {folder}"),
-        Script("lightning_digits", "--devices 2"),
-        Script("dcp_checkpoints", "--checkpoint-dir {folder}"),
-    )
+# For two processes on one node; {folder} is a new one, {{rank}} the local rank
+ARGUMENTS = {
+    "ddp_local_rank": "--local-rank={{rank}}",
+    "bert_trainer": "--output-dir {folder}",  # the Trainer is built on Accelerate
+    "dcp_checkpoints": "--checkpoint-dir {folder}",
+    "imagenet": "--dist-url env://",
 }
+
+
+def words(name: str, folder: Path) -> list[str]:
+    """The script of that name and its arguments."""
+    return [str(FOLDER / f"{name}.py"), *ARGUMENTS.get(name, "").format(folder=folder).split()]
 
 
 def again_if_aborted(test: Callable[..., Result]) -> Callable[..., Result]:
@@ -80,62 +64,25 @@ def result_of(output: str) -> str:
     return str(found[0])
 
 
-@again_if_aborted
-def by_torchrun(words: Sequence[str | Path]) -> str:
-    """The result of two processes under PyTorch's own launcher."""
-    port = f"--master-port={free_port()}"
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", port, *words]
-    with ended(start(sys.executable, *command, env=WARN)) as job:
-        assert set(job.wait()) == {0}, job.output
-    return result_of(job.output)
-
-
-def expected(script: Script, once: Once, forks: Forks, folder: Path, *, nproc: int = 2) -> str:
+def expected(name: str, once: Once, forks: Forks, folder: Path, *, nproc: int = 2) -> str:
     """What a script comes to in processes with torchrun's variables, which are forked from one that has imported torch.
     That torchrun itself leads to the same: test_foreign.py, by one of the scripts."""
 
     @again_if_aborted
     def by_forks() -> str:
-        codes, output = forks.run(
-            *script.words(folder / "expected"), world_size=nproc, preload=f"{__name__}:be_script",
+        return result_of(forks.ends(
+            *words(name, folder / "expected"), world_size=nproc, cwds=[folder] * nproc,
+            preload=f"{__name__}:be_script",
             env={**WARN, "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "none"},
-        )
-        assert codes == [0] * nproc, output
-        return result_of(output)
+        ))
 
-    return once(script.name, by_forks)
+    return once(name, by_forks)
 
 
 def be_script() -> None:
-    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank. SPAWNED: which of
-    the processes it is that torch.multiprocessing.spawn would start."""
+    """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank."""
     warnings.simplefilter("default")
     sys.argv = [word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    if "SPAWNED" in os.environ:
-        import torch.multiprocessing
-
-        torch.multiprocessing.spawn = lambda worker, nprocs, args: worker(int(os.environ["SPAWNED"]), *args)
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
-
-
-def imagenet_on_two_nodes(forks: Forks) -> str:
-    """The result of the example's script, started as its README starts two nodes, of two processes each."""
-    words = [str(FOLDER / "imagenet.py"), "--multiprocessing-distributed", "--world-size", "2"]
-    words += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
-    return by_hand(forks, *([*words, str(node)] for node in (0, 0, 1, 1)), spawned=True)
-
-
-@again_if_aborted
-def by_hand(forks: Forks, *lines: Sequence[str], spawned: bool = False) -> str:
-    """The result of processes that are each started with words of their own, without any launcher. `spawned`: each two
-    are those that one process of a node spawns."""
-    jobs = [
-        forks.start(*words, preload=f"{__name__}:be_script", env={"SPAWNED": str(number % 2)} if spawned else {})
-        for number, words in enumerate(lines)
-    ]
-    codes = [code for job in jobs for code in job.wait()]
-    output = "\n".join(job.output for job in jobs)
-    assert set(codes) == {0}, output
-    return result_of(output)

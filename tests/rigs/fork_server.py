@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.rigs.jobs import ROOT, environment, free_port, rank_env
+from tests.rigs.jobs import ROOT, environment, free_port, rank_env, wait_for
 from tests.rigs.places import FAULTS
 
 
@@ -76,13 +76,10 @@ class Job:
         self.wait_until(lambda: self.output.count(text) >= count, f'"{text}"', timeout_s=timeout_s)
 
     def wait_until(self, true: Callable[[], Any], what: str, *, timeout_s: float = 240) -> None:
-        until_s = time.monotonic() + timeout_s
-        while not true():
-            over = all(process.code is not None for process in self.processes)
-            # Looked at once more: it may have come true and the job to its end since
-            assert not over or true(), f"the job ended before {what}:\n{self.output}"
-            assert time.monotonic() < until_s, f"no {what} within {timeout_s} s:\n{self.output}"
-            time.sleep(0.02)
+        def over() -> bool:
+            return all(process.code is not None for process in self.processes)
+
+        wait_for(what, true, timeout_s=timeout_s, log=lambda: self.output, over=over)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -333,7 +330,7 @@ def _be_a_server(channel: socket.socket) -> NoReturn:
         del sys.modules[name]
     del sys.path[0]  # the folder of this file
     if FAULTS in env:
-        importlib.import_module("tests.rigs.place_hooks").install()
+        importlib.import_module("tests.rigs.places").install()
     sys.argv = [file, json.dumps({**order, "channel": passed})]
     runpy.run_path(file, run_name="__main__")
     os._exit(99)

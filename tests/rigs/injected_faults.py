@@ -4,7 +4,6 @@ The functions for the doctor also move the process into the network namespace th
 """
 
 import os
-import resource
 import signal
 import time
 from typing import Any
@@ -29,32 +28,29 @@ def _enter() -> None:
         namespaces.enter()
 
 
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
-    _enter()
-
-
 def broken_gpu() -> None:
     """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup.doctor import UNFIT, Finding, machine
+    from rankup import doctor
+    from rankup.doctor import UNFIT, Finding
 
     _enter()
     broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
-    machine.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
+    doctor.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
 
 
 def hangs_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    stages.wrong_sums = lambda *a: time.sleep(600)  # type: ignore[assignment, return-value]
+    # As the check itself a generator: it runs once its stage has begun
+    stages.collective = lambda *a: (time.sleep(600) for _ in range(1))  # type: ignore
 
 
 def dies_in_the_collective() -> None:
     from rankup.doctor import stages
 
     _enter()
-    stages.wrong_sums = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    stages.collective = lambda *a: (os.kill(os.getpid(), signal.SIGKILL) for _ in range(1))  # type: ignore
 
 
 def adds_wrongly() -> None:

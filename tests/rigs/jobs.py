@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,14 +109,6 @@ def rank_env(rank: int, world_size: int, port: int, **more: str) -> dict[str, st
     }
 
 
-def start_ranks(world_size: int, arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
-    """All ranks by hand: the five variables."""
-    job, port = Job(), free_port()
-    for rank in range(world_size):
-        start(sys.executable, MAIN, *arguments, env={**rank_env(rank, world_size, port), **(env or {})}, job=job)
-    return job
-
-
 def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 240) -> Job:
     """`python train/main.py ARGUMENTS` to its end."""
     job = start(sys.executable, MAIN, *arguments, env=env, cwd=cwd)
@@ -126,9 +118,10 @@ def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None 
 
 def wait_for(
     what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str,
-    process: "subprocess.Popen[Any] | None" = None,
+    process: "subprocess.Popen[Any] | None" = None, over: Callable[[], bool] = bool,
 ) -> Any:
-    """The first true value of `condition`; past the bound, or when `process` has ended, the test fails with `log`.
+    """The first true value of `condition`. Past the bound, or when `process` has ended or all is `over`, the test fails
+    with `log`.
 
     Looks take a tenth of the time: most of them start a command, which takes CPU from what they wait for.
     """
@@ -139,7 +132,10 @@ def wait_for(
             return value
         now_s = time.monotonic()
         assert now_s < until_s, f"not within {timeout_s} s: {what}\n{log()}"
-        assert process is None or process.poll() is None or condition(), f"ended before this: {what}\n{log()}"
+        if over() or (process is not None and process.poll() is not None):
+            value = condition()  # it may have come true since
+            assert value, f"ended before this: {what}\n{log()}"
+            return value
         time.sleep(min(0.5, max(0.01, 9 * (now_s - looked_s))))
 
 
@@ -181,6 +177,14 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_step(run_dir: Path) -> int:
+    """In the metrics, whose last line may be half written."""
+    try:
+        return max((entry["step"] for entry in metrics(run_dir)[-3:]), default=0)
+    except (OSError, ValueError):
+        return 0
 
 
 def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -30,11 +30,6 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "wide": (*OWN, "--options.model=wide", "--num-workers=0"),
     "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--in-memory=never", "--num-workers=1"),
     "accumulate": (*OWN, "--options.model=wide", "--accumulate=2", "--optimizer=adamw", "--lr=0.001", "--clip-norm=1"),
-    "fp16": (*FAKE, "--model=cnn", "--precision=fp16", "--optimizer=adamw", "--lr=0.001"),
-    "compile": (*FAKE, "--model=mlp", "--compile"),
-    "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
-    # Ranks hold different states: the run goes on from its parts in memory
-    "fsdp": (*OWN, "--options.model=wide", "--parallel=fsdp"),
     "sharded": (*OWN, "--options.model=wide", "--parallel=fsdp", "--checkpoint-format=sharded",
                 "--memory-every-steps=0"),
 }
@@ -82,7 +77,7 @@ class Soak:
         if len(struck) < wanted:
             problems.append(f"only {len(struck)} of {wanted} faults struck")
         repeated = done_again(struck, updates)
-        if case.profile not in ("fsdp", "sharded") and repeated:
+        if case.profile != "sharded" and repeated:
             problems.append(f"done again although a rank had finished them and lived on: {', '.join(repeated)}")
         problems += left_in_memory(folder)
         output = job.output + "".join(path.read_text() for path in sorted((folder / "run" / "logs").glob("*.log")))
@@ -158,7 +153,7 @@ class _Job:
 
     def _start(self, line: tuple[list[str], dict[str, str]]) -> Process:
         arguments, env = line
-        preload = "tests.rigs.place_hooks:install_in_fork" if self.by_hand else ""
+        preload = "tests.rigs.places:install_in_fork" if self.by_hand else ""
         self.started += self.forks.start(*arguments, env=env, cwds=[self.folder], preload=preload).processes
         return self.started[-1]
 

@@ -157,13 +157,6 @@ class Net:
             node.close()
 
 
-class Pair(Net):
-    """Two of them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 2)
-
-
 def enter(environ: Mapping[str, str] = os.environ) -> None:
     """Move this process, which must have a single thread, to the node that its environment names."""
     folder = os.getcwd()

@@ -1,18 +1,17 @@
-"""A real S3 server in a process of its own, and before it a door that makes it slow, deaf, full, forgetful or rude."""
+"""A real S3 server, and doors before it that make it slow, deaf, full, forgetful or rude."""
 
-import contextlib
-import http.client
-import http.server
-import os
+import io
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
+
+from werkzeug.serving import WSGIRequestHandler, make_server
+from werkzeug.test import Client
+from werkzeug.wrappers import Response
 
 from tests.rigs.jobs import free_port
 
@@ -20,7 +19,6 @@ BUCKET = "bucket"
 ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>as the test wants it</Message></Error>'
 # What a rule may answer instead of the server: the store's own codes
 CODES = {403: "AccessDenied", 503: "SlowDown", 507: "InsufficientStorage", 500: "InternalError"}
-HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect", "host"}
 
 
 @dataclass(frozen=True)
@@ -33,123 +31,70 @@ class Request:
     size: int
 
 
-class Door(http.server.ThreadingHTTPServer):
-    """Passes requests on to the server. `rule` is asked before each, and may sleep, or return what to answer instead.
+class Quiet(WSGIRequestHandler):
+    def log(self, *_: Any) -> None:
+        """Not to the terminal. A client that was killed is no error here."""
+
+
+class Door:
+    """Passes requests on to the store. `rule` is asked before each, and may sleep, or return what to answer instead.
 
     A status of 200 is a lie: the request is not passed on. `seen`: what came.
     """
 
-    daemon_threads = True
-
-    def __init__(self, target_port: int, address: str, listener: socket.socket | None) -> None:
-        self.target_port, self.address = target_port, address
+    def __init__(self, store: Callable[..., Iterable[bytes]], address: str, listener: socket.socket | None) -> None:
+        self.store, self.seen = store, list[Request]()
         self.rule: Callable[[Request], int | None] = lambda request: None
-        self.seen: list[Request] = []
-        if listener is None:
-            super().__init__((address, free_port()), _Handler)
-        else:
-            super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
-            self.socket.close()
-            self.socket = listener
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        self.server = make_server(
+            address, free_port(), self._answer, threaded=True, request_handler=Quiet,
+            fd=None if listener is None else listener.fileno(),
+        )
+        if listener is not None:  # the server has a copy
+            listener.close()
+        self.env = {  # in which s3://bucket is behind this door
+            "AWS_ENDPOINT_URL": f"http://{address}:{self.server.server_address[1]}", "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment in which s3://bucket is behind this door."""
-        return _env(self.server_address[1], self.address)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that was killed is no error here."""
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Door
-
-    def handle_one_request(self) -> None:
-        self.raw_requestline = self.rfile.readline(65537)
-        if not self.raw_requestline or not self.parse_request():
-            self.close_connection = True
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path, _, query = self.path.partition("?")
-        request = Request(self.command, path.removeprefix(f"/{BUCKET}").lstrip("/"), query, len(body))
-        self.server.seen.append(request)
-        status = self.server.rule(request)
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        name = environ["PATH_INFO"].removeprefix(f"/{BUCKET}").lstrip("/")
+        request = Request(environ["REQUEST_METHOD"], name, environ["QUERY_STRING"], len(body))
+        self.seen.append(request)
+        status = self.rule(request)
         if status is None:
-            self._pass_on(body)
-            return
-        text = b"" if status == 200 else ERROR.format(CODES[status]).encode()
-        self._answer(status, {"ETag": '"0"', "Content-Type": "application/xml"}, text)
+            return self.store({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+        text = "" if status == 200 else ERROR.format(CODES[status])
+        answer = Response(text, status, {"ETag": '"0"'}, content_type="application/xml")
+        return answer(environ, start_response)
 
-    def _pass_on(self, body: bytes) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.target_port, timeout=60)
-        with contextlib.closing(connection):
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP}
-            connection.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
-            answer = connection.getresponse()
-            content = answer.read()
-            headers = {name: value for name, value in answer.getheaders() if name.lower() not in HOP}
-            self._answer(answer.status, headers, content, length=answer.getheader("Content-Length"))
-
-    def _answer(self, status: int, headers: dict[str, str], content: bytes, *, length: str | None = None) -> None:
-        self.send_response_only(status)
-        # The answer to HEAD names the length of a body that does not come
-        for name, value in {**headers, "Content-Length": length or str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-        self.wfile.flush()
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 class S3:
-    """The server. `door()` makes a new way in."""
+    """moto's S3 in this process, with a door that is always open. `door()` makes another."""
 
-    def __init__(self, log: Path) -> None:
-        self.port = free_port()
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(self.port)], env=environment,
-                stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-            )
-        until_s = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                break
-            assert self.process.poll() is None, log.read_text()
-            assert time.monotonic() < until_s, log.read_text()
-            time.sleep(0.05)
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with contextlib.closing(connection):
-            connection.request("PUT", f"/{BUCKET}", headers={"Host": f"127.0.0.1:{self.port}"})
-            assert connection.getresponse().status == 200
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment in which s3://bucket is this server."""
-        return _env(self.port)
+            self.store = DomainDispatcherApplication(create_backend_app)
+            assert Client(self.store).put(f"/{BUCKET}", base_url="http://127.0.0.1").status_code == 200
+        self.open = Door(self.store, "127.0.0.1", None)
+        self.env, self.close = self.open.env, self.open.close
 
     @contextmanager
     def door(self, address: str = "127.0.0.1", listener: socket.socket | None = None) -> Iterator[Door]:
         """`address`: of this machine, where the door is. `listener`: of another one, in its place."""
-        door = Door(self.port, address, listener)
+        door = Door(self.store, address, listener)
         try:
             yield door
         finally:
-            door.shutdown()
-            door.server_close()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
-
-
-def _env(port: int, address: str = "127.0.0.1") -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": f"http://{address}:{port}", "AWS_ACCESS_KEY_ID": "somebody",
-        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
-    }
+            door.close()
 
 
 def impatient() -> None:

@@ -1,17 +1,12 @@
 """One rank of a test, started alone: its process, its output and log, and its end."""
 
-import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import rankup
 from tests.rigs.fork_server import Forks, Job, Process
 from tests.rigs.jobs import rank_env
-from train import group
 
 # Our ranks end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
 # waits for five times its timeout
@@ -23,35 +18,23 @@ TINY = ("--dataset", "fake", "--fake-samples", "24", "--batch-size", "24", "--mo
         "--max-steps", "1")
 
 
-@dataclass
-class Rank:
-    """A rank. `said` is its output and its log: another rank of its host may print an error for it."""
+class Rank(Job):
+    """A rank. Its log belongs to its output: another rank of its host may print an error for it."""
 
-    process: Process
-    log: Path
+    def __init__(self, process: Process, log: Path) -> None:
+        super().__init__([process])
+        self.log = log
 
     @property
-    def said(self) -> str:
-        return self.process.output + (self.log.read_text() if self.log.exists() else "")
-
-    def wait_for(self, text: str) -> None:
-        until_s = time.monotonic() + BOUND_S
-        while text not in self.said:
-            assert self.process.code is None or text in self.said, f"ended before {text!r}:\n{self.said}"
-            assert time.monotonic() < until_s, f"no {text!r}:\n{self.said}"
-            time.sleep(0.02)
-
-    def wait(self) -> int:
-        assert self.process.ended.wait(BOUND_S), f"rank did not end:\n{self.said}"
-        assert self.process.code is not None
-        return self.process.code
+    def output(self) -> str:
+        return super().output + (self.log.read_text() if self.log.exists() else "")
 
 
 def all_said(ranks: list[Rank], code: int) -> list[str]:
     """What each of them said; all ended with `code`."""
-    codes = [rank.wait() for rank in ranks]
-    said = [rank.said for rank in ranks]
-    assert codes == [code] * len(codes), "\n".join(said)
+    codes = [rank.wait(BOUND_S) for rank in ranks]
+    said = [rank.output for rank in ranks]
+    assert codes == [[code]] * len(codes), "\n".join(said)
     assert not any("Traceback" in text for text in said), "\n".join(said)
     return said
 
@@ -76,13 +59,6 @@ class Starter:
         job = self.forks.start(*line, "--run-dir", str(self.runs), "--name", name, env=env, preload=preload)
         self.started.extend(job.processes)
         return Rank(job.processes[0], self.runs / name / "logs" / f"rank-{rank}.log")
-
-
-def pull_code() -> None:
-    """Call it first in a process: the program's files on rank 1's disk are no longer those that it has imported."""
-    if os.environ["RANK"] == "1":
-        group.__file__ = os.environ["PULLED"]
-        rankup.__path__ = [str(Path(group.__file__).parent)]
 
 
 @contextmanager

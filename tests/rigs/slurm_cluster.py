@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 
 from tests.rigs.containers import clean_environment, rank_of, wait_for
-from tests.rigs.jobs import ROOT, environ_of
+from tests.rigs.jobs import ROOT, environ_of, last_step, result
 
 LOCAL, DDP = ROOT / "slurm" / "local.sh", ROOT / "slurm" / "ddp.sbatch"
 SIMPLE = ROOT / "slurm" / "simple.sbatch"
@@ -210,12 +209,7 @@ class SlurmJob:
         wait_for(f"a rank on {node}", lambda: self.ranks(node), log=self.log)[0].send_signal(signal.SIGKILL)
 
     def step(self, run: str = "job") -> int:
-        """The last step in the metrics of the run."""
-        try:
-            lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
-            return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
-        except (OSError, ValueError):
-            return 0
+        return last_step(self.folder / "runs" / run)
 
     def wait_for_step(self, step: int, run: str = "job") -> None:
         looks = itertools.count(1)
@@ -234,7 +228,6 @@ class SlurmJob:
         wait_for(f'"{text}"', lambda: len(re.findall(text, self.output)) >= count, log=self.log)
 
     def result(self, run: str = "job") -> dict[str, Any]:
-        path = self.folder / "runs" / run / "result.json"
-        assert path.exists(), self.log()
-        result: dict[str, Any] = json.loads(path.read_text())
-        return result
+        folder = self.folder / "runs" / run
+        assert (folder / "result.json").exists(), self.log()
+        return result(folder)

@@ -19,9 +19,10 @@ from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.foreign_scripts import WARN, again_if_aborted
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, ended, result, start
+from tests.rigs.listings import workload as workload_of
 
-FOLDER, AFTER = ROOT / "tests" / "rigs" / "migrate", "after.py"
-SAMPLES, EPOCHS = 512, 20
+FOLDER = ROOT / "tests" / "rigs" / "foreign"
+PAGE, SAMPLES, EPOCHS = "train/migrate.md", 512, 20
 # What stands in the script's loop
 LOOP = ("--lr", "0.1", "--momentum", "0.9", "--weight-decay", "0", "--schedule", "constant", "--epochs", str(EPOCHS))
 
@@ -34,12 +35,20 @@ class Pair:
     package: str = ""
     why_not: str = ""
 
+    def script(self) -> str:
+        text = (FOLDER / f"before_{'one_gpu' if self.name == 'data_parallel' else self.name}.py").read_text()
+        if self.name == "data_parallel":
+            text = text.replace("import torch\n", "import torch\nfrom torch import nn\n", 1)
+            text = text.replace("Net().to", "nn.DataParallel(Net()).to").replace("model.state", "model.module.state")
+        return text
+
     def folder(self, parent: Path) -> Path:
         """A user's own, with the script, the workload, and the weights that the script begins with."""
         folder = parent / "project"
         folder.mkdir()
-        for name in (f"before_{self.name}.py", AFTER, "rings.py"):
-            shutil.copy(FOLDER / name, folder)
+        shutil.copy(FOLDER / "rings.py", folder)
+        (folder / "after.py").write_text(workload_of(PAGE))
+        (folder / f"before_{self.name}.py").write_text(self.script())
         torch.manual_seed(0)
         torch.save(net().state_dict(), folder / "first.pt")
         return folder
@@ -121,14 +130,12 @@ def test_script_that_keeps_its_loop_is_a_workload_beside_it(forks: Forks, tmp_pa
     folder = pair.folder(tmp_path)
     both = folder / "both.py"
     head, guard, tail = (folder / "before_one_gpu.py").read_text().partition('if __name__ == "__main__":')
-    both.write_text(head + (folder / AFTER).read_text() + "\n\n" + guard + tail)
+    both.write_text(head + workload_of(PAGE) + "\n\n" + guard + tail)
     assert result(workload(forks, pair, folder, "both"))["metrics"]["loss"] < 0.6
 
 
-def test_page_shows_the_workload_and_how_long_the_scripts_are() -> None:
-    page = (ROOT / "train" / "migrate.md").read_text()
-    assert f"```python\n{(FOLDER / AFTER).read_text()}```\n" in page
-    names = [f"before_{pair.name}.py" for pair in PAIRS]
-    assert {path.name for path in FOLDER.glob("*.py")} == {AFTER, "rings.py", *names}
-    lengths = [[str(len((FOLDER / file).read_text().splitlines())) for file in (name, AFTER)] for name in names]
+def test_page_shows_how_long_the_scripts_and_the_workload_are() -> None:
+    page = (ROOT / PAGE).read_text()
+    texts = [(pair.script(), workload_of(PAGE)) for pair in PAIRS]
+    lengths = [[str(len(text.splitlines())) for text in pair] for pair in texts]
     assert [list(row) for row in re.findall(r"\| (\d+) → (\d+) \|", page)] == lengths

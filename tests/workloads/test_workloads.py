@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,32 +15,27 @@ from torch.utils.data import Dataset, TensorDataset
 from rankup.errors import UserError
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, Job, result, start
+from tests.rigs.listings import workload
 from train import workloads
 from train.config import Config
 from train.data import TensorSamples
 from train.workloads import Workload
 
-EXAMPLE = ROOT / "tests" / "rigs" / "user_code" / "throws.py"
+PAGE = "train/workloads/README.md"
 LINE = ("--workload", "throws:build", "--lr", "0.2", "--tensorboard=false")
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's own directory: the example, beside a train.py of theirs."""
+    """A user's own directory: the page's example, beside a train.py of theirs."""
     folder = tmp_path / "project"
     folder.mkdir()
-    shutil.copy(EXAMPLE, folder)
+    (folder / "throws.py").write_text(workload(PAGE))
     (folder / "train.py").write_text("raise SystemExit('the user\\'s own train.py was taken for the program')\n")
     return folder
 
 
 # The listing ----------------------------------------------------------------------------------------------------
-
-
-def test_listing_of_the_page_is_the_example() -> None:
-    page = (ROOT / "train" / "workloads" / "README.md").read_text()
-    listings = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [listing for listing in listings if "def build(" in listing] == [EXAMPLE.read_text()]
 
 
 def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:

@@ -6,6 +6,7 @@ nor the number of workers changes an order or a pixel.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -201,7 +202,7 @@ def load_batches(
             "prefetch_factor": 1 if accumulate > 1 else 2,  # whole steps, so as many samples
             "multiprocessing_context": "fork",  # Python 3.14's default would import everything once more
         }
-    return DataLoader(_Batches(samples, accumulate), batch_sampler=numbers, collate_fn=_only_one, **workers)
+    return DataLoader(_Batches(samples, accumulate), batch_sampler=numbers, collate_fn=itemgetter(0), **workers)
 
 
 class _Batches(Dataset[Any]):
@@ -220,10 +221,6 @@ class _Batches(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.samples)
-
-
-def _only_one(items: list[Any]) -> Any:
-    return items[0]
 
 
 # A batch: a tensor, or a tuple, list or dict of batches. What `Samples.batch` returns and the model is given ---------

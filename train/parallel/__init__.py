@@ -1,10 +1,5 @@
 """How several ranks train one model: the table of methods."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rankup import Group
-
 from ..config import Config
 from .horovod import Horovod
 from .methods import DDP, FSDP, DataParallelMethod, Method
@@ -20,11 +15,3 @@ def method_name(config: Config, world_size: int) -> str:
     if config.parallel == "auto":
         return "ddp" if world_size > 1 else "none"
     return config.parallel
-
-
-@contextmanager
-def start_method(config: Config, group: Group) -> Iterator[Method]:
-    """The method in effect, up for the length of the block. Raises as `Method.running` does."""
-    method = METHODS[method_name(config, group.world_size)](config, group)
-    with method.running():
-        yield method

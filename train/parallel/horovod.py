@@ -45,7 +45,7 @@ class Horovod(Method):
     every_rank_has_all: ClassVar[bool] = False
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Iterator[Method]:
         """Horovod, for the length of the block. Raises JoinError, and UserError where it is not installed, or not built
         for this device.
 
@@ -69,7 +69,7 @@ class Horovod(Method):
                 raise JoinError(f"all ranks reached each other, but Horovod could not connect them: {error}") from None
             assert (horovod.rank(), horovod.size()) == (group.rank, group.world_size)
             group.barrier()
-        yield
+        yield self
         group.barrier()
         horovod.shutdown()
 

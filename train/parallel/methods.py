@@ -46,10 +46,10 @@ class Method:
         # What exchanges gradients beside torch, in the middle of backward: its `waited_s` says how long it waited there
         self.exchange: Any = None
 
-    def running(self) -> AbstractContextManager[None]:
-        """What has to be up for the length of the run. Raises JoinError, and UserError for what the method can't do
-        here. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
-        return nullcontext()
+    def running(self) -> AbstractContextManager["Method"]:
+        """Itself, with what has to be up for the length of the run. Raises JoinError, and UserError for what it can't
+        do here. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
+        return nullcontext(self)
 
     # Before the first step ------------------------------------------------------------------------------------
 

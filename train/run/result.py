@@ -138,8 +138,6 @@ def _table(result: dict[str, Any], unit: str, *, goodput: str, tensorboard: bool
         f"{unit}/s": f"{result[f'{unit}_per_s']:,.0f} (training alone)",
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
-    }
-    rows |= {
         "goodput": goodput,
         "weights digest": result["digest"][:16],
         "outputs": f"{result['run']}/ (result.json, checkpoints/{', tensorboard/' if tensorboard else ''})",

@@ -14,6 +14,7 @@ import pytest
 from tests.rigs.containers import Project, clean_environment, digest_by_forks, docker, project, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
+from tests.rigs.listings import workload
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 # Everything that could tell two runs apart: dropout, augmentation, and batches prepared by workers
@@ -56,11 +57,13 @@ def test_a_node_runs_own_code_shows_its_progress_and_may_do_nothing_that_trainin
     nodes: Project, tmp_path: Path
 ) -> None:
     """The code and the data are mounted, without a build."""
-    (tmp_path / "data").mkdir()
+    for name in ("code", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code" / "throws.py").write_text(workload("train/workloads/README.md"))
     text = (ROOT / "docker" / "compose.own.yaml").read_text()
     for ours, theirs in (
         ("my_job:build", "throws:build"),
-        ("./my_code", str(ROOT / "tests" / "rigs" / "user_code")),
+        ("./my_code", str(tmp_path / "code")),
         ("./my_data", str(tmp_path / "data")),
     ):
         assert ours in text
@@ -91,7 +94,7 @@ def test_a_node_runs_own_code_shows_its_progress_and_may_do_nothing_that_trainin
 def test_a_dockerfile_of_three_lines_builds_on_the_image(tmp_path: Path, image: str) -> None:
     context = tmp_path / "mine"
     context.mkdir()
-    (context / "throws.py").write_text((ROOT / "tests" / "rigs" / "user_code" / "throws.py").read_text())
+    (context / "throws.py").write_text(workload("train/workloads/README.md"))
     lines = f'FROM {image}\nCOPY throws.py /app/\nCMD ["train", "--workload", "throws:build", "--max-steps", "5"]\n'
     name = f"rankup-test-{secrets.token_hex(4)}:mine"
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.containers import Project, project
-from tests.rigs.foreign_scripts import FOLDER, SCRIPTS, Once, expected, result_of
+from tests.rigs.foreign_scripts import FOLDER, Once, expected, result_of
 from tests.rigs.fork_server import Forks
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
@@ -30,4 +30,4 @@ def test_compose_runs_two_ranks_of_a_script_on_each_node(
     nodes.up(SCRIPT="/code/ddp_local_rank.py", NPROC="2")
     assert nodes.codes() == [0, 0], nodes.logs()
     assert "local rank 1 is rank 3" in nodes.logs()
-    assert result_of(nodes.logs()) == expected(SCRIPTS["ddp_local_rank"], once, forks, tmp_path, nproc=4)
+    assert result_of(nodes.logs()) == expected("ddp_local_rank", once, forks, tmp_path, nproc=4)

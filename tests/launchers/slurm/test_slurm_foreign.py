@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.foreign_scripts import (
-    FOLDER,
-    SCRIPTS,
-    Once,
-    again_if_aborted,
-    expected,
-    imagenet_on_two_nodes,
-    result_of,
-)
+from tests.rigs.foreign_scripts import Once, again_if_aborted, expected, result_of, words
 from tests.rigs.fork_server import Forks
 from tests.rigs.slurm_cluster import Cluster, SlurmJob
 
@@ -26,16 +18,14 @@ def submit(cluster: Cluster, folder: Path, line: str) -> SlurmJob:
 def test_slurm_runs_the_imagenet_script_on_two_nodes(
     cluster: Cluster, once: Once, forks: Forks, tmp_path: Path
 ) -> None:
-    line = f"{FOLDER}/imagenet.py --multiprocessing-distributed --dist-url env://"
-    job = submit(cluster, tmp_path, line)
+    job = submit(cluster, tmp_path, " ".join([*words("imagenet", tmp_path), "--multiprocessing-distributed"]))
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == once("imagenet_on_two_nodes", lambda: imagenet_on_two_nodes(forks))
+    assert result_of(job.output) == expected("imagenet", once, forks, tmp_path, nproc=4)
 
 
 @again_if_aborted
 def test_slurm_runs_lightnings_trainer(cluster: Cluster, once: Once, forks: Forks, tmp_path: Path) -> None:
     """It looks for Slurm's variables itself, and must not take the job for one of its own."""
-    script = SCRIPTS["lightning_digits"]
-    job = submit(cluster, tmp_path, " ".join(script.words(tmp_path / "own", "--num-nodes 2")))
+    job = submit(cluster, tmp_path, " ".join([*words("before_lightning", tmp_path), "--devices 1 --num-nodes 2"]))
     assert job.wait() == "COMPLETED", job.log()
-    assert result_of(job.output) == expected(script, once, forks, tmp_path)
+    assert result_of(job.output) == expected("before_lightning", once, forks, tmp_path)

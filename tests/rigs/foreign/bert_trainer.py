@@ -22,6 +22,14 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0] < 52)}
 
 
+def small_bert():
+    config = BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16,
+    )
+    return BertForSequenceClassification(config)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--output-dir", required=True)
@@ -32,11 +40,7 @@ def main():
         use_cpu=True, ddp_backend="gloo", save_strategy="no", logging_steps=3, report_to=[], disable_tqdm=True,
     )
     set_seed(training_args.seed)
-    config = BertConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16,
-    )
-    model = BertForSequenceClassification(config)
+    model = small_bert()
     trainer = Trainer(model=model, args=training_args, train_dataset=Tokens(128))
     trainer.train()
     if trainer.is_world_process_zero():
