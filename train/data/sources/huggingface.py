@@ -144,8 +144,11 @@ class Rows:
             raise UserError(f"{self.where}: must have the columns of the training rows, got no {missing.pop()}.")
         self.input, self.label = column, label
         values = self.table.data.column(label).to_pylist()
-        if hasattr(features[label], "int2str"):  # -1 stands for a label that was not published
-            self.labels = [None if value in (None, -1) else features[label].int2str(value) for value in values]
+        if hasattr(features[label], "int2str"):
+            try:  # -1 stands for a label that was not published
+                self.labels = [None if value in (None, -1) else features[label].int2str(value) for value in values]
+            except ValueError as error:
+                raise UserError(f"{self.where}: {label} must hold class labels, got: {one_line(error)}.") from None
             self.classes = tuple(features[label].names)
         else:
             self.labels = [None if value is None else str(value) for value in values]
