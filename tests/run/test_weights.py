@@ -67,6 +67,7 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
         save_file({name: given[name] for name in given if names[name] == file}, tmp_path / "parts" / file)
     index = tmp_path / "parts" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
+    save_file({name: value + 1 for name, value in given.items()}, tmp_path / "parts" / "model.old.safetensors")
     for place in ("whole", "whole/model.safetensors", "parts"):
         assert weights.digest(started_from(tmp_path / place)[0]) == weights.digest(given)
     os.truncate(tmp_path / "parts" / names["2.bias"], 100)

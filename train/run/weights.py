@@ -58,16 +58,19 @@ def _read(path: Path, place: str) -> Any:
     """What a checkpoint, a folder of Hugging Face's or a file of weights holds. Raises UserError."""
     from safetensors.torch import load_file
 
-    parts = sorted(path.glob("model*.safetensors"))  # as Hugging Face names them; our folders have a manifest besides
+    # As Hugging Face names them; our folders have a manifest besides. A pipe or a device may never end
+    parts = {part.name for part in path.glob("*.safetensors") if part.is_file()}
     if path.is_dir() and (not parts or (path / "manifest.json").exists()):
         return rankup.open_checkpoint(path, check=check).tracked["model"]
     try:
         if path.is_dir():
             index = path / "model.safetensors.index.json"
-            named = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ()
-            if missing := {*named} - {part.name for part in parts}:
+            named = {"model.safetensors"}
+            if index.exists():
+                named = {*json.loads(index.read_bytes())["weight_map"].values()}
+            if missing := named - parts:
                 raise ValueError(f"no {missing.pop()} in it")
-            return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+            return {name: tensor for part in sorted(named) for name, tensor in load_file(path / part).items()}
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
