@@ -75,6 +75,10 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
         with pytest.raises(UserError, match="must hold safetensors, or weights that"):
             started_from(tmp_path / "parts")
         index.write_text(json.dumps({"weight_map": {"2.bias": "../whole/model.safetensors"}}))
+    index.unlink()
+    os.mkfifo(index)  # a read of it would never end
+    with pytest.raises(UserError, match=r"no model\.safetensors in it"):
+        started_from(tmp_path / "parts")
 
 
 @pytest.mark.parametrize(

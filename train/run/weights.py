@@ -60,13 +60,13 @@ def _read(path: Path, place: str) -> Any:
 
     # As Hugging Face names them; our folders have a manifest besides. A pipe or a device may never end
     parts = {part.name for part in path.glob("*.safetensors") if part.is_file()}
-    if path.is_dir() and (not parts or (path / "manifest.json").exists()):
+    index = path / "model.safetensors.index.json"
+    if path.is_dir() and ((path / "manifest.json").exists() or not (parts or index.is_file())):
         return rankup.open_checkpoint(path, check=check).tracked["model"]
     try:
         if path.is_dir():
-            index = path / "model.safetensors.index.json"
             named = {"model.safetensors"}
-            if index.exists():
+            if index.is_file():
                 named = {*json.loads(index.read_bytes())["weight_map"].values()}
             if missing := named - parts:
                 raise ValueError(f"no {missing.pop()} in it")
