@@ -47,7 +47,7 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal
+from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, state_of
 from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED
 from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
@@ -66,7 +66,7 @@ class ForkServer:
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
     ) -> None:
         """`on_start` gets local rank and process, `on_end` local rank and exit code. `on_gone`: the server was killed,
-        and its ranks with it, for each of which `on_end` was called; start another server."""
+        and `on_end` was called for each of its ranks, which are dead; start another server."""
         self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
         self.ready = asyncio.Event()
@@ -117,9 +117,7 @@ class ForkServer:
             self._loop.remove_reader(self._channel)
         self._channel.close()
         for patience_s in (LAST_WORD_S, KILL_S):
-            until_s = time.monotonic() + patience_s
-            while self._process.poll() is None and time.monotonic() < until_s:
-                await asyncio.sleep(POLL_S)
+            await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
             self._process.kill()
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
@@ -153,12 +151,20 @@ class ForkServer:
     async def _bury(self) -> None:
         """The server was killed, and the kernel kills its children: end what they had started themselves."""
         lost, self.pids = self.pids, {}
-        for pid in filter(None, lost.values()):
+        pids = [pid for pid in lost.values() if pid]
+        for pid in pids:
             kill_session(pid)
+        await _until(lambda: all(state_of(pid) in ("", "Z") for pid in pids), timeout_s=KILL_S)
         await self.close()
         for local_rank in lost:
             self._on_end(local_rank, KILLED)
         self._on_gone()
+
+
+async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not true() and time.monotonic() < until_s:
+        await asyncio.sleep(POLL_S)
 
 
 # The server ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ what arrives, which runs whatever code the sender wants, and anybody in the netw
 
 import contextlib
 import ctypes
+import dis
 import hashlib
 import io
 import json
@@ -280,10 +281,20 @@ def broke_collective(error: BaseException) -> bool:
         return False
     if isinstance(error, dist.DistError):
         return True
-    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection.
-    # "Caught ..." is what a DataLoader's worker raised, whose own connections may be reset too
-    other = "enforce fail" in str(error) or str(error).startswith("Caught ")
-    return isinstance(error, RuntimeError) and not other and bool(LOST_PEER.search(str(error)))
+    if not isinstance(error, RuntimeError):
+        return False
+    if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
+        return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Whether a `raise` raised `error`, and not a function in C++, as all collectives are."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
 def digest(settings: Mapping[str, str]) -> str:

@@ -102,7 +102,7 @@ def check_settings(group: Group) -> None:
     if group.launch.agent is None:
         return
     if len({*group.gather(digest(group.settings))}) > 1:
-        for name in group.broadcast([*group.settings]):
+        for name in dict.fromkeys(name for names in group.gather([*group.settings]) for name in names):
             value = group.settings.get(name, "nothing")
             group.must_match(name, value, remedy="Start all ranks with the same program and settings.")
 

@@ -185,6 +185,9 @@ class Saving:
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
+        way_out = self._way_out
+        if self.run.origin.kind == PARTS:
+            way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
         state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
@@ -193,7 +196,7 @@ class Saving:
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
             if text:
-                raise UserError(f"{newest.path} does not fit this model: rank {rank}: {text}. {self._way_out}")
+                raise UserError(f"{newest.path} does not fit this model: rank {rank}: {text}. {way_out}")
         return state
 
     def _folder(self, newest: Copy) -> Path:

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.fork_server import ForkServer, obstacle
+from rankup.agent import fork_server
+from rankup.agent.fork_server import ForkServer, Server, obstacle
 from rankup.agent.network import open_port
-from rankup.agent.processes import state_of
+from rankup.agent.processes import kill_session, state_of
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -278,6 +280,17 @@ except KeyboardInterrupt:
     assert (ended.code, ended.out.split()[1:]) == (0, ["USR1", "interrupted", "None"])
 
 
+def test_server_of_an_agent_that_has_a_thousand_files_open_starts_ranks(tmp_path: Path) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, usual[1]), usual[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, usual)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        with opened(tmp_path, fork=False) as rig:
+            assert rig.ran([script(tmp_path, "print('here')")]).out == "here\n"
+
+
 def test_sigusr1_of_a_batch_system_ends_no_script_without_a_handler(rig: Rig, light: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, "import os, signal\nprint(signal.getsignal(signal.SIGUSR1).name)\n"
                             "os.kill(os.getpid(), signal.SIGUSR1)\nprint('alive')")
@@ -304,6 +317,31 @@ os._exit(5)
         ended = each.end(rank)
         assert ended.code == {"kill": 137, "end": 5}[how]
         each.until(lambda ended=ended: gone(int(ended.out)))
+
+
+def test_rank_of_a_killed_server_is_dead_before_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernel's help, which comes as soon as the server ends, and with a signal that takes its time."""
+    file = script(tmp_path, f"import ctypes\nctypes.CDLL(None).prctl(1, 0)\n{WAITS}")
+    with opened(tmp_path, fork=False) as own:
+        pid = own.ready(own.start([file]))
+        monkeypatch.setattr(
+            fork_server, "kill_session", lambda pid: asyncio.get_running_loop().call_later(0.5, kill_session, pid)
+        )
+        dead: list[bool] = []
+        monkeypatch.setattr(own.server, "_on_end", lambda rank, code: dead.append(gone(pid)))
+        os.kill(own.server.pid, signal.SIGKILL)
+        own.until(lambda: dead)
+        assert dead == [True]
+
+
+def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_path: Path) -> None:
+    port = rig.store()
+    for process in (psutil.Process(rig.server.pid), *psutil.Process(rig.server.pid).children()):
+        for number in (*Server.SIGNALS, signal.SIGUSR1):
+            process.send_signal(number)
+    assert rig.ran([script(tmp_path, store_user(port))]).code == 0
 
 
 # The store ----------------------------------------------------------------------------------------------------------

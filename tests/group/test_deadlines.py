@@ -69,6 +69,8 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     ("culprit", "order", "own", "code", "says"),
     [
         (1, {"raise": "ValueError"}, 1, 1, "ValueError: probe"),
+        # In the words of a lost peer, which is no reason to restart a fault
+        (2, {"raise": "RuntimeError"}, 1, 1, "RuntimeError: NCCL error: probe"),
         (0, {"raise": "UserError"}, 2, 2, "error: probe"),
         (1, {"raise": "SystemExit"}, 1, 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
         # Its `code`, 404, is not an exit code
@@ -144,6 +146,12 @@ def test_rank_that_gives_no_sign_is_found_long_before_a_deadline(
             assert job.processes[rank].code == 171, job.output
         assert "gave no sign of life for" in job.output
         assert_named(job, run, culprit, among=others)
+
+
+def test_rank_0_that_saves_for_long_is_not_silent(forks: Forks, tmp_path: Path) -> None:
+    order = probe("save", 2, 0, sleep_s=12)
+    preload = "tests.group.test_deadlines:accept_little_silence"
+    forks.ends(*train(tmp_path / "run"), world_size=WORLD, env=order, preload=preload)
 
 
 def accept_little_silence() -> None:

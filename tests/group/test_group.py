@@ -51,6 +51,9 @@ def check(group: Group) -> None:
     if group.world_size > 1:
         with pytest.raises(UserError, match=r"seed must be the same on all ranks, got 0 on rank 0 .* and 1 on rank 1"):
             check_settings(group)
+        group.settings = {"lr": "1"} if rank < last else {"lr": "1", "more": "2"}  # type: ignore[misc]
+        with pytest.raises(UserError, match=rf"more must be the same on all ranks, got nothing .* 2 on rank {last}"):
+            check_settings(group)
     with pytest.raises(TypeError):
         group.gather(b"no JSON")
     for error in (UserError, PeerLost):

@@ -12,6 +12,7 @@ from tests.promises.test_examples import STRUCK, Once, strike
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, result
 from tests.rigs.small_filesystems import own_folder
+from tests.run.test_run_directory import other_model
 
 # 8 steps an epoch
 SETTINGS = (
@@ -100,9 +101,9 @@ class Nodes:
             (folder / f"node{number}" / "runs").symlink_to(folder)
         self.cwds = [folder / f"node{number}" for number in (0, 1) for _ in range(ranks)]
 
-    def run(self, *line: str | Path, **env: str) -> tuple[list[int], str]:
+    def run(self, *line: str | Path, preload: str = "own_memory", **env: str) -> tuple[list[int], str]:
         more: dict[str, Any] = {"world_size": len(self.cwds), "cwds": self.cwds, "env": env}
-        return self.forks.run(*(line or train(self.folder)), **more, preload=f"{__name__}:own_memory")
+        return self.forks.run(*(line or train(self.folder)), **more, preload=f"{__name__}:{preload}")
 
     def lose(self, *numbers: int) -> None:
         for number in numbers:
@@ -140,6 +141,20 @@ def test_memory_of_a_node_is_held_by_the_other(
     assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
+
+
+def test_part_in_memory_of_another_model_is_refused_with_a_way_to_the_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    nodes = Nodes(forks, tmp_path)
+    codes, output = nodes.run(**kill(1, step=13))
+    assert codes == [171, -9], output
+    codes, output = nodes.run(preload="other_model_in_own_memory")
+    assert codes == [2, 2], output
+    assert "Set memory_every_steps to 0 to go on from the newest checkpoint." in output
+
+
+def other_model_in_own_memory() -> None:
+    own_memory()
+    other_model()
 
 
 # Loops of one's own ---------------------------------------------------------------------------------------------
