@@ -30,6 +30,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "wide": (*OWN, "--options.model=wide", "--num-workers=0"),
     "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--in-memory=never", "--num-workers=1"),
     "accumulate": (*OWN, "--options.model=wide", "--accumulate=2", "--optimizer=adamw", "--lr=0.001", "--clip-norm=1"),
+    "compile": (*FAKE, "--model=mlp", "--compile"),
+    "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
     "sharded": (*OWN, "--options.model=wide", "--parallel=fsdp", "--checkpoint-format=sharded",
                 "--memory-every-steps=0"),
 }
