@@ -217,6 +217,14 @@ def test_next_mirror_is_asked_where_the_first_resets_in_the_middle_of_a_file(
     assert everything(tmp_path / "data") == ["FashionMNIST"]
 
 
+def test_reason_of_a_download_that_stopped_has_no_progress_bar(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=True).download())
+    with pytest.raises(NotFetched, match=r"\(web: ConnectionResetError: .*\)\. Bring"):
+        find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+
+
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
 
 # Quicker than what imports torchvision to be refused by its servers
@@ -267,6 +275,8 @@ def test_package_is_unpacked_where_the_download_is_refused(
     [
         ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
          r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
+        ('case "$*" in *update) echo "Err:1 mirror 403";; *) echo "E: Unable to locate it"; echo more;; esac; exit 100',
+         WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
         ("exec sleep 600", 0.5, "apt: timed out"),
     ],
 )

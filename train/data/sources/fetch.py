@@ -172,20 +172,25 @@ def _from_debian(remote: Remote, folder: Path, until_s: float) -> None:
     options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S}",
                f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
     apt = ["apt-get", *(word for option in options for word in ("-o", option))]
-    _run([*apt, "update"], folder, until_s, may_fail=True)  # some of the lists may be enough
-    _run([*apt, "download", remote.package], folder, until_s)
+    lists = _run([*apt, "update"], folder, until_s, may_fail=True)  # some of the lists may be enough
+    _run([*apt, "download", remote.package], folder, until_s, lists)
     _run(["sh", "-c", "dpkg -x *.deb unpacked"], folder, until_s)
     (folder / f"unpacked{remote.here}").rename(folder / remote.folder)
 
 
-def _run(command: list[str], folder: Path, until_s: float, *, may_fail: bool = False) -> None:
-    """Raises OSError with the last two lines of what the command says."""
+def _run(command: list[str], folder: Path, until_s: float, before: str = "", *, may_fail: bool = False) -> str:
+    """What the command says. Raises OSError with apt's first two errors in that and in what was said `before`,
+    otherwise with its last two lines."""
     done = subprocess.run(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env={**os.environ, "LC_ALL": "C"}, check=False, timeout=max(0.0, until_s - time.monotonic()),
+        errors="replace", env={**os.environ, "LC_ALL": "C", "TQDM_DISABLE": "1"}, check=False,  # no bar in a reason
+        timeout=max(0.0, until_s - time.monotonic()),
     )
     if done.returncode and not may_fail:
-        raise OSError(" ".join(done.stdout.splitlines()[-2:]) or f"{command[0]} ended with {done.returncode}")
+        errors = [line for line in (before + done.stdout).splitlines() if line.startswith(("E:", "Err:"))]
+        reason = " ".join(errors[:2] or done.stdout.splitlines()[-2:])
+        raise OSError(reason or f"{command[0]} ended with {done.returncode}")
+    return done.stdout
 
 
 def writable_cache() -> Path:
