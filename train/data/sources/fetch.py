@@ -28,10 +28,16 @@ import ctypes, socket, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # it dies with the process that waits for it
 from torchvision import datasets
 socket.setdefaulttimeout({SILENCE_S})
-try:
-    getattr(datasets, sys.argv[1])(".", download=True)
-except Exception as error:
-    sys.exit(f"{{type(error).__name__}}: {{error}}")
+kind = getattr(datasets, sys.argv[1])
+for mirror in getattr(kind, "mirrors", [None]):  # torchvision's own loop ends where one resets or stalls
+    kind.mirrors = [mirror]
+    try:
+        kind(".", download=True)
+        break
+    except Exception as error:
+        reason = f"{{type(error).__name__}}: {{error}}"
+else:
+    sys.exit(reason)
 """
 
 
@@ -45,6 +51,7 @@ class Remote:
 
     kind: str  # the class of torchvision.datasets
     folder: str  # where that keeps it, below its root
+    lacks: str  # what a folder without it holds, for messages
     find: Callable[[Path], Path | None]  # its folder at or below this one, if it is there
     check: Callable[[Path], object] = lambda _: None  # raises UserError unless the first part of `folder` is complete
     here: Path | None = None  # where it may lie on this machine, because ...
@@ -81,8 +88,8 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float, say: Say) 
             return found
     if others:
         raise UserError(
-            f"{data_dir}: holds no {remote.kind}, but {others[0]}. Set data_dir to the folder that holds it, or to an "
-            "empty one to download to."
+            f"{data_dir}: holds {remote.lacks}, but {others[0]}. "
+            "Set data_dir to the folder that holds it, or to an empty one to download to."
         )
     root = writable_cache() if data_dir is None else places[0]
     fetch(remote, root.absolute() / top, timeout_s=timeout_s, say=say)
