@@ -271,13 +271,13 @@ def test_dp_on_one_device_says_so_and_trains_as_without(forks: Forks, alone: lis
     assert losses(tmp_path / "run") == alone
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> nn.Module:
-    """A wrapped model on a machine with so many GPUs, made up here."""
+def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int, **settings: Any) -> Method:
+    """The method dp, up on a machine with so many GPUs, made up here."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     log = types.SimpleNamespace(info=lambda text: None)
     group = types.SimpleNamespace(device=torch.device("cuda", 0), world_size=1, log=log)
-    method = METHODS["dp"](Config(parallel="dp", **settings), group)  # type: ignore[arg-type]
-    return method.wrap(nn.Linear(2, 2))
+    with METHODS["dp"](Config(parallel="dp", **settings), group).running() as method:  # type: ignore[arg-type]
+        return method
 
 
 @pytest.mark.parametrize("settings", [{"device_ids": "0,2"}, {"device_ids": "1,1"}])
@@ -287,9 +287,9 @@ def test_dp_refuses_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_dp_is_for_more_than_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(on_gpus(monkeypatch, 1), nn.Linear)
-    assert isinstance(on_gpus(monkeypatch, 3, device_ids="1"), nn.Linear)
-    spread = on_gpus(monkeypatch, 3)
+    assert isinstance(on_gpus(monkeypatch, 1).wrap(nn.Linear(2, 2)), nn.Linear)
+    assert isinstance(on_gpus(monkeypatch, 3, device_ids="1").wrap(nn.Linear(2, 2)), nn.Linear)
+    spread = on_gpus(monkeypatch, 3).wrap(nn.Linear(2, 2))
     assert isinstance(spread, nn.DataParallel)
     assert isinstance(spread.module, nn.Linear)
 

@@ -126,18 +126,23 @@ class DataParallelMethod(Method):
 
     one_device_per_rank: ClassVar[bool] = False
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model over `device_ids`, in that order, or as it is where there is one device."""
-        group = self.group
-        count = torch.cuda.device_count() if group.device.type == "cuda" else 1
-        ids = [int(word) for word in self.config.device_ids.split(",") if word] or list(range(count))
-        if group.device.type == "cuda" and (max(ids) >= count or len(set(ids)) != len(ids)):
+    def running(self) -> AbstractContextManager[Method]:
+        """Raises UserError for `device_ids` that are not there, before any data are loaded."""
+        cuda = self.group.device.type == "cuda"
+        count = torch.cuda.device_count() if cuda else 1
+        self.ids = ids = [int(word) for word in self.config.device_ids.split(",") if word] or list(range(count))
+        if cuda and (max(ids) >= count or len(set(ids)) != len(ids)):
             raise UserError(
                 f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
                 "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
             )
-        if group.device.type == "cuda" and len(ids) > 1:
-            return DataParallel(model, device_ids=ids)
+        return nullcontext(self)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model over `device_ids`, in that order, or as it is where there is one device."""
+        group = self.group
+        if group.device.type == "cuda" and len(self.ids) > 1:
+            return DataParallel(model, device_ids=self.ids)
         group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
         return model
 
