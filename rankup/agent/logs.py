@@ -53,12 +53,12 @@ def host_name() -> str:
 
 class Output(io.RawIOBase):
     """A file, pipe or terminal that this process prints to, by its number: printing raises nothing, and waits PRINT_S
-    at most. Any thread may print. On a disk that hangs one thread hangs; the others lose their lines."""
+    at most. Any thread and any fork may print. On a disk that hangs one thread hangs; the others lose their lines."""
 
     def __init__(self, number: int) -> None:
         self._number = self.name = number
         self._dropped = 0  # lines, since somebody last read
-        self._lock = threading.Lock()
+        self._pid, self._lock = os.getpid(), threading.Lock()
 
     def fileno(self) -> int:
         return self._number
@@ -70,6 +70,8 @@ class Output(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
+        if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
+            self._pid, self._lock = os.getpid(), threading.Lock()
         if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
                 with contextlib.suppress(OSError):

@@ -303,7 +303,9 @@ def own_place() -> str:
     Not by `sys._current_frames`: in Python 3.11 the garbage collector may run while another thread's stack is walked
     and let that thread go on. Then one reads memory that is no frame any more.
     """
-    return place(stack_of(_stacks(), f"{threading.main_thread().ident:#x}") or [])
+    with contextlib.suppress(OSError):  # no descriptor is free
+        return place(stack_of(_stacks(), f"{threading.main_thread().ident:#x}") or [])
+    return ""
 
 
 def moment(phase: str, step: int) -> str:

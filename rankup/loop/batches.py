@@ -209,26 +209,33 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
 # DataLoaders ---------------------------------------------------------------------------------------------------------
 
 
+class _Given:
+    """Takes a sampler's place. It does not know its DataLoader: in a cycle workers would live until garbage is
+    collected."""
+
+    parts: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.parts
+
+
 class _Fed:
     """`own`: a DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
 
     def __init__(self, loader: Any) -> None:
-        self._given: Iterator[Any] = iter(())
+        self._given = _Given()
         self._workers, self._whole = loader.num_workers > 0, loader.batch_sampler is None
         dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
         given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
-        given |= {"batch_size": None, "sampler": self} if self._whole else {"batch_sampler": self}
+        given |= {"batch_size": None, "sampler": self._given} if self._whole else {"batch_sampler": self._given}
         # The default generator would be drawn from, for the workers' seeds
         self.own = DataLoader(dataset, generator=torch.Generator(), **given)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._given
-
     def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
         """The batches of these parts. Workers live longer than an epoch: the seed comes with the samples."""
-        self._given = parts
+        self._given.parts = parts
         if self._workers:
-            self._given = ((seed, part) if self._whole else [(seed, index) for index in part] for part in parts)
+            self._given.parts = ((seed, part) if self._whole else [(seed, index) for index in part] for part in parts)
         self.own.generator.manual_seed(seed)
         return Workers(self.own)
 

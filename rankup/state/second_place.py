@@ -91,8 +91,19 @@ class SecondPlace(StoredRun):
     def fetch(self, folder: str, directory: Path | None = None, check: Check = no_check) -> tuple[Copy | None, str]:
         """Copy that copy into the folder of this run. Raises as `adopt`."""
         copy, problem, whole = None, f"{self.called} fails", self._whole()
+        refused: list[UserError] = []
+
+        def look(*what: Any) -> None:
+            try:
+                check(*what)
+            except UserError as error:
+                refused.append(error)
+                raise
+
         with self._asking(alone=not whole):
-            copy, problem = super().fetch(folder, directory or self.folder / "checkpoints", check)
+            copy, problem = super().fetch(folder, directory or self.folder / "checkpoints", look)
+        if refused:  # an older one must not take its place, as where the mirror fails
+            raise refused[0]
         if copy is not None:
             had = f"{whole[-1].name} as its newest" if whole else "no good checkpoint"
             self.log.info(f"fetched {copy.path.name} from {self.called}: {self.folder} had {had}")
@@ -139,6 +150,10 @@ class SecondPlace(StoredRun):
     def upload(self, path: Path | None, *, timeout_s: float) -> None:
         """The same at once. Raises as `settle`."""
         self.patient(timeout_s)
+        if not self.lease.number:  # the mirror did not answer at the opening
+            here, (_, there) = Lineage.read(self.folder), self.newest_run()
+            if here and there and there.run == here.run and not here.goes_on_from(there):
+                raise PeerLost(f"another attempt has gone on with the run on {self.address}")
         self._claim()
         self.lease.look()
         with uploading(path):

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -277,6 +278,17 @@ except KeyboardInterrupt:
     rig.server.signal(rank, signal.SIGINT)
     ended = rig.end(rank)
     assert (ended.code, ended.out.split()[1:]) == (0, ["USR1", "interrupted", "None"])
+
+
+def test_server_of_an_agent_that_has_a_thousand_files_open_starts_ranks(tmp_path: Path) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, usual[1]), usual[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, usual)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        with opened(tmp_path, fork=False) as rig:
+            assert rig.ran([script(tmp_path, "print('here')")]).out == "here\n"
 
 
 def test_sigusr1_of_a_batch_system_ends_no_script_without_a_handler(rig: Rig, light: Rig, tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ def test_printing_where_nothing_can_be_written_ends_nothing(where: str) -> None:
     assert (done.returncode, done.stderr) == (0, "said\n")
 
 
+def test_guarded_terminal_is_still_a_terminal_and_a_file_is_none(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    assert Output(slave).isatty()
+    os.close(master)
+    os.close(slave)
+    assert not RankLog(tmp_path, 0).isatty()
+
+
 def test_log_that_cannot_be_opened_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(UserError, match=r"run_dir: \S+/logs must be writable, got File exists\. Set --run-dir"):

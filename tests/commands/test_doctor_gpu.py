@@ -16,7 +16,9 @@ from tests.rigs.nvml import H100, Driver
 
 
 def found(driver: Driver, local_rank: int | None = None, **environ: str) -> list[Finding]:
-    return list(gpus(local_rank, environ=environ, nvml=driver))
+    findings = list(gpus(local_rank, environ=environ, nvml=driver))
+    assert not driver.is_open
+    return findings
 
 
 NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -115,6 +115,14 @@ def test_damaged_exif_does_not_cost_the_picture(tmp_path: Path) -> None:
     assert decode(str(path)).shape == (3, 32, 48)
 
 
+def test_picture_is_turned_though_another_tag_has_an_odd_type(tmp_path: Path) -> None:
+    exif, path = Image.Exif(), tmp_path / "a.jpg"
+    exif[0x0112], exif[0x0128] = 6, 2
+    odd = exif.tobytes().replace(b"\x01\x28\x00\x03", b"\x01\x28\x00\x07")  # ResolutionUnit: UNDEFINED, no SHORT
+    photograph(5, width=48, height=32).save(path, exif=odd)
+    assert decode(str(path)).shape == (3, 48, 32)
+
+
 @pytest.mark.parametrize(("at_least", "size"), [(None, (640, 960)), (321, (640, 960)), (320, (320, 480)),
                                                 (100, (160, 240)), (8, (80, 120))])
 def test_large_jpeg_is_decoded_at_a_reduced_size_that_is_large_enough(

@@ -83,7 +83,7 @@ def label_10(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "other things": (lambda f: [path.unlink() for path in f.iterdir()] and (f / "holiday.txt").touch(),
-                     r"holds no MNIST.*holiday\.txt"),
+                     r"holds none of the files of MNIST \(train-images-idx3-ubyte, .*\.gz\), but holiday\.txt"),
     "one is missing": (lambda f: (f / "t10k-labels-idx1-ubyte").unlink(),
                        r"t10k-labels-idx1-ubyte \(or \.gz\) is missing"),
     "label": (label_10, rf"{LABELS}: label must be 0\.\.9.*got 10"),
@@ -209,6 +209,12 @@ def test_cifar10_is_read_from_torchvisions_layout(tmp_path: Path, monkeypatch: p
     assert (train.images.shape, len(test)) == ((25, 3, 32, 32), 11)
     first = np.random.default_rng(12).integers(0, 256, (12, 3072), dtype=np.uint8)[0].reshape(3, 32, 32)
     assert np.array_equal(train.images[0].numpy(), first)
+
+
+def test_folder_without_cifar10_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "holiday.txt").touch()
+    with pytest.raises(UserError, match=rf"holds no folder {FOLDER}, but holiday\.txt"):
+        load_in_memory(Config(dataset="cifar10", data_dir=str(tmp_path)))
 
 
 def test_cifar10_with_another_md5_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

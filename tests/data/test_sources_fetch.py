@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -36,10 +38,10 @@ WAIT_S = 240.0
 class Mirror:
     """A server of four small files, which answers while `gate` is open.
 
-    `served` counts downloads.
+    `served` counts downloads. With `cut` it resets the connection in the middle of each file.
     """
 
-    def __init__(self, folder: Path, *, status: int = 200) -> None:
+    def __init__(self, folder: Path, *, status: int = 200, cut: bool = False) -> None:
         self.folder, self.status = folder, status
         self.served: Counter[str] = Counter()
         self.begun, self.gate = threading.Event(), threading.Event()
@@ -57,7 +59,10 @@ class Mirror:
                     self.send_response(mirror.status)
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
-                    self.wfile.write(content)
+                    self.wfile.write(content[: len(content) // 2] if cut else content)
+                    if cut:
+                        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        self.connection.close()
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -65,13 +70,13 @@ class Mirror:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def download(self, *, wrong: bool = False) -> str:
-        """The program that downloads, from here. The first address of each file leads nowhere."""
-        addresses = ["http://127.0.0.1:1/", f"http://127.0.0.1:{self.server.server_port}/"]
+    def download(self, *, wrong: bool = False, first: int = 1) -> str:
+        """The program that downloads, from here. The first address of each file is another port: one leads nowhere."""
+        addresses = [f"http://127.0.0.1:{port}/" for port in (first, self.server.server_port)]
         files = [(file.name, "0" * 32 if wrong else hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest())
                  for file in sorted(self.folder.iterdir())]
         here = f"datasets.FashionMNIST.mirrors, datasets.FashionMNIST.resources = {addresses}, {files}"
-        return fetch.DOWNLOAD.replace("try:", f"{here}\ntry:")
+        return fetch.DOWNLOAD.replace("kind =", f"{here}\nkind =")
 
 
 @pytest.fixture
@@ -102,7 +107,7 @@ def check(folder):
 print("ready", flush=True)
 sys.stdin.readline()
 fetch.DOWNLOAD = sys.argv[2]
-remote = fetch.Remote("FashionMNIST", "FashionMNIST/raw", find=lambda root: None, check=check)
+remote = fetch.Remote("FashionMNIST", "FashionMNIST/raw", "nothing", find=lambda root: None, check=check)
 target = pathlib.Path(sys.argv[1]) / "FashionMNIST"
 try:
     fetch.fetch(remote, target, timeout_s=240, say=lambda line: print(line, flush=True))
@@ -202,6 +207,24 @@ def test_wrong_md5_is_refused_and_nothing_is_left(
     assert everything(tmp_path / "data") == []
 
 
+def test_next_mirror_is_asked_where_the_first_resets_in_the_middle_of_a_file(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = mirror(cut=True), mirror()
+    monkeypatch.setattr(fetch, "DOWNLOAD", second.download(first=first.server.server_port))
+    find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+    assert first.served
+    assert everything(tmp_path / "data") == ["FashionMNIST"]
+
+
+def test_reason_of_a_download_that_stopped_has_no_progress_bar(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=True).download())
+    with pytest.raises(NotFetched, match=r"\(web: ConnectionResetError: .*\)\. Bring"):
+        find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S, say=print)
+
+
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
 
 # Quicker than what imports torchvision to be refused by its servers
@@ -252,6 +275,8 @@ def test_package_is_unpacked_where_the_download_is_refused(
     [
         ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
          r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
+        ('case "$*" in *update) echo "Err:1 mirror 403";; *) echo "E: Unable to locate it"; echo more;; esac; exit 100',
+         WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
         ("exec sleep 600", 0.5, "apt: timed out"),
     ],
 )

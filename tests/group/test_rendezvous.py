@@ -159,6 +159,17 @@ def test_another_version_of_the_program_on_one_rank_is_named(begin: Starter, tmp
         assert re.search(rf"{code} must be the same on all ranks, {got}", first.output), first.output
 
 
+def test_code_is_compared_as_it_was_imported(forks: Forks, tmp_path: Path):
+    """A rank that is forked anew after `git pull` runs what its server imported, as the ranks that it meets do."""
+    pulled = tmp_path / "train" / "group.py"
+    pulled.parent.mkdir(parents=True)
+    pulled.touch()
+    forks.ends(
+        "train", *TINY, "--run-dir", tmp_path, "--name", "run", world_size=2, env={"PULLED": str(pulled)},
+        preload="tests.rigs.single_rank:pull_code",
+    )
+
+
 # Coming and going ---------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Where a thread is, in a few words, and what stands in a file of stacks."""
 
+import errno
 import faulthandler
 import os
 import signal
@@ -82,6 +83,14 @@ def test_own_place_looks_at_a_thread_that_goes_on_while_garbage_is_collected() -
     """Python 3.11 could read what was no frame any more, or stand still for good."""
     done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_own_place_is_unknown_while_no_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_free(name: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_free)
+    assert stacks.own_place() == ""
 
 
 def test_ranks_in_one_place_share_a_line() -> None:

@@ -1,5 +1,7 @@
 """The batches of a user's loader: split among ranks, gone on with in the middle, refused where that can't be exact."""
 
+import gc
+import multiprocessing
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -241,6 +243,19 @@ def test_evaluation_with_lasting_workers_is_that_of_the_loader_as_it_is_now() ->
     assert [batch[1] for batch, _ in evaluation_batches(loader, 1, 0, 1, pad=False)] == [1, 26]
     loader.collate_fn = doubled
     assert [batch[1] for batch, _ in evaluation_batches(loader, 1, 0, 1, pad=False)] == [2, 52]
+
+
+def test_lasting_workers_of_an_evaluation_end_with_their_loader() -> None:
+    before = {*multiprocessing.active_children()}
+    gc.disable()
+    try:
+        loader = DataLoader(Numbers(), batch_size=25, num_workers=1, persistent_workers=True)
+        assert len([*evaluation_batches(loader, 1, 0, 1, pad=False)]) == 2
+        assert {*multiprocessing.active_children()} > before
+        del loader
+        assert {*multiprocessing.active_children()} <= before
+    finally:
+        gc.enable()
 
 
 def test_evaluation_leaves_the_random_state_as_it_was() -> None:

@@ -95,6 +95,15 @@ def test_the_last_step_that_the_gpu_has_done_counts(
     assert step in (None, 3) or not guard.unchanged()
 
 
+def test_changes_that_are_done_are_forgotten(queue: type[Stream]) -> None:
+    guard = Changing(Position(), torch.device("cuda"))
+    for _ in range(50):
+        with guard:
+            guard.progress.step += 1
+        queue.done = max(0, queue.queued - 4)
+    assert len(guard._queue) <= 4
+
+
 @pytest.fixture
 def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())

@@ -93,3 +93,11 @@ def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()
     assert len(said) == 1
+
+
+def test_optimizer_may_name_its_settings_as_it_likes() -> None:
+    class Line(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"most_steps": 3})
+
+    Tracked().add({"line": Line(nn.Linear(2, 1).parameters())})

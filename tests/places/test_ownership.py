@@ -173,15 +173,18 @@ class AtSecondPlace:
         self.folder, self.url, self.required = folder, url, required
         self.looks = 2 if required else 0  # who owns the run, and a sign of life of that owner
 
-    def attempt(self, name: str, num_saves: int, writer: Writer | None) -> None:
-        run_dir = self.folder / name / "run"
-        run_dir.mkdir(parents=True)
+    def open(self, name: str, run_dir: Path) -> SecondPlace:
         lease: Any = SimpleNamespace(
             token=name, predecessor="", attempt=name, agreed=False, check=lambda: None, is_ours=lambda: True
         )
         log: Any = SimpleNamespace(info=str, debug=str, warning=str)
         options = Options(keep=1, save_timeout_s=60.0)
-        place = SecondPlace(self.url, run_dir, lease, log, options, required=self.required)
+        return SecondPlace(self.url, run_dir, lease, log, options, required=self.required)
+
+    def attempt(self, name: str, num_saves: int, writer: Writer | None) -> None:
+        run_dir = self.folder / name / "run"
+        run_dir.mkdir(parents=True)
+        place = self.open(name, run_dir)
         with contextlib.ExitStack() as stack:
             if writer:
                 writer.hold(place, 60.0)
@@ -275,3 +278,19 @@ def test_owner_of_a_second_place_that_freezes_anywhere_takes_nothing_from_its_su
     for seed in range(SEED, SEED + num):
         print("schedule", seed)
         schedule(AtSecondPlace(tmp_path / str(seed), f"{base}/{seed}", required=required), count, random.Random(seed))
+
+
+def test_mirror_that_was_away_at_the_opening_stays_with_who_has_gone_on_since(tmp_path: Path) -> None:
+    runs = AtSecondPlace(tmp_path, str(tmp_path / "mirror"), required=False)
+    runs.attempt("first", 1, None)
+    run_dir = tmp_path / "first" / "run"
+    late, lineage = runs.open("late", run_dir), Lineage.read(run_dir)  # which asked the mirror in vain
+    assert lineage is not None
+    runs.attempt("other", 2, None)
+    lineage.go_on("late", step=1, writer="first")
+    lineage.write(run_dir)
+    late.run = lineage.run
+    path = save(run_dir / "checkpoints", 2, keep=1, attempt="late", run=lineage.run)
+    with pytest.raises(PeerLost, match="another attempt has gone on"):
+        late.upload(path, timeout_s=60.0)
+    runs.look("other", 2)

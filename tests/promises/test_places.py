@@ -1,17 +1,18 @@
 """A rank that dies at any place costs no finished step: the job ends with the weights it would have had.
 
-`make soak` adds random cases by the hundred. At more than two ranks too: a sum of two numbers is
+`make soak` adds the whole matrix, and random cases by the hundred. At more than two ranks too: a sum of two numbers is
 the same in either order, so two would not show that DDP sums in another order after a restart.
 """
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.lost_ranks import Case, Soak
-from tests.rigs.places import JOINING, KEEPING, PREPARING, STEPPING, Fault
+from tests.rigs.lost_ranks import PROFILES, Case, Soak
+from tests.rigs.places import JOINING, KEEPING, PREPARING, RESCUED, RESCUING, STEPPING, Fault
 
 SOAK = "RANKUP_RUNS" in os.environ
 RUNS = int(os.environ.get("RANKUP_RUNS", "1"))
@@ -46,6 +47,40 @@ CASES = {
         Fault("sending the rescue"), Fault("backward", 0, 7), Fault("before the rescue"), Fault("rescue known", 2),
     ),
 }
+
+
+def matrix() -> Iterator[Case]:
+    """Every place, for each kind of job and number of ranks; several in each job."""
+    for world_size in (2, 3, 4):
+        last = world_size - 1
+        for rank, how in ((0, "SIGKILL"), (last, "SIGSEGV"), (1, "SIGABRT")):
+            yield case("wide", world_size, *(Fault(place, rank, 2 + i, how) for i, place in enumerate(STEPPING)))
+        for rank in (0, last):
+            yield case("wide", world_size, *(Fault(place, rank) for place in (*PREPARING, *JOINING)))
+        yield case("wide", world_size, *(Fault(place, 0) for place in KEEPING), Fault("evaluating", last))
+        yield case(
+            "wide", world_size, Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
+            Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16),
+        )
+        for place in RESCUING if world_size > 2 else ():  # a second loss while the first is being recovered from
+            yield case("wide", world_size, Fault("backward", 1, 4), Fault(place), Fault("forward", 0, 13), Fault(place))
+        yield case("wide", world_size, *(
+            fault for i, place in enumerate(RESCUED)  # no checkpoint is as new as these rescues
+            for fault in (Fault("backward", i % 2, (3, 8, 13)[i]), Fault(place), Fault(place))
+        ))
+        for profile in PROFILES:
+            # The hooks of "backward" do not know fsdp's parameters
+            first = "in the optimizer" if profile == "sharded" else "backward"
+            places = [first, "after the optimizer", "evaluating"]
+            yield case(profile, world_size, *(Fault(p, i % world_size, 3 + 4 * i) for i, p in enumerate(places)))
+    for world_size in (2, 3):  # each rank in a container of its own
+        yield case(
+            "wide", world_size, Fault("forward", 1, 4), Fault("after the optimizer", 1, 10, whom="node"),
+            Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
+            agents=world_size,
+        )
+    yield case("wide", 2, Fault("backward", 1, 3, "SIGSTOP"), Fault("in the optimizer", 0, 7, "SIGSTOP"))
+    yield case("wide", 2, Fault("evaluating", 1, 5, "SIGTERM", "agent"), Fault("between the renames"))
 
 
 def random_case(rng: random.Random, world_size: int, agents: int) -> Case:
@@ -87,3 +122,10 @@ def test_ranks_lost_at_random_change_nothing(soak: Soak, world_size: int, agents
     for number in range(RUNS):
         print(f"RANKUP_SEED={SEED}, case {number + 1}")
         check(soak, random_case(rng, world_size, agents))
+
+
+if SOAK:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("lost", [*matrix()], ids=str)
+    def test_ranks_lost_at_each_place_change_nothing(soak: Soak, lost: Case) -> None:
+        check(soak, lost)

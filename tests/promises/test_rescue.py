@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from rankup.agent.ends import new_job
 from rankup.state.rescue import places as folders
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, comparable_metrics, result
+from tests.rigs.jobs import MAIN, comparable_metrics, rank_env, result
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
@@ -78,6 +80,25 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
     earlier = json.loads((next((tmp_path / "run").glob("before-*")) / "run.json").read_text())["run"]
     for place in folders():
         shutil.rmtree(place / f"rankup-{os.getuid()}" / earlier, ignore_errors=True)
+
+
+def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
+    """The first attempt of a launch may be killed before it puts the earlier run aside. Only attempts after the one
+    that did must not put it aside again."""
+    line = train(tmp_path, "--max-steps=6", "--fresh")
+
+    def attempt(job: str, restart: int) -> str:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
+        env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": None})
+        return forks.ends(*line, env=env)
+
+    yesterday, today = new_job(), new_job()
+    assert "was moved" not in attempt(yesterday, 0)
+    assert "is finished" in attempt(yesterday, 1)
+    assert "the earlier run was moved" in attempt(today, 1)
+    assert "is finished" in attempt(today, 2)
+    assert len(list((tmp_path / "run").glob("before-*"))) == 1
 
 
 @pytest.mark.usefixtures("left")

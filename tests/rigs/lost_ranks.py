@@ -30,6 +30,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "wide": (*OWN, "--options.model=wide", "--num-workers=0"),
     "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--in-memory=never", "--num-workers=1"),
     "accumulate": (*OWN, "--options.model=wide", "--accumulate=2", "--optimizer=adamw", "--lr=0.001", "--clip-norm=1"),
+    "compile": (*FAKE, "--model=mlp", "--compile"),
+    "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),
     "sharded": (*OWN, "--options.model=wide", "--parallel=fsdp", "--checkpoint-format=sharded",
                 "--memory-every-steps=0"),
 }
@@ -114,7 +116,8 @@ class _Job:
             if case.agents:
                 nproc = case.world_size // case.agents
                 line = ["launch", f"--nproc={nproc}", "--max-restarts=20", str(MAIN), *own]
-            env = rank_env(node, case.agents or case.world_size, port) if case.agents != 1 else {}
+            own_place = {"LOCAL_RANK": "0"} if case.agents else {}  # in a container of its own
+            env = rank_env(node, case.agents or case.world_size, port, **own_place) if case.agents != 1 else {}
             self.starts.append((line, common | env))
         # An agent that was killed or asked to stop has nobody else to start it again, nor has a rank without an agent
         self.by_hand = not case.agents

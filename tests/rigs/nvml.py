@@ -15,7 +15,7 @@ class Driver:
     """What pynvml gives on a machine with these GPUs: a dict of answers each. An answer that is an error is raised."""
 
     def __init__(self, *gpus: dict[str, Any], broken: int = 0) -> None:
-        self.gpus, self.broken = gpus, broken
+        self.gpus, self.broken, self.is_open = gpus, broken, False
 
     def __getattr__(self, name: str) -> Any:
         known = getattr(pynvml, name)  # a name that nvidia-ml-py does not have is a mistake of the program
@@ -23,6 +23,7 @@ class Driver:
             return known
 
         def answer(index: int, *more: Any) -> Any:
+            assert self.is_open
             found = self.gpus[index][name]
             if isinstance(found, Exception):
                 raise found
@@ -33,9 +34,11 @@ class Driver:
     def nvmlInit(self) -> None:
         if self.broken:
             raise pynvml.NVMLError(self.broken)
+        self.is_open = True
 
     def nvmlShutdown(self) -> None:
-        pass
+        assert self.is_open
+        self.is_open = False
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "570.124.06"

@@ -1,12 +1,15 @@
 """One rank of a test, started alone: its process, its output and log, and its end."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import rankup
 from tests.rigs.fork_server import Forks, Job, Process
 from tests.rigs.jobs import rank_env
+from train import group
 
 # Our ranks end seconds after their time to join; torch's own bounds begin at 300 s, and one side of gloo
 # waits for five times its timeout
@@ -59,6 +62,13 @@ class Starter:
         job = self.forks.start(*line, "--run-dir", str(self.runs), "--name", name, env=env, preload=preload)
         self.started.extend(job.processes)
         return Rank(job.processes[0], self.runs / name / "logs" / f"rank-{rank}.log")
+
+
+def pull_code() -> None:
+    """Call it first in a process: the program's files on rank 1's disk are no longer those that it has imported."""
+    if os.environ["RANK"] == "1":
+        group.__file__ = os.environ["PULLED"]
+        rankup.__path__ = [str(Path(group.__file__).parent)]
 
 
 @contextmanager

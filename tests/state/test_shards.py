@@ -1,5 +1,6 @@
 """Sharded checkpoints: each rank writes its part, whole or not at all; they resume and load wherever plain ones do."""
 
+import json
 import os
 import shutil
 import sys
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rankup import cli
-from rankup.state.copies import find_problem, list_copies
+from rankup.state import tree
+from rankup.state.copies import find_problem, fingerprint, list_copies
 from tests.rigs.checkpoints import flip, load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -174,7 +176,23 @@ def test_another_run_starts_from_it(forks: Forks, trained: Path, tmp_path: Path)
 # Damage ---------------------------------------------------------------------------------------------------------
 
 
+def rewrite(path: Path, **entry: Any) -> None:
+    """Change what the index says of a tensor, as somebody would who wants it to be read: every digest is right."""
+    index = json.loads((path / tree.INDEX).read_text())
+    index["shards"]["model/0.weight"] |= entry
+    (path / tree.INDEX).write_text(json.dumps(index))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][tree.INDEX] = fingerprint((path / tree.INDEX).read_bytes())
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+FIT = "its files don't fit together (%s"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "part missing": (lambda p: rewrite(p, parts=[[0, [0, 0]]]), FIT % "model/0.weight has 64 of 128 elements"),
+    "part outside": (lambda p: rewrite(p, parts=[[0, [0, 0]], [1, [9, 0]]]), FIT % "a part of model/0.weight lies out"),
+    "part of nobody": (lambda p: rewrite(p, parts=[[0, [0, 0]], [7, [8, 0]]]), FIT % "No such file"),
+    "part elsewhere": (lambda p: rewrite(p, parts=[["../../x", [0, 0]]]), FIT % ""),
+    "shape of another size": (lambda p: rewrite(p, shape=[2**40, 2**40]), FIT % ""),
     "shard flipped": (lambda p: flip(p / "rank-00001.safetensors", 200), "rank-00001.safetensors does not match its"),
     "shard missing": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
     "index flipped": (lambda p: flip(p / "shards.json", 50), "shards.json does not match its digest"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 from torchvision.transforms import RandomResizedCrop
 
 from rankup import UserError
@@ -157,6 +157,11 @@ def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float], *, mirror:
 # image, that TorchCodec is to replace them; where a later torchvision lacks the operators, PIL decodes everything.
 _OPERATORS = {"JPEG": "decode_jpeg", "MPO": "decode_jpeg", "WEBP": "decode_webp"}
 _FASTER = {name: getattr(torch.ops.image, of) for name, of in _OPERATORS.items() if hasattr(torch.ops.image, of)}
+# EXIF orientation -> how to turn the picture upright. Not by ImageOps.exif_transpose: it writes the block anew, and
+# raises where any tag in it is of another type than usual.
+_TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+          5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+          8: Image.Transpose.ROTATE_90}
 _RGB = 3  # the number of torchvision.io.ImageReadMode.RGB
 
 Image.preinit()  # PIL's commonest formats: loaded by the fork server once, not at the first image of each rank
@@ -190,15 +195,15 @@ def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> 
             if at_least is not None:
                 file.draft("RGB", (at_least, at_least))
             # Not CMYK or transparency, of which torchvision makes other colours than PIL, nor reduced sizes
-            if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER and _is_upright(file):
+            if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER and _turn(file) is None:
                 image = _decode_fast(data, file.format)
                 if image is not None:
                     return image
             file.load()  # PIL turns a TIFF by itself, and forgets its orientation then
-            if not _is_upright(file):
-                ImageOps.exif_transpose(file, in_place=True)
+            turn = _turn(file)
+            upright = file if turn is None else file.transpose(turn)
             # PIL warns when it drops the transparency of a palette, unless the image passes through RGBA.
-            rgb = file.convert("RGBA").convert("RGB") if "transparency" in file.info else file.convert("RGB")
+            rgb = upright.convert("RGBA").convert("RGB") if "transparency" in file.info else upright.convert("RGB")
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
@@ -217,9 +222,9 @@ def _decode_fast(data: bytearray, format: str) -> torch.Tensor | None:
     return image if image.ndim == 3 else None  # an animation has four dimensions
 
 
-def _is_upright(file: Image.Image) -> bool:
+def _turn(file: Image.Image) -> Image.Transpose | None:
     # PIL's reader and not torchvision's: it also knows the orientation in XMP, which editors write.
     try:
-        return file.getexif().get(ExifTags.Base.Orientation, 1) not in range(2, 9)
+        return _TURNS.get(file.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
-        return True  # ImageNet has a file with damaged EXIF data too; the picture itself is whole
+        return None  # ImageNet has a file with damaged EXIF data too; the picture itself is whole

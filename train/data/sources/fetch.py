@@ -28,10 +28,16 @@ import ctypes, socket, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # it dies with the process that waits for it
 from torchvision import datasets
 socket.setdefaulttimeout({SILENCE_S})
-try:
-    getattr(datasets, sys.argv[1])(".", download=True)
-except Exception as error:
-    sys.exit(f"{{type(error).__name__}}: {{error}}")
+kind = getattr(datasets, sys.argv[1])
+for mirror in getattr(kind, "mirrors", [None]):  # torchvision's own loop ends where one resets or stalls
+    kind.mirrors = [mirror]
+    try:
+        kind(".", download=True)
+        break
+    except Exception as error:
+        reason = f"{{type(error).__name__}}: {{error}}"
+else:
+    sys.exit(reason)
 """
 
 
@@ -45,6 +51,7 @@ class Remote:
 
     kind: str  # the class of torchvision.datasets
     folder: str  # where that keeps it, below its root
+    lacks: str  # what a folder without it holds, for messages
     find: Callable[[Path], Path | None]  # its folder at or below this one, if it is there
     check: Callable[[Path], object] = lambda _: None  # raises UserError unless the first part of `folder` is complete
     here: Path | None = None  # where it may lie on this machine, because ...
@@ -81,8 +88,8 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float, say: Say) 
             return found
     if others:
         raise UserError(
-            f"{data_dir}: holds no {remote.kind}, but {others[0]}. Set data_dir to the folder that holds it, or to an "
-            "empty one to download to."
+            f"{data_dir}: holds {remote.lacks}, but {others[0]}. "
+            "Set data_dir to the folder that holds it, or to an empty one to download to."
         )
     root = writable_cache() if data_dir is None else places[0]
     fetch(remote, root.absolute() / top, timeout_s=timeout_s, say=say)
@@ -165,20 +172,25 @@ def _from_debian(remote: Remote, folder: Path, until_s: float) -> None:
     options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S}",
                f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
     apt = ["apt-get", *(word for option in options for word in ("-o", option))]
-    _run([*apt, "update"], folder, until_s, may_fail=True)  # some of the lists may be enough
-    _run([*apt, "download", remote.package], folder, until_s)
+    lists = _run([*apt, "update"], folder, until_s, may_fail=True)  # some of the lists may be enough
+    _run([*apt, "download", remote.package], folder, until_s, lists)
     _run(["sh", "-c", "dpkg -x *.deb unpacked"], folder, until_s)
     (folder / f"unpacked{remote.here}").rename(folder / remote.folder)
 
 
-def _run(command: list[str], folder: Path, until_s: float, *, may_fail: bool = False) -> None:
-    """Raises OSError with the last two lines of what the command says."""
+def _run(command: list[str], folder: Path, until_s: float, before: str = "", *, may_fail: bool = False) -> str:
+    """What the command says. Raises OSError with apt's first two errors in that and in what was said `before`,
+    otherwise with its last two lines."""
     done = subprocess.run(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env={**os.environ, "LC_ALL": "C"}, check=False, timeout=max(0.0, until_s - time.monotonic()),
+        errors="replace", env={**os.environ, "LC_ALL": "C", "TQDM_DISABLE": "1"}, check=False,  # no bar in a reason
+        timeout=max(0.0, until_s - time.monotonic()),
     )
     if done.returncode and not may_fail:
-        raise OSError(" ".join(done.stdout.splitlines()[-2:]) or f"{command[0]} ended with {done.returncode}")
+        errors = [line for line in (before + done.stdout).splitlines() if line.startswith(("E:", "Err:"))]
+        reason = " ".join(errors[:2] or done.stdout.splitlines()[-2:])
+        raise OSError(reason or f"{command[0]} ended with {done.returncode}")
+    return done.stdout
 
 
 def writable_cache() -> Path:

@@ -90,8 +90,9 @@ def mnist(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
 def find_family(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
     """The folder that holds the four files, fetched if need be. Raises UserError, see `locate`."""
     remote = Remote(
-        family.kind, f"{family.kind}/raw", find=lambda root: find_files(root, family),
-        check=lambda folder: read_halves(folder / "raw", family), here=family.here, package=family.package,
+        family.kind, f"{family.kind}/raw", f"none of the files of {family.kind} ({', '.join(NAMES)}; plain or .gz)",
+        find=lambda root: find_files(root, family), check=lambda folder: read_halves(folder / "raw", family),
+        here=family.here, package=family.package,
     )
     return locate(remote, data_dir=data_dir, timeout_s=timeout_s, say=say)
 
@@ -184,7 +185,7 @@ def cifar10(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
     downloaded.
     """
     remote = Remote(
-        "CIFAR10", FOLDER,
+        "CIFAR10", FOLDER, f"no folder {FOLDER}",
         find=lambda root: next((path for path in (root, root / FOLDER) if path.name == FOLDER and path.is_dir()), None),
     )
     folder = locate(remote, data_dir=config.data_dir, timeout_s=config.download_timeout_s, say=say)
