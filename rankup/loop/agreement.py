@@ -31,10 +31,19 @@ RECORD = "disagreements.jsonl"  # in the folder of the run, where there was one
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
 
 
-def digest_of(items: dict[str, Any]) -> int:
-    """Of the parameters of all modules and the tensors of all optimizers in `items`, without those that are split among
-    ranks. Waits for the device."""
-    return _digest([tensor for tensor in _tensors(items) if not hasattr(tensor, "to_local")])
+def digests_of(items: dict[str, Any]) -> dict[str, int]:
+    """Of the parameters of all modules and the tensors of all optimizers in `items`, by this rank's place among those
+    that split them: ranks of one place hold the same part, and all ranks hold what is not split. Waits for the device.
+    """
+    by_place: dict[str, list[torch.Tensor]] = {}
+    for tensor in _tensors(items):
+        place, local = list[int](), tensor
+        if hasattr(tensor, "to_local"):
+            place = [at for at, kind in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
+                     if not kind.is_replicate()]
+            local = tensor.to_local()
+        by_place.setdefault(str(place), []).append(local)
+    return {place: _digest(tensors) for place, tensors in by_place.items()}
 
 
 def _tensors(items: dict[str, Any]) -> Iterator[Any]:
@@ -66,6 +75,15 @@ def odd_ones(values: Sequence[int]) -> list[int]:
     if count == len(values):
         return []
     return [rank for rank, value in enumerate(values) if value != common or 2 * count <= len(values)]
+
+
+def differing(found: Sequence[dict[str, int]]) -> list[int]:
+    """The odd ones among the ranks of each place, of what `digests_of` returned on each rank."""
+    odd = set[int]()
+    for place in set[str]().union(*found):
+        ranks = [rank for rank, digests in enumerate(found) if place in digests]
+        odd |= {ranks[n] for n in odd_ones([found[rank][place] for rank in ranks])}
+    return sorted(odd)
 
 
 class Agreement:
@@ -112,16 +130,16 @@ class Agreement:
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)  # what was queued before is not the cost of this
         began_s = time.monotonic()
-        own, steps = digest_of(self._items), step - self._compared
+        own, steps = digests_of(self._items), step - self._compared
         step_s = max((began_s - self._since_s) / steps, 1e-6)
         # What the last one cost in all: to wait for the others takes longer than a small model's digest
         cost_s = max(self._cost_s, time.monotonic() - began_s)
         pause = self._every or max(FIRST, math.ceil(cost_s / SHARE / step_s))
         with self.deciding:
-            values, pauses = zip(*self.group.gather([own, pause]), strict=True)
-            if odd := odd_ones(values):
+            found, pauses = zip(*self.group.gather([own, pause]), strict=True)
+            if odd := differing(found):
                 self._distrust()
-        sound = self._compared
+        values, sound = [sum(digests.values()) for digests in found], self._compared
         self._compared, self._next, self._since_s = step, step + max(pauses), time.monotonic()
         self._cost_s = self._since_s - began_s
         if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:

@@ -28,8 +28,9 @@ if (node := os.environ.get("NODE")) is not None:  # the machine that has this ra
         broken.write_text(node)
     here = broken.exists() and broken.read_text() == node
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-if os.environ.get("SPLIT", "0") == "1":
-    model = fully_shard(net, mesh=init_device_mesh("cpu", (job.world_size,)))
+if nodes := int(os.environ.get("SPLIT", "0")):  # split among the ranks of a node, with the same on each node
+    mesh = init_device_mesh("cpu", (nodes, job.world_size // nodes), mesh_dim_names=("nodes", "ranks"))
+    model = fully_shard(net, mesh=mesh if nodes > 1 else mesh["ranks"])
 else:
     model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

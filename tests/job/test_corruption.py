@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankup.loop.agreement import RECORD, digest_of, odd_ones
+from rankup.loop.agreement import RECORD, digests_of, odd_ones
 from tests.job.test_loop import said
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, free_port, result, start
@@ -114,6 +114,17 @@ def test_loss_that_differs_each_time_on_most_ranks_is_no_corruption(forks: Forks
     assert not (tmp_path / "run" / RECORD).exists()
 
 
+def test_flipped_bit_in_a_split_weight_is_found_where_there_is_a_replica(
+    once: Once, forks: Forks, tmp_path: Path
+) -> None:
+    """Of hybrid sharding: ranks 1 and 3 hold the same part."""
+    undisturbed = once("corruption-hybrid", lambda: said(run(forks, tmp_path / "undisturbed", 4, SPLIT="2")))
+    output = run(forks, tmp_path / "flipped", 4, FLIP=f"weight:3:{random.randrange(2, 38)}:9", SPLIT="2")
+    assert said(output) == undisturbed
+    (record,) = map(json.loads, (tmp_path / "flipped" / "run" / RECORD).read_text().splitlines())
+    assert record["odd"] == [1, 3]
+
+
 def test_each_flipped_bit_changes_the_digest() -> None:
     net = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW(net.parameters())
@@ -121,24 +132,24 @@ def test_each_flipped_bit_changes_the_digest() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     items = {"net": net, "optimizer": optimizer}
-    sound = digest_of(items)
+    sound = digests_of(items)
     tensors = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int16)  # of one element too: a counter of steps
         for place in random.sample(range(len(bits)), min(5, len(bits))):
             bit = random.randrange(16)
             bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
-            assert digest_of(items) != sound
+            assert digests_of(items) != sound
             bits[place] ^= torch.tensor(1 << bit).to(torch.int16)
-    assert digest_of(items) == sound
+    assert digests_of(items) == sound
     with torch.no_grad():  # two tensors in each other's place
         first, second = optimizer.state[net[1].weight]["exp_avg"], optimizer.state[net[1].bias]["exp_avg"]
         second.mul_(2)
-        doubled = digest_of(items)
+        doubled = digests_of(items)
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
-    assert digest_of(items) != doubled
+    assert digests_of(items) != doubled
 
 
 @pytest.mark.parametrize(("values", "odd"), [
