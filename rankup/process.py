@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rankup.env.rank_env import RankEnv
     from rankup.errors import UserError
     from rankup.group.group import Group
+    from rankup.group.watchdog import Watchdog
 
 
 class Program:
@@ -36,6 +37,7 @@ class Program:
     def __init__(self) -> None:
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
         self._run_dir = Path()
+        self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
 
     def begin(self) -> "Program":
         """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save they end the process with code 143 and
@@ -142,6 +144,7 @@ class Program:
             launch, settings=settings, device=device, backend=backend, stop=self.stop, log=self.log,
             status=StatusFile(run_dir, launch, shared=trains),
         )
+        self._watch = group.watch
         with contextlib.ExitStack() as unless_joined:
             unless_joined.push(group)
             if launch.world_size > 1:
@@ -163,12 +166,17 @@ class Program:
         return doctor(self.found, run_dir, stop=self.stop, log=self.log, as_json=as_json, **plan)
 
     def end(self, error: BaseException) -> int:
-        """Print an end that is no success, as its kind deserves, tell it to torchrun, and return the exit code."""
-        from rankup.agent.ends import tell_torchrun, what_next
-        from rankup.errors import USER_MISTAKE, Ours, Stopped, exit_code
+        """Print an end that is no success, as its kind deserves, tell it to torchrun or our agent, and return the exit
+        code."""
+        from rankup.agent.ends import End, tell_torchrun, what_next
+        from rankup.agent.logs import host_name
+        from rankup.errors import USER_MISTAKE, Ours, Stopped, exit_code, reason
+        from rankup.group.watchdog import tell_agent
 
         tell_torchrun(error)
-        code = exit_code(error)
+        code, agent = exit_code(error), getattr(self.found, "agent", None)
+        if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
+            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)))
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

@@ -20,6 +20,7 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
+from rankup.agent.network import encode
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, RecordWriter
@@ -73,6 +74,10 @@ class Watchdog:
         """The ranks have met: look for losses, and report to the others from now on."""
         self.hosts, self._line = hosts, line
         self.stop.wake()
+
+    @property
+    def connected(self) -> bool:
+        return self._line is not None
 
     def _say(self, kind: str, **values: Any) -> bool:
         return self._line is not None and bool(self._line.say(kind, **values))
@@ -200,7 +205,7 @@ class Watchdog:
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
             leave(self._leaving)
-        if self._line is not None and self._heard.is_set():
+        if self.connected and self._heard.is_set():
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
@@ -300,7 +305,7 @@ class Watchdog:
         `overdue`: this rank's own deadline has passed. Else the line may be about to say who it is.
         """
         self._keep()
-        if self._line is None:
+        if not self.connected:
             return []
         if not overdue:
             self._heard.wait(timing.CAUSE_S)
@@ -359,7 +364,7 @@ class AgentLine:
 
     def say(self, kind: str, **values: Any) -> bool:
         """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
-        data = json.dumps({"is": kind, **values}).encode() + b"\n"
+        data = encode(kind, **values)
         if self._lock.acquire(timeout=timing.SAY_S):
             try:
                 with contextlib.suppress(OSError):
@@ -368,6 +373,18 @@ class AgentLine:
             finally:
                 self._lock.release()
         return False
+
+
+def tell_agent(agent: Mapping[str, Any], end: End) -> None:
+    """Say why this rank ends, where it has no line yet. Returns once the agent has heard it, or after SAY_S: else the
+    process's end might come first, which says no cause. `agent`: see `AgentLine`."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(timing.SAY_S)
+        line.connect(agent["socket"])
+        line.sendall(encode("rank", local_rank=agent["local_rank"]) + encode("end", **end.message()))
+        line.shutdown(socket.SHUT_WR)
+        while line.recv(1 << 16):
+            pass
 
 
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:

@@ -412,6 +412,13 @@ def test_lost_rank_of_one_node_restarts_those_of_all(tmp_path: Path) -> None:
         assert re.search(r"rank 1 on \S+ ended with 137 \(SIGKILL.*restarted \(1 of 3", output), job.output
 
 
+def test_mistake_of_a_rank_that_has_met_nobody_is_named_on_each_node(tmp_path: Path) -> None:
+    with ended(nodes(tmp_path, "import rankup\nif rank: rankup.init(__file__)\nwait_for('never')\n")) as job:
+        assert job.wait() == [2, 2], job.output
+    for output in job.outputs:
+        assert re.search(r"rank 1 on \S+ ended with 2 \(run_dir: \S+/job.py/logs must be writable", output), job.output
+
+
 def test_stop_of_another_node_is_not_this_nodes_own_first_signal(tmp_path: Path) -> None:
     """Nodes are drained one after the other."""
     with ended(nodes(tmp_path, HANDLES + WAITS)) as job:

@@ -4,7 +4,6 @@ Each has its own message and exit code, and costs no checkpoint.
 """
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +39,8 @@ def test_runs_of_somebody_else_are_refused_by_name(nodes: Project) -> None:
     subprocess.run(["chown", "4242:4242", nodes.runs], check=True)
     nodes.up(RANKUP_UID="1000", RANKUP_GID="1000")
     assert nodes.codes() == [2, 2], nodes.logs()
-    # In the last lines, which Kubernetes keeps as a pod's message. One node's mistake may end the other's rank before
-    # that has said the same
-    said = [nodes.compose("logs", "--no-log-prefix", node)[-2048:] for node in ("node0", "node1")]
-    mistake = "run_dir: runs/job/logs must be writable"
-    assert any(mistake in text for text in said), said
-    assert all(mistake in text or re.search(r"rank \d on node\d ended with 2", text) for text in said), said
+    for node in ("node0", "node1"):  # in the last lines, which Kubernetes keeps as a pod's message
+        assert "run_dir: runs/job/logs must be writable" in nodes.compose("logs", "--no-log-prefix", node)[-2048:]
     assert nodes.runs.stat().st_uid == 4242
 
 
