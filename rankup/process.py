@@ -37,6 +37,7 @@ class Program:
     def __init__(self) -> None:
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
         self._run_dir = Path()
+        self._agent: Mapping[str, Any] | None = None  # how to reach it, of a rank that our agent has started
         self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
 
     def begin(self) -> "Program":
@@ -70,6 +71,7 @@ class Program:
             self.found = error
             setup_logging()
         else:
+            self._agent = launch.agent
             setup_logging(rank=launch.rank, world_size=launch.world_size)
 
     @property
@@ -174,9 +176,9 @@ class Program:
         from rankup.group.watchdog import tell_agent
 
         tell_torchrun(error)
-        code, agent = exit_code(error), getattr(self.found, "agent", None)
-        if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)))
+        code = exit_code(error)
+        if self._agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
+            tell_agent(self._agent, End(self.rank_env.rank, host_name(), code, reason(error)))
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):
