@@ -41,9 +41,9 @@ class Parser(argparse.ArgumentParser):
     """One command. A mistake is a UserError of one line."""
 
     def __init__(self, run: Run, usage: str, examples: tuple[str, str], options: Sequence[Option]) -> None:
-        """`run` is called like the command, and its docstring says what it is for; the first sentence of that stands in
-        the list of commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
-        self.run, self.about = run, " ".join(str(run.__doc__).split())
+        """`run` has the command's name. Its docstring is the help, and the first sentence stands in the list of
+        commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
+        self.run, self.about = run, " ".join((run.__doc__ or "").split())
         prog = f"rankup {run.__name__}"
         super().__init__(
             prog=prog, usage=f"{prog} {usage}", description=fill(self.about, 78), allow_abbrev=False,

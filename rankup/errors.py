@@ -20,8 +20,8 @@ PEER_LOST = 171
 LEFT_OUT = 172  # of a node on which ranks failed again and again
 
 
-class Ours(Exception):
-    """What ends a run with a text that needs no traceback."""
+class ExpectedError(Exception):
+    """An end that is printed without a traceback."""
 
     code = FAULT
 
@@ -31,7 +31,7 @@ class Ours(Exception):
         self.printed_elsewhere = printed_elsewhere
 
 
-class UserError(Ours, ValueError):
+class UserError(ExpectedError, ValueError):
     """The user's mistake: printed as one line without a traceback, exit code 2."""
 
     code = USER_MISTAKE
@@ -41,13 +41,13 @@ class LaunchError(UserError):
     """The environment describes no launch that could work."""
 
 
-class JoinError(Ours, RuntimeError):
+class JoinError(ExpectedError, RuntimeError):
     """The group did not come together within its deadline, exit code 170."""
 
     code = JOIN_FAILED
 
 
-class PeerLost(Ours, RuntimeError):
+class PeerLost(ExpectedError, RuntimeError):
     """Another rank died or a deadline passed: exit code 171, or the code that the lost rank reported."""
 
     def __init__(
@@ -59,7 +59,7 @@ class PeerLost(Ours, RuntimeError):
         self.code, self.suspect, self.nobody_died = code, suspect, nobody_died
 
 
-class Stopped(Ours):
+class Stopped(ExpectedError):
     """Stopped on request with a checkpoint; the same command goes on from it, exit code 143."""
 
     code = STOPPED
@@ -96,7 +96,7 @@ def exit_code(error: BaseException) -> int:
     Only our own exceptions name one: the `.code` of a foreign one (an HTTPError's 404) means something else. SystemExit
     before the end is a failure, even with code 0.
     """
-    if isinstance(error, Ours):
+    if isinstance(error, ExpectedError):
         return error.code
     if isinstance(error, SystemExit) and isinstance(error.code, int) and 0 < error.code < 256:
         return error.code
@@ -106,7 +106,7 @@ def exit_code(error: BaseException) -> int:
 def reason(error: BaseException) -> str:
     """The text of `error` as one line; for a foreign exception its type stands before it."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, Ours) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, ExpectedError) else f"{type(error).__name__}: {text}"
 
 
 def disk_error(what: str, directory: Path, error: OSError) -> UserError:

@@ -124,8 +124,8 @@ class Program:
         """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
         Returns a context manager. A block that ends well leaves the group together with all other ranks. A block that
-        ends with an error reports it to the others first, and raises in its place what stands behind it, where it is
-        another rank's end. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
+        ends with an error reports it to the others first. If another rank caused the error, that cause is raised
+        instead. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
 
         `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the
         backend, are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
@@ -172,7 +172,7 @@ class Program:
         code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
         from rankup.agent.logs import host_name
-        from rankup.errors import USER_MISTAKE, Ours, Stopped, exit_code, reason
+        from rankup.errors import USER_MISTAKE, ExpectedError, Stopped, exit_code, reason
         from rankup.group.watchdog import tell_agent
 
         tell_torchrun(error)
@@ -183,7 +183,7 @@ class Program:
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):
             self.log.debug(str(error))
-        elif isinstance(error, Ours):
+        elif isinstance(error, ExpectedError):
             self.log.warning(f"error: {error}" if code == USER_MISTAKE else f"{error} (exit code {code})")
         else:
             from rankup.explain import advice  # only here: its patterns take a twentieth of a second to compile

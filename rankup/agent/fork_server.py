@@ -75,8 +75,8 @@ class ForkServer:
         self, modules: Sequence[str] = (), *, env: Mapping[str, str], preload: Sequence[str] = (), folder: str = "",
         fork: bool = True,
     ) -> None:
-        """`modules`: to import, beside torch; `preload`: those that are found in `folder` too. What fails is left to
-        the rank, which says it in its own words. `env`: of the server; its OMP_NUM_THREADS and Python's own variables
+        """`modules` and `preload` are imported first, beside torch; `preload` also from `folder`. The rank repeats an
+        import that fails, and reports it. `env`: of the server; its OMP_NUM_THREADS and Python's own variables
         hold for the ranks. `fork`: False starts ranks as fresh interpreters.
         """
         self._received = b""

@@ -259,15 +259,11 @@ def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
     """Latency and bandwidth from each rank to the next, and the slowest link of each kind. All go to rank 0's `facts`:
     two ranks, s of one way, bytes/s as the mean of both directions, and whether the link is between nodes."""
     own = []
-    for low in rounds(group.hosts, group.rank):
-        first, other, device = group.rank == low, 2 * low + 1 - group.rank, group.device
-        ping_s = round_trip_s(other, PING_BYTES, PINGS, device, first=first)
-        taken_s = round_trip_s(other, BULK_BYTES, BULKS, device, first=first)
-        if first:
-            own.append({
-                "ranks": [low, other], "between_nodes": group.hosts[low] != group.hosts[other],
-                "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9),
-            })
+    for links in rounds(group.hosts):
+        for low in links:
+            if group.rank in (low, low + 1):
+                own += measure(low, group)
+        group.barrier()
     found = [link for part in group.gather(own) for link in part]
     if group.rank == 0:
         facts["links"] = found
@@ -276,16 +272,28 @@ def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
                 yield judge(kind, words, group.hosts)
 
 
-def rounds(hosts: Sequence[str], rank: int) -> list[int]:
-    """The links that `rank` has a part in, in the order in which all ranks measure theirs: each by the lower rank.
+def rounds(hosts: Sequence[str]) -> list[list[int]]:
+    """The links of each rank to the next one, by the lower rank, in the order in which all ranks measure them.
 
-    First those between nodes, then those inside one; of each kind first those of even ranks. So no rank has two at a
-    time, and where the ranks of a node follow each other no node has two between nodes. `hosts`: of each rank.
+    In a round no rank has two links, and where the ranks of a node follow each other no node has two between nodes.
+    `hosts`: of each rank.
     """
     between = [low for low in range(len(hosts) - 1) if hosts[low] != hosts[low + 1]]
     inside = [low for low in range(len(hosts) - 1) if hosts[low] == hosts[low + 1]]
-    order = [*between[0::2], *between[1::2], *inside[0::2], *inside[1::2]]
-    return [low for low in order if rank in (low, low + 1)]
+    return [between[0::2], between[1::2], inside[0::2], inside[1::2]]
+
+
+def measure(low: int, group: Group) -> list[dict[str, Any]]:
+    """The link from the rank `low` to the next. Both call this, and the lower one has the result."""
+    first, other, device = group.rank == low, 2 * low + 1 - group.rank, group.device
+    ping_s = round_trip_s(other, PING_BYTES, PINGS, device, first=first)
+    taken_s = round_trip_s(other, BULK_BYTES, BULKS, device, first=first)
+    if not first:
+        return []
+    return [{
+        "ranks": [low, other], "between_nodes": group.hosts[low] != group.hosts[other],
+        "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9),
+    }]
 
 
 def round_trip_s(other: int, size: int, count: int, device: torch.device, *, first: bool) -> float:

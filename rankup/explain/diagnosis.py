@@ -111,7 +111,7 @@ class _Source:
     newest: "Diagnosis | None" = None  # the last exception
     bad: "Diagnosis | None" = None  # the last line that looks like an error
     unknown: int = 0  # exceptions of it that are kept
-    spoke: int = 0  # its last line that is ordinary: after what it wrote before, the process went on
+    spoke: int = 0  # its last ordinary line: no error before it has ended the process
     progressed: int = 0  # the last one of them that shows progress
     bar: str = ""  # where its bar of tqdm stood
     traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))

@@ -259,8 +259,7 @@ def stack_of(text: str, main: str) -> Stack | None:
     return None
 
 
-# Who waits in a library is named: the ends of its files' names, and what a thread does there; "" stands for the
-# function's own name
+# What a thread does in a library, by the end of the file's name; "" stands for the function's own name
 KNOWN = {
     "torch/distributed/distributed_c10d.py": "",  # all_reduce, barrier, init_process_group
     "parallel/shared_gradients.py": "all_reduce",
@@ -298,10 +297,10 @@ def place(stack: Stack) -> str:
 
 
 def own_place() -> str:
-    """Where the main thread of this process is now. Takes up to a millisecond.
+    """Where the main thread of this process is now.
 
-    Not by `sys._current_frames`: in Python 3.11 the garbage collector may run while another thread's stack is walked
-    and let that thread go on. Then one reads memory that is no frame any more.
+    Not by `sys._current_frames`: in Python 3.11 a garbage collection may let the other thread go on while its stack is
+    walked. Then memory is read that is no frame any more.
     """
     with contextlib.suppress(OSError):  # no descriptor is free
         return place(stack_of(_stacks(), f"{threading.main_thread().ident:#x}") or [])

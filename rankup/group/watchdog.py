@@ -299,8 +299,8 @@ class Watchdog:
         return own_place() + moment(now.phase, now.step)
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
-        """Keep what this rank holds, and find out which rank was lost; the most likely suspect first, none where all
-        ranks wait for each other.
+        """Keep what this rank holds, and return who may be lost, the likeliest first; nobody if all ranks wait for each
+        other.
 
         `overdue`: this rank's own deadline has passed. Else the line may be about to say who it is.
         """
@@ -376,8 +376,8 @@ class AgentLine:
 
 
 def tell_agent(agent: Mapping[str, Any], end: End) -> None:
-    """Say why this rank ends, where it has no line yet. Returns once the agent has heard it, or after SAY_S: else the
-    process's end might come first, which says no cause. `agent`: see `AgentLine`."""
+    """Tell the agent why this rank ends before it has a line. Waits until the agent has heard it, SAY_S at most:
+    otherwise the agent may see the end of the process before its cause. `agent`: see `AgentLine`."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
         line.settimeout(timing.SAY_S)
         line.connect(agent["socket"])

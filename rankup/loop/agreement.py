@@ -1,9 +1,9 @@
 """Silent corruption is found: ranks that must hold the same state compare a digest of it, every so many steps, and
 before each save. Where it differs, all ranks end, and the next attempt goes on from the newest copy.
 
-Of three ranks or more the majority says who went wrong. Of two nobody knows after one comparison: the next attempt
-compares after each step until it is past that place, and where a fault comes again, a further attempt shows which rank
-differs from its repetition. `corruption.md` says what a comparison does not see, and what `recompute` is for.
+Of three ranks or more the majority says who went wrong. With two ranks one comparison cannot tell: the next attempt
+compares after each step until it is past that one. If the fault comes again, a further attempt shows which rank differs
+from its own earlier digest. `corruption.md` says what a comparison does not see, and what `recompute` is for.
 """
 
 import json
@@ -32,9 +32,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 def digests_of(items: dict[str, Any]) -> dict[str, int]:
-    """Of the parameters of all modules and the tensors of all optimizers in `items`, by this rank's place among those
-    that split them: ranks of one place hold the same part, and all ranks hold what is not split. Waits for the device.
-    """
+    """Digests of the parameters of all modules and the tensors of all optimizers in `items`, by this rank's place in
+    the mesh that splits them: ranks with equal places hold equal parts. Waits for the device."""
     by_place: dict[str, list[torch.Tensor]] = {}
     for tensor in _tensors(items):
         place, local = list[int](), tensor
@@ -78,7 +77,7 @@ def odd_ones(values: Sequence[int]) -> list[int]:
 
 
 def differing(found: Sequence[dict[str, int]]) -> list[int]:
-    """The odd ones among the ranks of each place, of what `digests_of` returned on each rank."""
+    """The ranks that differ from the others of their place. `found`: what `digests_of` returned on each rank."""
     odd = set[int]()
     for place in set[str]().union(*found):
         ranks = [rank for rank, digests in enumerate(found) if place in digests]
@@ -211,7 +210,7 @@ class Agreement:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)
 
     def _lost(self, step: int, odd: list[int], when: str, what: str, **more: Any) -> PeerLost:
-        """What to raise where the ranks `odd` differ from the others, of which the record gets a row."""
+        """The error where the ranks `odd` differ from the others. Rank 0 also adds a row to the record."""
         group = self.group
         row = {"run": self._run, "step": step, "odd": odd, **more, "hosts": [*group.hosts], "device": str(group.device),
                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

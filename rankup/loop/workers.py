@@ -68,8 +68,8 @@ class Workers:
 
     @staticmethod
     def _wait_for(workers: Sequence[Any]) -> None:
-        """CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment. One of
-        about 1,300 workers hung like that on a busy machine."""
+        """CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that
+        moment."""
         until_s = time.monotonic() + START_S
         # A rank handles this signal, and so does what it forks until `start_worker` has run
         while hanging := [each for each in workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:

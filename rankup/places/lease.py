@@ -195,8 +195,8 @@ class StoreLease(Lease):
         self._next: Mapping[str, Any] = {}  # the owner after this one, as soon as it was seen
 
     def claim(self, number: int) -> None:
-        """Be the owner of that number, without signs of life: the one before notices at its next `look`. Raises
-        UserError where another attempt is, and as `Place` does."""
+        """Take this number, without signs of life. The earlier owner notices at its next `look`. Raises UserError if
+        another attempt has the number, and as `Place` does."""
         if not self.place.create(_name(number), self._encoded(0)):
             raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number

@@ -83,7 +83,7 @@ class SecondPlace(StoredRun):
         if run := Lineage.read(self.folder):
             with self._asking(alone=not self._whole()):
                 for one in self.copies(run.run):
-                    # Who wrote it, as far as nobody looked at its bytes; "" where that can't be read
+                    # Who wrote it. Its bytes were not checked; "" where that can't be read
                     record = self.place.read_json(f"{one.folder}/{STATE}")
                     attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
                     yield [one.folder, one.step, attempt, one.run]
@@ -110,12 +110,12 @@ class SecondPlace(StoredRun):
         return copy, problem
 
     def _whole(self) -> list[Path]:
-        """The copies in the folder, as far as nobody looked at their bytes."""
+        """The copies in the folder that look whole. Their bytes were not checked."""
         return [path for path in list_copies(self.folder / "checkpoints") if looks_whole(path)]
 
     @contextlib.contextmanager
     def _asking(self, *, alone: bool) -> Iterator[None]:
-        """A mirror may fail here, unless it `alone` may know where the run stands."""
+        """A mirror may fail in this block, unless it is the only place that may hold the run (`alone`)."""
         opening_s = min(self.options.setup_timeout_s, self.options.save_timeout_s)
         try:
             self.patient(opening_s if self.required else SEARCH_S if alone else FIND_S)
@@ -126,7 +126,7 @@ class SecondPlace(StoredRun):
             self._fail(str(error))
 
     def _claim(self) -> None:
-        """Own a mirror from now on, whoever did before. Raises UserError where another attempt does so now."""
+        """Take the mirror over from its earlier owner. Raises UserError where another attempt does so now."""
         if not self.lease.number:
             self.lease.claim(max(map(number_of, self.place.names()), default=0) + 1)
         self.number = self.lease.number
@@ -148,7 +148,7 @@ class SecondPlace(StoredRun):
                 raise self._copying.failure
 
     def upload(self, path: Path | None, *, timeout_s: float) -> None:
-        """The same at once. Raises as `settle`."""
+        """Do at once what `copy` does. Raises UserError and PeerLost, for a mirror too."""
         self.patient(timeout_s)
         if not self.lease.number:  # the mirror did not answer at the opening
             here, (_, there) = Lineage.read(self.folder), self.newest_run()
@@ -175,7 +175,8 @@ class SecondPlace(StoredRun):
             self.log.warning(f"the newest checkpoint, {self._missing.name}, is not on {self.called}{why}")
 
     def _copy(self, timeout_s: float = 0.0) -> None:
-        """What the place lacks of the newest. `timeout_s`: of a mirror, 0 for as long as its bytes may take."""
+        """Upload what the place lacks: changed files, and the newest copy. `timeout_s`: of a mirror, 0 for as long as
+        its bytes may take."""
         path = self._missing
         try:
             if self.required:

@@ -45,7 +45,7 @@ def test_healthy_gpus_are_one_line(gpu: dict[str, Any]) -> None:
         ({"nvmlDeviceGetTotalEccErrors": 2}, WARNING,
          "GPU 1: uncorrected memory errors (ECC) since the driver was loaded: 2"),
         ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING,
-         "GPU 1: its clock is lowered because it is hot, or because the power supply asks for it"),
+         "GPU 1: its clock is lowered because of heat or the power supply"),
         ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7), SimpleNamespace(pid=os.getpid())]}, WARNING,
          "GPU 1: is used by other processes: 7"),
         ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),

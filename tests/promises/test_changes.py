@@ -243,8 +243,8 @@ class Sequence:
         for attempt, found in members.items():
             assert len({rank for _, rank, _, _ in found}) == len(found), f"attempt {attempt}: two of one rank: {found}"
             assert len({world for _, _, world, _ in found}) == 1, f"attempt {attempt}: {found}"
-        # A step in two attempts: only where nobody goes on that had finished it. Who comes back after that goes on with
-        # the others, and what it had finished alone is of no use
+        # A step in two attempts: only where nobody goes on that had finished it. A node that comes back later
+        # joins the others: what it alone had finished, they have done anew by then
         world, firsts = dict[int, int](), dict[int, int]()
         for attempt in sorted(members):
             its = [each for each in steps if each["attempt"] == attempt]

@@ -1,4 +1,4 @@
-"""Somebody's script, unchanged and mounted, on two containers by SCRIPT: the weights of a start by hand.
+"""Somebody's script, unchanged and mounted, on two containers by SCRIPT: the weights that torchrun's variables lead to.
 
 Slurm runs the others on two nodes, tests/commands/test_foreign.py on one.
 """

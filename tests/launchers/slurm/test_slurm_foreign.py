@@ -1,4 +1,4 @@
-"""Somebody's scripts, unchanged, by SCRIPT=... sbatch on a real Slurm of two nodes: the weights of a start by hand."""
+"""Somebody's scripts, unchanged, by SCRIPT=... sbatch on a real Slurm of two nodes: the weights as with torchrun."""
 
 from pathlib import Path
 

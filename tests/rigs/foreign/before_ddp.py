@@ -55,7 +55,7 @@ def main():
 
     if rank == 0:
         torch.save(model.module.state_dict(), "rings.pt")
-        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
         print(f"Result: world size {dist.get_world_size()}, weights {hashlib.sha256(weights).hexdigest()[:16]}")
     dist.destroy_process_group()
 

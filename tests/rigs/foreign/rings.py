@@ -1,4 +1,4 @@
-"""The data, the model and the criterion of the scripts beside this file, and of their workload."""
+"""The data, the model and the criterion of the scripts `before_*.py`, and of their workload."""
 
 import torch
 from torch import nn

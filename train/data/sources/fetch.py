@@ -51,11 +51,11 @@ class Remote:
 
     kind: str  # the class of torchvision.datasets
     folder: str  # where that keeps it, below its root
-    lacks: str  # what a folder without it holds, for messages
+    lacks: str  # follows "holds" in a message: "no folder X"
     find: Callable[[Path], Path | None]  # its folder at or below this one, if it is there
     check: Callable[[Path], object] = lambda _: None  # raises UserError unless the first part of `folder` is complete
-    here: Path | None = None  # where it may lie on this machine, because ...
-    package: str = ""  # ... a Debian package has it: a bare container in a network that mirrors only Debian can get it
+    here: Path | None = None  # where Debian's package puts it
+    package: str = ""  # Debian's, for a network that mirrors only Debian
 
 
 def print_to_stderr(line: str) -> None:
@@ -179,8 +179,8 @@ def _from_debian(remote: Remote, folder: Path, until_s: float) -> None:
 
 
 def _run(command: list[str], folder: Path, until_s: float, before: str = "", *, may_fail: bool = False) -> str:
-    """What the command says. Raises OSError with apt's first two errors in that and in what was said `before`,
-    otherwise with its last two lines."""
+    """The command's output. If it fails, OSError with apt's first two errors in that and in the output `before`, else
+    with the last two lines."""
     done = subprocess.run(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", env={**os.environ, "LC_ALL": "C", "TQDM_DISABLE": "1"}, check=False,  # no bar in a reason
