@@ -232,8 +232,9 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
         yield problem("files", soft=soft)
 
 
-def shared_memory(*, num_workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
+def shared_memory(*, num_workers: int) -> Iterator[Finding]:
     """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
+    folder = "/dev/shm"
     if not os.path.isdir(folder):
         return
     total, _, free = shutil.disk_usage(folder)

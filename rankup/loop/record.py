@@ -102,7 +102,9 @@ class Settings(Options):
 
 class Figures:
     """Of one attempt. `course`: how the training goes. `clock`: where the time of this rank's steps goes. `reports`:
-    what the ranks tell one another of it. `metrics`: the files."""
+    what the ranks tell one another of it. `metrics`: the files. `goodput_line`: that of a result in words."""
+
+    goodput_line = staticmethod(one_line)
 
     def __init__(self, group: Group, run: Run, settings: Settings, position: Position, course: Course) -> None:
         self.group, self.run, self.course, self._settings, self._position = group, run, course, settings, position
@@ -175,10 +177,6 @@ class Figures:
         except OSError as error:
             raise disk_error(RESULT, group.run_dir, error) from None
         return result
-
-    def goodput_line(self, result: dict[str, Any]) -> str:
-        """The goodput of a result in words."""
-        return one_line(result["goodput"])
 
 
 def number_of(value: Any) -> float:

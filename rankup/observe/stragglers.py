@@ -186,9 +186,10 @@ def _others(values: list[float]) -> list[float]:
 class RankReports:
     """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
 
-    def __init__(self, group: Group, clock: StepClock, *, step: int, load: Sequence[float] = ()) -> None:
-        """`step`: where the run is. `load`: see `Window`."""
-        self.group, self._clock, self.load = group, clock, load
+    def __init__(self, group: Group, clock: StepClock, *, step: int) -> None:
+        """`step`: where the run is."""
+        self.group, self._clock = group, clock
+        self.load: Sequence[float] = ()  # see `Window`
         # Rank 0's: the sums of the window that is open, and when and with which step it began
         self._seconds = torch.zeros(group.world_size, WIDTH, dtype=torch.float64)
         self._began_s, self._first, self._saving = -math.inf, step + 1, False

@@ -35,7 +35,6 @@ from rankup.places.files import read_json, read_object, write_json
 from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
 # A new tracker is a class below, and an extra in pyproject.toml with the name of its package
-TRACKERS = ("mlflow", "wandb")
 FOLDER = "tracker"  # in the run directory
 KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
 MOST_LINES = 50  # in one request; MLflow takes 1,000 values

@@ -174,9 +174,14 @@ def save(
     return publish(create_staging(directory, step), files, {}, step=step, keep=keep, check_owner=check_owner)
 
 
+def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
+    """The hidden folder in which a copy is put together."""
+    return directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
+
+
 def create_staging(directory: Path, step: int = 0, token: str = "") -> Path:
-    """Make a hidden folder in which a copy is put together, and which nobody else may have made. Raises UserError."""
-    staging = directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
+    """Make it: nobody else may have done so. Raises UserError."""
+    staging = staging_of(directory, step, token)
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()

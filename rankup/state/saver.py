@@ -195,7 +195,7 @@ class Saver:
     ) -> tuple[Callable[[], None], bool]:
         """What is to be done of the save, and whether that may be done beside the training."""
         token = f"{self.token}-{self._count}"
-        staging = self.folder / f"{copies.STAGING}step-{step:08d}-{token}"
+        staging = copies.staging_of(self.folder, step, token)
         how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
         if self.group.is_rank0:
             flush()

@@ -19,7 +19,7 @@ from rankup.state.stored_run import StoredRun
 from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 
 SUPERSEDED = "superseded"
-SHARE = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
+BEFORE_WATCHDOG = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
 class SecondPlace(StoredRun):
@@ -45,7 +45,7 @@ class SecondPlace(StoredRun):
 
     def patient(self, timeout_s: float) -> None:
         """From now on requests are tried again for so long."""
-        self.place = self.lease.place = self.place.within(SHARE * timeout_s)
+        self.place = self.lease.place = self.place.within(BEFORE_WATCHDOG * timeout_s)
 
     # At opening -----------------------------------------------------------------------------------------------
 

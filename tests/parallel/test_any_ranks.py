@@ -5,6 +5,7 @@ the loss are those of the whole batch.
 """
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pytest
 
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, metrics, result
+from tests.rigs.jobs import MAIN, losses_of, metrics, result
 from tests.rigs.places import Fault
 
 STEPS = 14  # of which 11 are an epoch
+losses = partial(losses_of, count=STEPS)
 # Without batch norm and dropout, which see one rank's samples only
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr", "0.08",
         "--schedule", "constant", "--batch-size", "64", "--max-steps", str(STEPS), "--log-every-steps", "1",
@@ -28,12 +30,6 @@ needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horo
 def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload: str = "") -> Path:
     forks.ends(*LINE, *arguments, "--run-dir", folder, world_size=world_size, preload=preload)
     return folder / "run"
-
-
-def losses(run: Path) -> list[float]:
-    found = [line["train/loss"] for line in metrics(run) if "train/loss" in line]
-    assert len(found) == STEPS
-    return found
 
 
 def largest_difference(run: Path, alone: list[float]) -> float:

@@ -1,6 +1,7 @@
 """Several ranks train one model: every method and setting follows the curve of one process, and resumes to the bit."""
 
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils import checkpoint as recompute
 from rankup.errors import UserError
 from tests.rigs.checkpoints import load_checkpoint
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics, result
+from tests.rigs.jobs import losses_of, metrics, result
 from tests.rigs.recording_workload import records
 from train.config import Config, load_config
 from train.parallel import METHODS, method_name
@@ -24,6 +25,7 @@ from train.parallel.model import warm_up
 DIGITS = ("--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr", "0.02",
           "--schedule", "constant", "--warmup-steps", "5", "--log-every-steps", "1")
 STEPS = 22
+losses = partial(losses_of, count=STEPS)
 
 
 def train(forks: Forks, run: Path, world_size: int, *arguments: str) -> Path:
@@ -32,12 +34,6 @@ def train(forks: Forks, run: Path, world_size: int, *arguments: str) -> Path:
         world_size=world_size,
     )
     return run
-
-
-def losses(run: Path) -> list[float]:
-    found = [line["train/loss"] for line in metrics(run) if "train/loss" in line]
-    assert len(found) == STEPS
-    return found
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:

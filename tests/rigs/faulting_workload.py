@@ -147,7 +147,6 @@ def impatient() -> None:
     """Call it first in a process: the last resorts come after seconds, not after a minute."""
     from rankup import timing
 
-    # More than SEVERAL_SILENT_S, which the search for a culprit may take
     timing.LOCKED_GRACE_S, timing.LEAVING_S = 4.0, 8.0
 
 

@@ -25,16 +25,16 @@ def write_idx(path: str | Path, values: torch.Tensor) -> None:
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def made_up(count: int, *, size: int = 6, classes: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
+def made_up(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.Generator().manual_seed(count)
-    images = torch.randint(0, 256, (count, size, size), generator=values, dtype=torch.uint8)
-    return images, (torch.arange(count) % classes).to(torch.uint8)
+    images = torch.randint(0, 256, (count, 6, 6), generator=values, dtype=torch.uint8)
+    return images, (torch.arange(count) % 10).to(torch.uint8)
 
 
-def write_set(folder: Path, *, suffix: str = "", counts: tuple[int, int] = (20, 10), classes: int = 10) -> Path:
+def write_set(folder: Path, *, suffix: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, count in zip(("train", "t10k"), counts, strict=True):
-        images, labels = made_up(count, classes=classes)
+    for name, count in (("train", 20), ("t10k", 10)):
+        images, labels = made_up(count)
         write_idx(folder / f"{name}-images-idx3-ubyte{suffix}", images)
         write_idx(folder / f"{name}-labels-idx1-ubyte{suffix}", labels)
     return folder

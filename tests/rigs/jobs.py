@@ -179,6 +179,13 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def losses_of(run_dir: Path, *, count: int) -> list[float]:
+    """Of each of so many steps, none missing and none twice."""
+    found = [line for line in metrics(run_dir) if "train/loss" in line]
+    assert [line["step"] for line in found] == list(range(1, count + 1))
+    return [line["train/loss"] for line in found]
+
+
 def last_step(run_dir: Path) -> int:
     """In the metrics, whose last line may be half written."""
     try:

@@ -94,7 +94,7 @@ def write_result(t: Training, *, seconds: float) -> None:
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
     )
-    goodput = job.figures.goodput_line(result)
+    goodput = job.figures.goodput_line(result["goodput"])
     group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
 
 

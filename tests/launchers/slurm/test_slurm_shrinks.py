@@ -11,7 +11,7 @@ import pytest
 from tests.launchers.slurm.test_slurm_ends import SLOW
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics
+from tests.rigs.jobs import losses_of
 from tests.rigs.slurm_cluster import Cluster, why_not
 
 pytestmark = pytest.mark.timeout(1200)
@@ -42,14 +42,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     folder = tmp_path_factory.mktemp("alone")
     codes, output = forks.run("train", *LINE.split(), cwds=[folder])
     assert codes == [0], output
-    return losses(folder)
-
-
-def losses(folder: Path) -> list[float]:
-    """Of each step, none missing and none twice."""
-    found = [line for line in metrics(folder / "runs" / "job") if "train/loss" in line]
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    return [line["train/loss"] for line in found]
+    return losses_of(folder / "runs" / "job", count=STEPS)
 
 
 def worlds(folder: Path) -> list[int]:
@@ -85,6 +78,7 @@ def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
     three.idle()
     assert worlds(tmp_path) == [3, 2, 3], job.output
     assert job.result()["world_size"] == 3
-    largest = max(abs(ours - one) / one for ours, one in zip(losses(tmp_path), alone, strict=True))
+    found = losses_of(tmp_path / "runs" / "job", count=STEPS)
+    largest = max(abs(ours - one) / one for ours, one in zip(found, alone, strict=True))
     print(f"loss within {largest:.1e}")
     assert largest < 1e-5
