@@ -104,9 +104,11 @@ def read_node_env(
             "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."
         )
     own = "LOCAL_RANK" in variables or is_task
+    local_rank = env.local_rank if nproc == 1 and own else 0
+    # Who sets LOCAL_RANK alone does not say how many ranks the machine has: as many as that needs
+    local_world_size = env.local_world_size * nproc if own and env.local_world_size else local_rank + 1
     return NodeEnv(
-        local_rank=env.local_rank if nproc == 1 and own else 0,
-        local_world_size=env.local_world_size * nproc if own and env.local_world_size else None,
+        local_rank=local_rank, local_world_size=local_world_size if local_world_size > 1 else None,
         node_rank=env.rank, num_nodes=env.world_size if limits is None else nnodes or 1, nproc=nproc,
         master_addr=env.master_addr, master_port=env.master_port, run_name=env.run_name, warnings=env.warnings,
         limits=limits,

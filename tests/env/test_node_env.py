@@ -52,6 +52,12 @@ def test_agent_is_what_options_and_environment_say(
     assert read.run_name == ("slurm-77" if "SLURM_JOB_ID" in env else None)
 
 
+@pytest.mark.parametrize(("given", "wanted"), [({}, 2), ({"LOCAL_WORLD_SIZE": "2"}, 2)])
+def test_agent_of_one_of_several_ranks_on_a_machine_counts_them(given: Env, wanted: int) -> None:
+    read = read_node_env({**COMPOSE, "LOCAL_RANK": "1", **given})
+    assert (read.nproc, read.local_rank, read.local_world_size) == (1, 1, wanted)
+
+
 @pytest.mark.parametrize(
     ("env", "options", "said"),
     [
