@@ -66,7 +66,7 @@ def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[st
     assert disks.mirrored()[-1] == "step-00000010"
     disks.lose()
     output = disks.run()
-    assert f"fetched step-00000010 from the mirror {disks.mirror}/run: {disks.run_dir} had no good checkpoint" in output
+    assert f"fetched step-00000010 from the mirror {disks.mirror}/run\n" in output
     assert "resumed from step-00000010" in output
     assert result(disks.run_dir)["digest"] == undisturbed["digest"]
     assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
