@@ -204,8 +204,7 @@ class Run:
             if self.second is not None:
                 self.second.wait(first=True)
         except Exception as error:
-            self.group.log.warning(f"no rescue: {reason(error)}")
-            return False
+            problem = reason(error)
         if problem:
             why = f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}"
             self.group.log.warning(why)
