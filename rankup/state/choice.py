@@ -30,8 +30,8 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is prefer
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it; `run` and `attempt` are "" where they
-    can't be read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
+    """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it, "" as `run` is where that can't be
+    read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
 
     rank: int
     kind: int
@@ -66,9 +66,9 @@ def find_origin(
     """The newest state that any rank can reach. All ranks call this.
 
     `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
-    0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from `kind` on; `stores`:
-    where to fetch them, by kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies,
-    or the run can't be gone on with, and PeerLost where a place does not answer that may hold the newest.
+    0's lease. `found`: what rank 0 alone reaches, fields of a Candidate from `kind` on; `stores`: where to fetch it, by
+    kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run can't be gone
+    on with, and PeerLost where a place does not answer that may hold the newest.
     """
     # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
     answers = group.gather([sees(folder, token), [*_peers(folder, group), *_rescues(options, group)]])
@@ -108,9 +108,9 @@ def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group,
     folder: Path,
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
-    """The copies in the order in which to try them, with the line that each is on: on the line of the run that knows
-    most the newest first, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises
-    UserError where rank 0 has nothing, and the others know several runs."""
+    """The copies in the order in which to try them, with the line that each is on: the newest on the line that knows
+    most, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises UserError where rank 0
+    has nothing, and the others know several runs."""
     # Ranks of one node list the same files
     once = {(group.hosts[one.rank], one.where): one for one in sorted(candidates, key=lambda one: -one.rank)}
     left = sorted(once.values(), key=lambda one: (-one.step, one.kind, one.rank))

@@ -10,6 +10,7 @@ import pytest
 
 from rankup.errors import PeerLost, UserError
 from rankup.places import place
+from rankup.places.files import staged, write_atomically
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.place import Place
 from rankup.state.second_place import StoredRun
@@ -67,6 +68,14 @@ def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_
     bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
     assert bucket.run().fetch_newest(RUN) is not None
     assert "tried again for" in bucket.said[0]
+
+
+def test_file_whose_writing_fails_keeps_its_old_content_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError), staged(path) as staging:
+        staging.write_text("\udc80")
+    assert (path.read_text(), [*tmp_path.iterdir()]) == ("old", [path])
 
 
 def test_of_two_that_create_a_name_in_a_folder_one_has_it(tmp_path: Path) -> None:
