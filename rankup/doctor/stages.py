@@ -91,7 +91,6 @@ class Doctor:
         """All stages. Returns the exit code. Raises Stopped."""
         launch = self.launch
         self.report.add(Finding("environment", OK, describe(launch)))
-        self.report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         check_machine(
             self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
             num_workers=self.num_workers, has_gpus=not (self.device or "").startswith("cpu"),
