@@ -55,8 +55,7 @@ def complete(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
     if launcher != "environment":
         if environ.get("GROUP_WORLD_SIZE") != str(tasks):  # else each task is an agent: it simulates nodes by tasks
             refuse_multiplied(environ, launcher)
-        return {}
-    if step is not None and (environ["RANK"], environ.get("WORLD_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks)):
+    elif step is not None and (environ["RANK"], environ.get("WORLD_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks)):
         own = {"LOCAL_RANK": environ["SLURM_LOCALID"]} if "SLURM_LOCALID" in environ else {}
         return own | _tasks_of_node(environ)
     return _complete_pod(environ)
