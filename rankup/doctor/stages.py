@@ -56,12 +56,11 @@ def doctor(
     json_out = sys.stdout if as_json else None
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if isinstance(found, UserError):
-            report = Report(log, rank=0, world_size=1, json_out=json_out)
-            report.facts = {}
+            report = Report(log, json_out=json_out)
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end_alone()
-        report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
-        return Doctor(found, run_dir, report, stop, log, **plan).run()
+        facts = {"world_size": found.world_size, "hosts": [host_name()]}
+        return Doctor(found, run_dir, Report(log, rank=found.rank, json_out=json_out, **facts), **plan).run(stop, log)
 
 
 @dataclass
@@ -75,8 +74,6 @@ class Doctor:
     launch: RankEnv
     run_dir: Path
     report: Report
-    stop: StopRequest
-    log: logging.Logger
     settings: Mapping[str, str] = field(default_factory=dict)
     device: str | None = None
     backend: str | None = None
@@ -87,21 +84,21 @@ class Doctor:
     longest_phase_s: float = 1800.0
     stage: str = "environment"
 
-    def run(self) -> int:
+    def run(self, stop: StopRequest, log: logging.Logger) -> int:
         """All stages. Returns the exit code. Raises Stopped."""
-        launch = self.launch
-        self.report.add(Finding("environment", OK, describe(launch)))
-        self.report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
+        launch, report = self.launch, self.report
+        report.add(Finding("environment", OK, describe(launch)))
+        report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         check_machine(
-            self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
+            report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
             num_workers=self.num_workers, has_gpus=not (self.device or "").startswith("cpu"),
             local_rank=launch.local_rank if launch.world_size > 1 else None,
         )
-        self.report.add(*devices(launch))
+        report.add(*devices(launch))
         try:
             with start(
                 launch, settings=self.settings, device=self.device, backend=self.backend,
-                status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log,
+                status=StatusFile(self.run_dir / "doctor", launch), stop=stop, log=log,
             ) as group:
                 group.watch.leaving = self._leave
                 self._check(group, "repetition", repetition(group.device))
@@ -109,20 +106,26 @@ class Doctor:
                     self._join(group)
                     self._check(group, "versions", versions(group))
                     self._check(group, "collective", collective(group))
-                    self._check(group, "links", links(group, self.report.facts))
+                    self._check(group, "links", links(group, report.facts))
                 else:
                     seen = "a single process: nothing was checked that needs several ranks"
-                    self.report.add(Finding("joined", NOTE, seen))
+                    report.add(Finding("joined", NOTE, seen))
                 self._check(group, "report", ())
-                return self.report.end_together(group.gather, self.run_dir / "doctor" / "report.json")
+                return report.end_together(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
             raise
+        except PeerLost as error:  # or another rank's deadline passed before this one's
+            found = problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
+        except (UserError, JoinError) as error:  # a user's mistake says itself what to do, and so does HINT
+            missing = isinstance(error, JoinError) and HINT not in str(error)
+            found = problem("missing" if missing else "refused", of=self.stage, why=error)
         except Exception as error:
-            self.report.add(self._explain(error))
-            return self.report.end_alone()
+            found = problem("check-failed", of=self.stage, why=reason(error))
+        report.add(found)
+        return report.end_alone()
 
     def _join(self, group: Group) -> None:
-        """The three steps of joining, each followed by what it has shown."""
+        """The steps of joining, each followed by what it has shown."""
         add, self.stage = self.report.add, "joined"
         meet(group, timeout_s=self.join_timeout_s)
         self.report.facts["hosts"] = list(group.hosts)
@@ -132,7 +135,7 @@ class Doctor:
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
         self.stage = "group"
         form(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
-        add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
+        add(Finding("group", OK, f"the process group is formed ({dist.get_backend()})"))
         self.stage = "versions"
         check_settings(group)
         add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
@@ -149,16 +152,6 @@ class Doctor:
         gone = suspect is not None and not suspect.alive
         self.report.add(problem("died" if gone else "hung", of=self.stage, why=why))
         return self.report.end_alone()
-
-    def _explain(self, error: Exception) -> Finding:
-        """The finding that an error of the current stage means."""
-        if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
-            return problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
-        if isinstance(error, UserError | JoinError):
-            # A user's mistake says itself what to do, and so does HINT
-            missing = isinstance(error, JoinError) and HINT not in str(error)
-            return problem("missing" if missing else "refused", of=self.stage, why=error)
-        return problem("check-failed", of=self.stage, why=reason(error))
 
 
 # What the ranks look at -----------------------------------------------------------------------------------------------
@@ -284,31 +277,30 @@ def rounds(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def measure(low: int, group: Group) -> list[dict[str, Any]]:
-    """The link from the rank `low` to the next. Both call this, and the lower one has the result."""
-    first, other, device = group.rank == low, 2 * low + 1 - group.rank, group.device
-    ping_s = round_trip_s(other, PING_BYTES, PINGS, device, first=first)
-    taken_s = round_trip_s(other, BULK_BYTES, BULKS, device, first=first)
-    if not first:
-        return []
+    """The link from the rank `low` to the next. Both call this, and the lower one has the result.
+
+    The fastest of several round trips counts: what else uses the machine only makes one slower. No clock of two
+    machines is exact enough to time one way alone.
+    """
+    first, other, best_s = group.rank == low, 2 * low + 1 - group.rank, []
+    for size, count in ((PING_BYTES, PINGS), (BULK_BYTES, BULKS)):
+        message = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        best_s.append(min(round_trip_s(message, other, first=first) for _ in range(count)))
+    ping_s, bulk_s = best_s
     return [{
         "ranks": [low, other], "between_nodes": group.hosts[low] != group.hosts[other],
-        "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9),
-    }]
+        "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(bulk_s - ping_s, 1e-9),
+    }] if first else []
 
 
-def round_trip_s(other: int, size: int, count: int, device: torch.device, *, first: bool) -> float:
-    """Seconds for `size` bytes to the rank `other` and back, the fastest of `count` round trips: what else uses the
-    machine only makes one slower. The rank with `first` sends, and the other end echoes. No clock of two machines is
-    exact enough to time one way alone."""
-    message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
-    for _ in range(count):
-        began_s = time.perf_counter()
-        for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
-            call(message, other)
-        if device.type != "cpu":  # calls only queue work there, and return at once
-            torch.accelerator.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
+def round_trip_s(message: torch.Tensor, other: int, *, first: bool) -> float:
+    """Seconds for `message` to the rank `other` and back; the one that is not `first` echoes it."""
+    began_s = time.perf_counter()
+    for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+        call(message, other)
+    if message.device.type != "cpu":  # calls only queue work there, and return at once
+        torch.accelerator.synchronize(message.device)
+    return time.perf_counter() - began_s
 
 
 def judge(kind: Sequence[dict[str, Any]], words: str, hosts: Sequence[str]) -> Finding:
