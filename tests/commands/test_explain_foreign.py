@@ -14,6 +14,7 @@ from tests.group.test_deadlines import HOST, WORLD, probe, train
 from tests.rigs.fork_server import Forks
 from train.main import main
 
+THIS_YEAR = datetime.now().year
 LOGS = Path(__file__).parent / "logs"
 BEGIN = "Traceback (most recent call last):"
 FAILED = [BEGIN, '  File "a.py", line 7, in main', "    load(image)", "KeyError: 'image_17'"]
@@ -87,7 +88,7 @@ def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
         ("[2026-11-22 10:00:01,500] [INFO] x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
         ("11/22/2026 10:00:01 - WARNING - x", datetime(2026, 11, 22, 10, 0, 1)),
         ("  time      : 2026-11-22_10:00:01", datetime(2026, 11, 22, 10, 0, 1)),
-        ("[rank0]:[E826 10:00:01.500000000 ProcessGroupNCCL.cpp:607] x", datetime(datetime.now().year, 8, 26, 10, 0, 1, 500_000)),
+        ("[rank0]:[E826 10:00:01.500000000 ProcessGroupNCCL.cpp:607] x", datetime(THIS_YEAR, 8, 26, 10, 0, 1, 500_000)),
         ("epoch 3 [10:00:01<00:20]", None),
         ("9999-99-99T10:00:01 x", None),
     ],
