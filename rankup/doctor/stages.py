@@ -47,11 +47,9 @@ def doctor(
 ) -> int:
     """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
 
-    found: this process's place among the ranks, or why the environment describes none, which is a finding too.
-    run_dir: of the run that is planned. as_json: rank 0 prints one line of JSON in place of the table.
-    plan: what the training is going to need, see `Doctor`.
-
-    Returns the exit code: 0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed. Raises Stopped.
+    `found`: this process's place among the ranks, or why the environment describes none, which is a finding too.
+    `as_json`: print one line of JSON in place of the table. `plan`: what the training will need, see `Doctor`.
+    Returns the exit code, see `rankup.doctor`. Raises Stopped.
     """
     json_out = sys.stdout if as_json else None
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
@@ -85,7 +83,7 @@ class Doctor:
     stage: str = "environment"
 
     def run(self, stop: StopRequest, log: logging.Logger) -> int:
-        """All stages. Returns the exit code. Raises Stopped."""
+        """All stages."""
         launch, report = self.launch, self.report
         report.add(Finding("environment", OK, describe(launch)))
         report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
@@ -125,7 +123,6 @@ class Doctor:
         return report.end_alone()
 
     def _join(self, group: Group) -> None:
-        """The steps of joining, each followed by what it has shown."""
         add, self.stage = self.report.add, "joined"
         meet(group, timeout_s=self.join_timeout_s)
         self.report.facts["hosts"] = list(group.hosts)
@@ -170,24 +167,20 @@ def devices(launch: RankEnv) -> Iterator[Finding]:
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
-    """Whether this rank's device gives the same bits each time that it computes the same thing. Needs no group."""
-    first, times, until_s = work(device), 1, time.monotonic() + REPEAT_S
-    while times < 2 or time.monotonic() < until_s:
-        times += 1
-        if work(device) != first:
-            yield problem("two-results", device=device, times=times, host=host_name(), kind=device.type.upper())
-            return
-    yield Finding("repetition", OK, f"the same computation gave the same bits {times} times on {device}")
-
-
-def work(device: torch.device) -> int:
-    """A digest of some matrix products, from the same numbers each time: all cores, vector units and some memory."""
+    """Whether this rank's device gives the same bits each time that it computes the same matrix products, which take
+    all cores, vector units and some memory. Needs no group."""
     size = 512 if device.type == "cpu" else 4096
     weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device) / size**0.5
-    state = weight
-    for _ in range(8):
-        state = torch.sin(4 * state @ weight)
-    return int(torch.hash_tensor(state).item())
+    digests, until_s = list[int](), time.monotonic() + REPEAT_S
+    while len(digests) < 2 or time.monotonic() < until_s:
+        state = weight
+        for _ in range(8):
+            state = torch.sin(4 * state @ weight)
+        digests.append(int(torch.hash_tensor(state).item()))
+        if digests[-1] != digests[0]:
+            yield problem("two-results", device=device, times=len(digests), host=host_name(), kind=device.type.upper())
+            return
+    yield Finding("repetition", OK, f"the same computation gave the same bits {len(digests)} times on {device}")
 
 
 def versions(group: Group) -> Iterator[Finding]:
@@ -204,8 +197,7 @@ def versions(group: Group) -> Iterator[Finding]:
         if len(found) > 1 and name in ("CPU", "GPU"):
             yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
         elif len(found) > 1:
-            why = "what works on one node may fail or hang on another."
-            yield Finding("versions", WARNING, seen, why, "Install the same on all nodes.")
+            yield problem("differs", seen=seen)
 
 
 def holders(values: Iterable[str]) -> dict[str, list[int]]:
@@ -230,9 +222,8 @@ def cpu_model() -> str:
 
 
 def collective(group: Group) -> Iterator[Finding]:
-    """Whether all_reduce, which adds up the gradients, gives the right numbers on this rank. Integers are exact in
-    float32: the bits must be equal."""
-    size, wrong = group.world_size, []
+    """Whether all_reduce, which adds up the gradients, gives the right numbers on this rank."""
+    size, wrong = group.world_size, []  # integers are exact in float32: the bits must be equal
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=group.device, dtype=torch.float32) % 997
         numbers = base + group.rank
@@ -269,11 +260,10 @@ def rounds(hosts: Sequence[str]) -> list[list[int]]:
     """The links of each rank to the next one, by the lower rank, in the order in which all ranks measure them.
 
     In a round no rank has two links, and where the ranks of a node follow each other no node has two between nodes.
-    `hosts`: of each rank.
     """
-    between = [low for low in range(len(hosts) - 1) if hosts[low] != hosts[low + 1]]
-    inside = [low for low in range(len(hosts) - 1) if hosts[low] == hosts[low + 1]]
-    return [between[0::2], between[1::2], inside[0::2], inside[1::2]]
+    links = range(len(hosts) - 1)
+    kinds = [[low for low in links if (hosts[low] == hosts[low + 1]) is inside] for inside in (False, True)]
+    return [kind[first::2] for kind in kinds for first in (0, 1)]
 
 
 def measure(low: int, group: Group) -> list[dict[str, Any]]:
@@ -304,7 +294,7 @@ def round_trip_s(message: torch.Tensor, other: int, *, first: bool) -> float:
 
 
 def judge(kind: Sequence[dict[str, Any]], words: str, hosts: Sequence[str]) -> Finding:
-    """The slowest of links of one kind: a warning where it is below SLOWEST_LINK, or far below the others and slow."""
+    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow."""
     slowest = min(kind, key=lambda link: link["bandwidth"])
     bandwidth, (low, high) = slowest["bandwidth"], slowest["ranks"]
     median = statistics.median(link["bandwidth"] for link in kind)

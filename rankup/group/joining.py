@@ -1,8 +1,7 @@
 """Joining the group: the device and torch's backend of this rank, and the steps that lead to all ranks being one.
-`Program.join` takes them all, `rankup doctor` says more of each.
 
-The agents have met before their ranks were started. Ranks that another launcher started meet here: each is a member
-itself, and rank 0 leads.
+Agents have met before they start ranks. Ranks that another launcher started meet here: each is a member itself, and
+rank 0 leads.
 """
 
 import asyncio
@@ -79,10 +78,7 @@ def start(
 
 
 def pick_device(wanted: str | None, local_rank: int) -> torch.device:
-    """The device of this rank: None takes the accelerator if there is one, else the CPU.
-
-    CUDA numbers devices in the order of CUDA_VISIBLE_DEVICES. Raises LaunchError where there is none to take.
-    """
+    """The device of this rank: None takes the accelerator if there is one, else the CPU. Raises LaunchError."""
     found = None if wanted == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     kind, _, index = (wanted or (found.type if found else "cpu")).partition(":")
     if kind == "cpu":
@@ -104,10 +100,7 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
 
 
 def pick_backend(wanted: str | None, device: torch.device) -> str:
-    """gloo for host memory always, beside the device's own: flags and checkpoints travel without the device.
-
-    None: torch's default for that device.
-    """
+    """gloo for host memory always, beside the device's own: flags and checkpoints travel without the device."""
     own = "gloo" if device.type == "cpu" else wanted or dist.get_default_backend_for_device(device)
     return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
@@ -116,11 +109,8 @@ def pick_backend(wanted: str | None, device: torch.device) -> str:
 
 
 def meet(group: Group, *, timeout_s: float) -> None:
-    """First step: find the others in a store, by name, and begin to watch each other.
-
-    Raises JoinError naming who is missing or what is in the way, UserError where ranks differ in code or settings, and
-    LaunchError where the port cannot be used.
-    """
+    """First step: find the others, and begin to watch each other. Raises JoinError naming who is missing or what is in
+    the way, UserError where ranks differ, and LaunchError where the port cannot be used."""
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
     if (agent := group.launch.agent) is not None:
@@ -257,10 +247,7 @@ class MemberLine:
 
     def join(self) -> Mapping[str, Any]:
         """Returns the commit: n, hosts as [host, number of ranks] in the order of ranks, and what `_prepare` says.
-
-        Raises JoinError (code 170) where they do not come together within `timeout_s`, naming who or what is missing,
-        and UserError where they differ.
-        """
+        Raises as `meet` does."""
         if self.launch.rank == 0:
             where = self.launch.file or f"{self.launch.master_addr}:{self.launch.master_port}"
             self.log.info(f"waiting for {self.launch.world_size} ranks at {where}")

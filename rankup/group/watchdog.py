@@ -82,11 +82,8 @@ class Watchdog:
         return f" at step {self.record.read().step}"
 
     def signs_of_life(self) -> list[dict[str, Any]]:
-        """Where each rank stood when it last said so, in the order of the ranks; what is known where nobody answers.
-
-        Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
-        seen, in seconds of `time.time()`. Not for the thread of `hear`.
-        """
+        """Where each rank stood when it last said so, by rank; what is known where nobody answers. See `Record.sign`;
+        also host, and seen, in seconds of `time.time()`. Not for the thread of `hear`."""
         self.record.set_place(self._place())
         own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
         self._answered.clear()
@@ -96,10 +93,8 @@ class Watchdog:
         return sorted([own, *others], key=lambda sign: int(sign["rank"]))
 
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
-        """Say that this rank ends with `code`, and `why`, to the other ranks and in the files of the run.
-
-        `suspect`: the rank that this one lost, where it knows. `together`: all ranks end so.
-        """
+        """Say how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that it lost,
+        where it knows. `together`: all ranks end so."""
         own = End(self.rank, host_name(), code, why, self.record.read().step, suspect=suspect)
         self._say("end", **own.message())
         write_end(self.status.run_dir, self.status.attempt, own)
@@ -149,10 +144,8 @@ class Watchdog:
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
     ) -> None:
-        """Begin a phase, with a deadline `timeout_s` seconds from now (0: none). Entering it anew moves the deadline.
-
-        `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
-        """
+        """Begin a phase, or the same one anew, with a deadline `timeout_s` seconds from now (0: none), or from
+        `since_s`, a time of `time.monotonic()` at which it began."""
         if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves the hard deadline now and then
             set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S) if timeout_s else clear_hard_deadline()
         self.record.wait(False)
@@ -281,11 +274,8 @@ class Watchdog:
         leave(code, last_words, timeout_s=timing.REPORT_END_S)
 
     def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
-        """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
-
-        `all_alive`: as far as this rank knows. If a process has ended, the others wait for its successor, and this one
-        makes haste.
-        """
+        """Write the stacks of this rank. Returns lines for its log: which file has them, and where all ranks are unless
+        a process has ended: then the others wait for its successor, and this one makes haste."""
         file = within(timing.STACKS_S, lambda: dump(why, self.record))  # first: an answer of the others takes longer
         places = {sign["rank"]: sign["place"] for sign in self.signs_of_life()} if all_alive else {}
         lines = ["; ".join(compare(places))] if places else []
@@ -378,10 +368,7 @@ def tell_agent(agent: Mapping[str, Any], end: End) -> None:
 
 
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
-    """The exit code of a rank that lost others: the code of the likeliest suspect where that forbids a restart.
-
-    A mistake or a fault on one rank ends all ranks so, and so does a rank that was asked to stop and left without them.
-    """
+    """The exit code of a rank that lost others: that of the likeliest suspect where it forbids a restart."""
     reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]
     code = root_cause([*reported, otherwise])
     return otherwise if worth_restarting(code) else code
