@@ -104,54 +104,41 @@ class Report:
             if self._json_out is None:
                 self._log.info(finding.text())
 
-    def end_together(self, gather: Callable[[Any], list[Any]], path: Path) -> int:
-        """Rank 0 prints the verdict of all ranks, and writes it to `path`. Every rank calls it, and returns the same
-        exit code. `gather`: gives every rank's value, in the order of the ranks."""
-        gathered = gather([asdict(finding) for finding in self.findings])
-        findings = [Finding(**finding) for part in gathered for finding in part]
-        if self._rank == 0:
-            for finding, ranks in _merge(findings) if self._json_out is None else ():
-                if ranks[0] != 0 and finding.is_problem:  # rank 0's own were printed as they were found
-                    self._log.info(finding.text(f"rank {ranges(ranks)} on {finding.host}: "))
-            whole = self._end(findings)
+    def end(self, gather: Callable[[Any], list[Any]] | None = None, path: Path | None = None) -> int:
+        """Print the verdict and return its exit code: of this rank alone, or of all ranks where `gather` gives the
+        value of each. Then every rank calls it, and rank 0 writes the report to `path`."""
+        findings = self.findings
+        if gather is not None:
+            gathered = gather([asdict(finding) for finding in findings])
+            findings = [Finding(**finding) for part in gathered for finding in part]
+        code = exit_code(findings)
+        if gather is not None and self._rank != 0:
+            return code
+        ranks: dict[Finding, list[int]] = {}  # that have each one
+        for finding in findings:
+            ranks.setdefault(replace(finding, rank=0), []).append(finding.rank)
+        stages = list(dict.fromkeys(finding.stage for finding in ranks))
+        worst_first = sorted(ranks, key=lambda each: (stages.index(each.stage), -_ORDER.index(each.level)))
+        seconds = time.monotonic() - self._began_s
+        whole = {"verdict": VERDICTS[code], "exit_code": code, **self.facts, "seconds": round(seconds, 2), "findings": [
+            {**asdict(each), "ranks": ranks[each]} for each in worst_first if each.is_problem or 0 in ranks[each]
+        ]}
+        if path is not None:
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
                 write_json(path, whole)
-        return exit_code(findings)
-
-    def end_alone(self) -> int:
-        """The ranks did not join, or lost each other: each rank reports its own findings. Returns the exit code."""
-        if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
-            for finding in (each for each in self.findings if each.is_problem):
-                self._log.warning(finding.text())
-        self._end(self.findings)
-        return exit_code(self.findings)
-
-    def _end(self, findings: list[Finding]) -> dict[str, Any]:
-        """Print the verdict. Returns it with the facts and each finding once; good ones if rank 0 has them."""
-        code, seconds, merged = exit_code(findings), time.monotonic() - self._began_s, _merge(findings)
-        kept = [{**asdict(finding), "ranks": ranks} for finding, ranks in merged if finding.is_problem or 0 in ranks]
-        whole = {"verdict": VERDICTS[code], "exit_code": code, **self.facts, "seconds": round(seconds, 2),
-                 "findings": kept}
         if self._json_out is not None:
             print(json.dumps(whole), file=self._json_out, flush=True)
-            return whole
-        seen = [finding.level for finding, _ in merged]
+            return code
+        level = logging.WARNING if self._rank else logging.INFO  # the log of another rank than 0 shows warnings alone
+        for each in worst_first:
+            if each.is_problem and ranks[each][0] != 0:  # rank 0's own were printed as they were found
+                who = "" if gather is None else f"rank {ranges(ranks[each])} on {each.host}: "
+                self._log.log(level, each.text(who))
+        seen = [each.level for each in ranks]
         counts = ", ".join(f"{seen.count(each)} {each}" for each in (UNFIT, INCOMPLETE, WARNING) if each in seen)
-        self._log.log(
-            logging.WARNING if self._rank else logging.INFO,
-            f"doctor: {VERDICTS[code]}{f' ({counts})' if counts else ''}: "
-            f"{len({finding.stage for finding in findings})} stages in {seconds:.1f} s",
-        )
-        return whole
-
-
-def _merge(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
-    """Each finding once, with the ranks that have it; by stages in their order, and in a stage the worst first."""
-    ranks: dict[Finding, list[int]] = {}
-    for finding in findings:
-        ranks.setdefault(replace(finding, rank=0), []).append(finding.rank)
-    stages = list(dict.fromkeys(finding.stage for finding in ranks))
-    return sorted(ranks.items(), key=lambda item: (stages.index(item[0].stage), -_ORDER.index(item[0].level)))
+        verdict = VERDICTS[code] + (f" ({counts})" if counts else "")
+        self._log.log(level, f"doctor: {verdict}: {len(stages)} stages in {seconds:.1f} s")
+        return code
 
 
 # One machine ----------------------------------------------------------------------------------------------------------
@@ -183,7 +170,7 @@ def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, s
     """
     report = Report(log)
     check_machine(report, run_dir, ranks=ranks)
-    code = report.end_alone()
+    code = report.end()
     if code in (FINISHED, CODES[WARNING]):
         return FINISHED, ""
     return code, f"preflight on {host_name()}: {VERDICTS[code]}. No rank was started"

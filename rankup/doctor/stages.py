@@ -56,9 +56,11 @@ def doctor(
         if isinstance(found, UserError):
             report = Report(log, json_out=json_out)
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
-            return report.end_alone()
-        facts = {"world_size": found.world_size, "hosts": [host_name()]}
-        return Doctor(found, run_dir, Report(log, rank=found.rank, json_out=json_out, **facts), **plan).run(stop, log)
+            return report.end()
+        report = Report(
+            log, rank=found.rank, json_out=json_out, world_size=found.world_size, hosts=[host_name()]
+        )
+        return Doctor(found, run_dir, report, **plan).run(stop, log)
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Doctor:
                     seen = "a single process: nothing was checked that needs several ranks"
                     report.add(Finding("joined", NOTE, seen))
                 self._check(group, "report", ())
-                return report.end_together(group.gather, self.run_dir / "doctor" / "report.json")
+                return report.end(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
             raise
         except PeerLost as error:  # or another rank's deadline passed before this one's
@@ -120,7 +122,7 @@ class Doctor:
         except Exception as error:
             found = problem("check-failed", of=self.stage, why=reason(error))
         report.add(found)
-        return report.end_alone()
+        return report.end()
 
     def _join(self, group: Group) -> None:
         add, self.stage = self.report.add, "joined"
@@ -148,7 +150,7 @@ class Doctor:
         """A training would end here with `code`: a deadline has passed, or a peer is lost."""
         gone = suspect is not None and not suspect.alive
         self.report.add(problem("died" if gone else "hung", of=self.stage, why=why))
-        return self.report.end_alone()
+        return self.report.end()
 
 
 # What the ranks look at -----------------------------------------------------------------------------------------------
