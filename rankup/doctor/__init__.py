@@ -148,11 +148,8 @@ def check_machine(
     report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
     local_rank: int | None = None,
 ) -> None:
-    """Add to `report` what this process sees of its machine, each check within its time limit.
-
-    `ranks`: on this node, with `threads` threads and `num_workers` DataLoader workers each. `local_rank`: whose GPU to
-    look at, None: all.
-    """
+    """Add to `report` what this process sees of its machine. `ranks`: on this node, with `threads` threads and
+    `num_workers` DataLoader workers each. `local_rank`: whose GPU to look at, None: all."""
     report.add(*limits(ranks=ranks, threads=threads), *shared_memory(num_workers=num_workers))
     checks: list[tuple[str, float, Callable[[], Iterable[Finding]], str]] = [
         ("gpus", GPU_S, lambda: gpus(local_rank) if has_gpus else (), "the driver of the GPUs gives no answer."),

@@ -86,10 +86,7 @@ def read_lines(path: Path, *, since: str = "") -> Iterator[str]:
 
 
 def find_logs(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Log]:
-    """The logs at these places: files, "-", folders of logs, runs, and names of runs in `run_dir`.
-
-    Raises UserError where there is nothing to read.
-    """
+    """The logs at these places: files, "-", folders of logs, runs, and names of runs in `run_dir`. Raises UserError."""
     found: list[Log] = []
     for path in paths:
         place = run_dir / path if not path.exists() and (run_dir / path).is_dir() else path

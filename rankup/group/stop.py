@@ -169,10 +169,7 @@ class StopRequest:
 
 def start_worker(parent: int) -> None:
     """The first line of a worker process of a rank, a DataLoader's for one: it lives and dies with its parent alone.
-
-    It ignores the signals that a job gets, since a batch system signals the whole process group: if workers died of
-    one, the loop could not save. `parent`: the rank's process id.
-    """
+    A batch system signals the whole process group: if workers died of that, the loop could not save."""
     for each in TAKEN:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -191,10 +188,8 @@ _lock = threading.Lock()
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
-    """From now on this rank writes its stacks when it is asked. Main thread only, once a process.
-
-    A disk that can't be written to costs the stacks and nothing else.
-    """
+    """From now on this rank writes its stacks when it is asked. Main thread only, once a process. A disk that can't be
+    written to costs the stacks and nothing else."""
     global _file
     # What waits for signals: the thread of `StopRequest`. The main thread may wait for a dead disk, and takes none then
     thread = next((each.native_id for each in threading.enumerate() if each.name == "watch"), None)
@@ -208,10 +203,8 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
 
 
 def dump(why: str, record: RecordWriter | None) -> Path | None:
-    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk.
-
-    `record`: says where this rank stands.
-    """
+    """Write the stacks of all threads, and where this rank stands by its `record`. Returns the file, None where there
+    is none. May wait for the disk."""
     if _file is None:
         return None
     with _lock:
