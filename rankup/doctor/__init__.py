@@ -81,7 +81,8 @@ def _table() -> dict[str, dict[str, str]]:
 
 def problem(name: str, **words: Any) -> Finding:
     """That entry of findings.toml, with these words."""
-    return Finding(**{part: text.format_map(words) for part, text in _table()[name].items()})
+    entry: dict[str, Any] = {part: text.format_map(words) for part, text in _table()[name].items()}
+    return Finding(**entry)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
