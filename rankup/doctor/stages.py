@@ -24,7 +24,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.limits import read
 from rankup.agent.logs import host_name
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, WARNING, Finding, Report, check_machine, problem
+from rankup.doctor import NOTE, OK, Finding, Report, check_machine, problem
 from rankup.env.rank_env import RankEnv, describe, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
