@@ -17,10 +17,17 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, attempt_of, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
 from rankup.agent.logs import STACKS, Pump, RankLog, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import has_handler, reap_orphans, state_of, within
+from rankup.agent.processes import (
+    cpu_quota,
+    explain_sigkill,
+    has_handler,
+    oom_kills,
+    reap_orphans,
+    state_of,
+    within,
+)
 from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script

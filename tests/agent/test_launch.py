@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.limits import cpu_quota
 from rankup.agent.logs import host_name
-from rankup.agent.processes import has_handler
+from rankup.agent.processes import cpu_quota, has_handler
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
