@@ -35,7 +35,6 @@ from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
 STACKS = "stacks"  # the folder in that of the run
-MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
@@ -72,45 +71,42 @@ class Output(io.RawIOBase):
     def write(self, data: Any) -> int:
         if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
             self._pid, self._lock = os.getpid(), threading.Lock()
+        whole = False
         if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
-                with contextlib.suppress(OSError):
-                    self._write(bytes(data))
+                whole = self._write(bytes(data))
+            except OSError:
+                whole = True  # there is nobody to read it
             finally:
                 self._lock.release()
-        else:
-            self._dropped += max(1, bytes(data).count(b"\n"))
+        self._dropped += 0 if whole else max(1, bytes(data).count(b"\n"))
         return len(data)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> bool:
+        """Returns False where it did not fit in time. Raises OSError."""
         if stat.S_ISREG(os.fstat(self._number).st_mode):
             os.write(self._number, data)
             self._dropped = 0
-            return
+            return True
         dropped, room = self._dropped, select.poll()
         until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
-        notice = f"\n[{dropped} lines were not printed: nobody read them]\n" if dropped else ""
-        rest = notice.encode() + data
-        number, most = self._open()
+        if dropped:
+            data = f"\n[{dropped} lines were not printed: nobody read them]\n".encode() + data
+        try:  # once more: opened anew it does not block, and the usual one is shared with other processes
+            number, most = os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
+        except OSError:  # a socket, another user's terminal
+            number, most = os.dup(self._number), select.PIPE_BUF  # so much fits where it has room
         try:
             room.register(number, select.POLLOUT)
-            while rest:
+            while data:
                 if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
-                    self._dropped += max(1, data.count(b"\n"))
-                    return
+                    return False
                 with contextlib.suppress(BlockingIOError):  # another process has taken the room
-                    rest = rest[os.write(number, rest[:most]) :]
+                    data = data[os.write(number, data[:most]) :]
         finally:
             os.close(number)
         self._dropped -= dropped
-
-    def _open(self) -> tuple[int, int]:
-        """The file once more, and how many bytes fit where it has room. Opened anew it does not block: the usual one
-        is shared with other processes, and to change it would change it for them."""
-        try:
-            return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
-        except OSError:  # a socket, another user's terminal
-            return os.dup(self._number), select.PIPE_BUF
+        return True
 
 
 def guard(*names: str) -> None:
@@ -165,8 +161,6 @@ class _Copied:
         return self.plain.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plain":  # of one that is only being made, as by copy.copy
-            raise AttributeError(name)
         return getattr(self.plain, name)
 
 
@@ -273,8 +267,7 @@ def announce_stacks(
     }
     path = run_dir / STACKS / f"rank-{rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    large = path.exists() and path.stat().st_size > MOST_BYTES
-    with path.open("w" if large else "a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(f"# {json.dumps(writer)}\n")
     return path
 
@@ -284,12 +277,14 @@ def announce_stacks(
 
 class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
-    host. A rank that prints faster than these take it waits at its full pipe."""
+    host. A rank that prints faster than these take it waits at its full pipe. `outputs`: for the rank; the caller
+    closes its own."""
 
-    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: RankLog) -> None:
-        """`stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
-        self._tail: deque[str] = deque(maxlen=TAIL)
-        self._alone, self._file, self._head = world_size == 1, file, line_head(rank, world_size)
+    def __init__(self, head: str, file: RankLog) -> None:
+        """`head`: of each line on the terminal; "" for a rank alone. `file` is closed here."""
+        (stdout, out), (stderr, error) = os.pipe(), os.pipe()
+        self.outputs = [out, error]
+        self._head, self._file, self._tail = head, file, deque[str](maxlen=TAIL)
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 
@@ -326,7 +321,7 @@ class Pump:
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
         self._file.add(lines)
-        if self._alone:
+        if not self._head:
             with contextlib.suppress(OSError, ValueError):
                 getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
         elif lines:

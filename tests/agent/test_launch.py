@@ -196,16 +196,17 @@ def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Pat
 
 
 def hang_from_the_first_report_on() -> None:
-    from rankup.agent import ends as status
+    from rankup.agent import ends
 
-    write, hangs = status.write_json, Path(os.environ["HANGS"])
+    write, hangs = ends.write_json, Path(os.environ["HANGS"])
 
-    def hang(*_: Any) -> None:
-        hangs.touch()
-        threading.Event().wait()
+    def hang(path: Path, data: Any) -> None:
+        if path.name.startswith("progress") or hangs.exists():
+            hangs.touch()
+            threading.Event().wait()
+        write(path, data)
 
-    status.write_atomically = hang
-    status.write_json = lambda *value: hang() if hangs.exists() else write(*value)
+    ends.write_json = hang
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------

@@ -255,11 +255,10 @@ def test_lines_of_ranks_that_ended_leave_no_file_open(tmp_path: Path) -> None:
     """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
-        pump = Pump(stdout, stderr, rank=0, world_size=2, file=RankLog(tmp_path, 0))
-        os.write(ours, b"hello\n")
-        os.close(ours)
-        os.close(ours_too)
+        pump = Pump("[r0/2] ", RankLog(tmp_path, 0))
+        os.write(pump.outputs[0], b"hello\n")
+        for output in pump.outputs:
+            os.close(output)
         assert pump.drained(60)
     assert len(os.listdir("/proc/self/fd")) == before
     assert (tmp_path / "logs" / "rank-0.log").read_text().count("hello") == 3
