@@ -46,12 +46,12 @@ MOST = 1 << 16  # characters of a script's arguments that other nodes are told
 
 
 class Lead:
-    """What the agent that leads does beside: it leads the meeting, and decides what the ends of ranks mean."""
+    """What the agent that leads does beside: it decides what the ends of ranks mean, and writes down how a script ends.
+    """
 
     def __init__(self, agent: "Agent") -> None:
-        """Decide from now on."""
-        self.agent, self.options, self.node, self.limits = agent, agent.options, agent.node, agent.limits
-        options = self.options
+        options = self.options = agent.options
+        self.agent, self.node, self.limits = agent, agent.node, agent.limits
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
             agent.attendance.me, say=log.info, prepare=self._prepare, hear=self._hear,
@@ -67,7 +67,6 @@ class Lead:
         self._tasks = [agent.begin(work) for work in works]
 
     def give_up(self) -> None:
-        """Another one leads."""
         self.agent.lead = None
         for task in self._tasks:
             task.cancel()
@@ -202,7 +201,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None  # the ranks of a membership, once the server is ready
         self._asked_s = 0.0  # when a signal came to this agent
-        self._over: asyncio.Future[Verdict]
+        self._over: asyncio.Future[Verdict]  # set once the job is over for this agent
 
     async def run(self) -> Verdict:
         """Be one of the agents to the end. Returns its exit code and why. Raises UserError, JoinError and PeerLost."""
@@ -256,7 +255,7 @@ class Agent:
         return found
 
     def _introduce(self, place: str) -> Attendance:
-        """As the member that this agent is. `place`: the id of what it shares with others."""
+        """`place`: the id of what it shares with other nodes."""
         node, limits, arguments = self.node, self.limits, self.options.script.arguments
         settings = self.options.script.must_match()
         if limits is not None:
@@ -289,7 +288,6 @@ class Agent:
             self._over.set_exception(error)
 
     def finish(self, verdict: Verdict) -> None:
-        """The job is over for this agent."""
         if not self._over.done():
             self._over.set_result(verdict)
 
@@ -312,7 +310,6 @@ class Agent:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever connects to this agent."""
         if self.lead is not None:
             await self.lead.leader.attend(reader, writer)
             return
@@ -330,7 +327,7 @@ class Agent:
         link.close()
 
     def yield_to(self, ip: str, port: int) -> None:
-        """There is a leader that knows a newer membership: be a member there."""
+        """There is a leader that knows a newer membership."""
         if self.lead is not None:
             log.warning("another node leads, at %s:%d: this one becomes a member there", ip, port)
             self._elsewhere = ip, port
@@ -429,7 +426,6 @@ class Agent:
         self.finish(verdict)
 
     def _ask_for_stacks(self) -> None:
-        """Somebody wants to know where the ranks are, those of all nodes."""
         if not self.say("stacks"):
             self.begin(self.ranks.show_stacks())
 

@@ -1,7 +1,7 @@
 """How ranks and jobs end: what an end means for the job, and what the files of a run say of it. No torch here.
 
-The ranks of a job end together. The first one that ends badly ends the membership: every agent has its ranks leave, and
-says how each of them ended. Only then is it known why: a rank that lost its peer often ends before the peer itself.
+The first rank that ends badly ends the membership: every agent has its ranks leave, and says how each of them ended.
+Only then is it known why: a rank that lost its peer often ends before the peer itself.
 
 | status.json                         | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
 | status/<attempt>/rank-N.json        | how each rank ended: by its agent, or by the rank itself                 |
@@ -55,21 +55,19 @@ def job_of(attempt: str) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How one rank ended. `cause`: in a few words, or empty. `step`: the last one it finished, 0 where it never said.
-    `told`: it had been told to leave before, so its code explains nothing. `suspect`: the rank that it lost, if it
-    knows."""
+    """How one rank ended."""
 
     rank: int
     host: str
     code: int
-    cause: str = ""
-    step: int = 0
-    told: bool = False
-    suspect: int | None = None
+    cause: str = ""  # in a few words
+    step: int = 0  # the last one it finished, 0 where it never said
+    told: bool = False  # to leave, so that its code explains nothing
+    suspect: int | None = None  # the rank that it lost, if it knows
 
     @property
     def explains(self) -> bool:
-        """Whether its code says why the job ended: not of a rank that only lost another one, or was told to leave."""
+        """Why the job ended: not of a rank that only lost another one, or was told to leave."""
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
 
     @property
@@ -106,24 +104,20 @@ def _state_of(code: int) -> str:
 
 @dataclass
 class Verdict:
-    """What is decided: another membership where `code` is None, else the job's end with that code. `text` says why.
-    `cause`: the end that explains another membership."""
+    """What is decided: another membership where `code` is None, else the job's end with that code."""
 
     code: int | None
-    text: str = ""
-    cause: End | None = None
+    text: str = ""  # why
+    cause: End | None = None  # of another membership
 
 
 @dataclass
 class Ends:
-    """The ends of a membership's ranks, and what they mean.
-
-    `max_restarts`: in a row without a new step. `restart_on`: codes below 128 that are worth a restart too.
-    """
+    """The ends of a membership's ranks, and what they mean."""
 
     world_size: int
-    max_restarts: int
-    restart_on: Collection[int] = ()
+    max_restarts: int  # in a row without a new step
+    restart_on: Collection[int] = ()  # codes below 128 that are worth a restart too
     restarts: int = 0  # of all memberships so far
     without_progress: int = 0  # restarts since a new step was finished
     furthest_step: int = 0
@@ -142,8 +136,7 @@ class Ends:
             self.add(End(rank, host, KILLED, why))
 
     def judge(self, *, changing: bool = False) -> Verdict:
-        """Decide, once every rank has ended. The next membership begins without ends. `changing`: the ranks were asked
-        to stop for it."""
+        """Decide, once every rank has ended. `changing`: the ranks were asked to stop for another membership."""
         ends = self.latest = list(self._ends.values())
         self._ends = {}
         if not ends:
@@ -233,8 +226,7 @@ class StatusFile:
 
 
 class ScriptStatus(StatusFile):
-    """The same of a script that does not import rankup, and how it goes. Node 0's agent alone. `held`: the run, from
-    `take` on."""
+    """That of a script which does not import rankup, and how it goes, by its leader. `held`: the run."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, RankEnv())
@@ -251,13 +243,11 @@ class ScriptStatus(StatusFile):
         return code is None or int(code) >= 128
 
     def begin(self, attempt: str, members: Iterable[Member]) -> None:
-        """Its ranks start now."""
         self._hosts = [member.host for member in members for _ in member.ranks]
         self.attempt, self.world_size, self._began = attempt, len(self._hosts), time.time()
         self.write_summary([])
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
-        """How the job ended."""
         self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 

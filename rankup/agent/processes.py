@@ -2,9 +2,7 @@
 
 A process of ours ends by `os._exit`, never by returning from its main module: at the interpreter's own end Python waits
 for threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a rank
-that is dead. `main` ends by `finish`; whatever cannot wait (a deadline, a lost peer) ends by `leave`. Where no thread
-of Python can run, the kernel ends the process (`set_hard_deadline`), as it does where the parent has ended
-(`die_with_parent`).
+that is dead. `main` ends by `finish`; whatever cannot wait (a deadline, a lost peer) ends by `leave`.
 """
 
 import contextlib
@@ -33,8 +31,7 @@ def state_of(pid: int) -> str:
 
 
 def start_of(pid: int) -> str:
-    """When it was started, in the kernel's ticks: tells it from a later process with that number. "" once it has ended.
-    """
+    """When it was started, in the kernel's ticks, which no later process with that number has; "" once it has ended."""
     fields = _stat_of(pid)
     return "" if not fields or fields[0] in "ZX" else fields[19]
 
@@ -67,11 +64,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to the process alone, which is not reaped yet, SIGTERM in place of a SIGUSR1 that it has no handler
-    for. Where it has changed its user the signal is lost."""
+    """To the process alone, which is not reaped yet; SIGTERM in place of a SIGUSR1 that it has no handler for."""
     if number == signal.SIGUSR1 and has_handler(pid, number) is False:
         number = signal.SIGTERM
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have changed its user
         os.kill(pid, number)
 
 
@@ -109,7 +105,6 @@ def finish(code: int) -> NoReturn:
 def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
     """End this process, from any thread, with `code` or the one that `last_word` returns. That and the flushing of what
     was printed get `timeout_s` seconds: a full pipe, a stuck disk or a store must not keep a process that has to go."""
-
     def speak() -> int:
         changed = last_word()
         _flush()
@@ -154,7 +149,6 @@ def set_hard_deadline(timeout_s: float) -> None:
 
 
 def clear_hard_deadline() -> None:
-    """Take it away."""
     faulthandler.cancel_dump_traceback_later()
     if _alarm_is_free():
         signal.setitimer(signal.ITIMER_REAL, 0)

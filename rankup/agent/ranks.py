@@ -40,16 +40,13 @@ log = logging.getLogger("rankup")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `rankup launch` was asked for; `rankup launch --help` explains most of it.
-
-    `advice`: on a script's last lines, or "". `where`: asks these ranks of a run for their stacks, and returns a line
-    for each place where they are. Both are of layers above.
-    """
+    """What `rankup launch` was asked for, see its help. `advice` and `where` are of layers above."""
 
     node: NodeEnv  # as the agent was started
     script: Script
     run_dir: Path
-    advice: Callable[[str], str] = lambda tail: ""
+    advice: Callable[[str], str] = lambda tail: ""  # on a script's last lines
+    # Asks these ranks of a run for their stacks, and returns a line for each place where they are
     where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address where all nodes can write
@@ -83,7 +80,7 @@ class Rank:
 
 
 class Ranks:
-    """Those of the membership that runs, and the server that forks them. `node`: its numbers in that one.
+    """Those of the last membership that this node was in, and the server that forks them. `node`: its numbers there.
     `all_ended`: none runs."""
 
     def __init__(
@@ -93,6 +90,8 @@ class Ranks:
         """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
         self.knows_us, self.host = options.knows_us, host_name()
+        local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
+        self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
         self.ranks: list[Rank] = []
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
@@ -110,7 +109,6 @@ class Ranks:
         self._oom_kills = oom_kills()
 
     async def open(self) -> None:
-        """Get ready to start them."""
         self._start_server()
         if self.knows_us:
             await self.links.open()
@@ -121,8 +119,7 @@ class Ranks:
         self.links.close()
 
     @property
-    def stopping(self) -> bool:
-        """Whether they were asked to stop for good."""
+    def stopping(self) -> bool:  # for good
         return bool(self._passed_on) and not self._for_change
 
     @property
@@ -146,10 +143,10 @@ class Ranks:
         else:  # it has not even imported torch: nor would the next
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
-    # A membership begins --------------------------------------------------------------------------------------------
+    # The start of a membership --------------------------------------------------------------------------------------
 
     def start(self, commit: dict[str, Any], *, token: str) -> None:
-        """Start the ranks that this node has in it. `token`: this member's."""
+        """`token`: this member's."""
         for text in (commit["why"], commit.get("change")):
             if text:
                 log.warning("%s", text)
@@ -176,8 +173,7 @@ class Ranks:
         if self.options.stop_after is not None:
             rank.record.ask_to_stop(self.options.stop_after)
             rank.record.confirm_stop(self.options.stop_after)
-        words = self.script.command(local_rank=self.node.local_rank + rank.local_rank)
-        words += self.options.restart_args if self._commit["again"] else ()
+        words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit["again"] else ())]
         env, outputs = self._environment(rank), list[int]()
         if not self.knows_us:
             rank.record.enter("script")
@@ -310,10 +306,14 @@ class Ranks:
             settle_s += self.options.stop_grace_s
         elif not await self.ended_within(notice_s):
             self._signal("SIGTERM", told=True)
-        if not await self.ended_within(settle_s):
-            for rank in self.running:
-                log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
-            await self.end()
+        await self._kill_after(settle_s, "the others")
+
+    async def _kill_after(self, settle_s: float, event: str) -> None:
+        if await self.ended_within(settle_s):
+            return
+        for rank in self.running:
+            log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
+        await self.end()
 
     async def end(self) -> None:
         """Kill those that still run, and return once all have ended."""
@@ -340,7 +340,7 @@ class Ranks:
             log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
-            self.begin(self._oversee_stop(name))
+            self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
 
     def _signal(self, name: str, *, told: bool) -> None:
         """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
@@ -350,31 +350,16 @@ class Ranks:
             # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
             self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
 
-    async def _oversee_stop(self, name: str) -> None:
-        """Kill the script's ranks that have not ended when their grace is over, and say where they were."""
-        grace_s = self.options.stop_grace_s
-        if await self.ended_within(grace_s):
-            return
-        said = f"the script did not end within {grace_s:g} s of {name}: killed (--stop-grace-s)"
-        log.warning("%s", "; ".join([said, *await self._where()]))
-        await self.end()
-
     # Stacks ---------------------------------------------------------------------------------------------------------
 
     async def show_stacks(self) -> None:
-        """Those that import rankup write it down themselves."""
-        if self.knows_us:
+        if self.knows_us:  # they write them down themselves
             for local_rank, pid in self.server.pids.items():
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
-        for line in await self._where():
-            log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
-
-    async def _where(self) -> Sequence[str]:
-        """A line for each place where ranks of a script are."""
         running = [rank.number for rank in self.running]
         with contextlib.suppress(OSError):  # a TimeoutError too
-            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S)
-        return ()
+            for line in await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S):
+                log.info("%s", line)
+        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)

@@ -337,7 +337,7 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
         pid_of(tmp_path, 1)
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
-    assert "the script did not end within 0.5 s of SIGTERM: killed (--stop-grace-s)" in job.output
+    assert "rank 0 did not end within 0.5 s after SIGTERM (--stop-grace-s): killed" in job.output
 
 
 def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> None:
