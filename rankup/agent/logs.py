@@ -139,12 +139,7 @@ class RankLog(Output):
     def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
         """`time_s`: of `time.time()`, by default now."""
         head = time.strftime(self._head, time.localtime(time_s))
-        self.write(headed(head, lines).encode(errors="backslashreplace"))
-
-
-def headed(head: str, lines: Sequence[str]) -> str:
-    """`head` before each line."""
-    return "".join([f"{head}{line}\n" for line in lines])
+        self.write("".join([f"{head}{line}\n" for line in lines]).encode(errors="backslashreplace"))
 
 
 class _Copied:
@@ -174,11 +169,9 @@ def copy_prints(file: RankLog) -> None:
 
 
 def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | None = None) -> None:
-    """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
-
-    An agent's `rank` is None, and its `world_size` the number of nodes. It may be called again. Where the user has
-    configured logging before, only our own records are printed here.
-    """
+    """Send records to the terminal and to `file`, see the table above. An agent's `rank` is None, and its `world_size`
+    the number of nodes. It may be called again. What the user has configured before stays: then only our own records
+    are printed here."""
     logging.raiseExceptions = False
     logging.captureWarnings(True)
     root, ours = logging.getLogger(), logging.getLogger("rankup")
@@ -226,16 +219,16 @@ class _Handler(logging.Handler):
         if self._file is not None:
             self._file.add(lines, record.created)
         elif warns or (self._prints_info and record.levelno >= logging.INFO and not is_library):
-            show(headed(self._head, lines), sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
+            show(self._head, lines, sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
 
 
-def show(text: str, stream: TextIO) -> None:
+def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
     """Print whole lines at once. A bar of tqdm's on the terminal is taken away before and comes back after."""
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         with contextlib.suppress(Exception):
             # Without tqdm's lock, which somebody may hold for as long as the terminal is full
             stack.enter_context(sys.modules["tqdm"].tqdm.external_write_mode(stream, nolock=True))
-        stream.write(text)
+        stream.write("".join([f"{head}{line}\n" for line in lines]))
         stream.flush()
 
 
@@ -243,8 +236,7 @@ def show(text: str, stream: TextIO) -> None:
 
 
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What has a script write its stacks where it gets SIGRTMAX: Python imports `sitecustomize` from the first folder
-    of PYTHONPATH before the script, and ours puts all back."""
+    """What has a script write its stacks where it gets SIGRTMAX, see `script_site`."""
     path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,10 +249,8 @@ def announce_stacks(
     signals: Iterable[int] = (signal.SIGRTMAX,),
 ) -> Path:
     """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
-
-    `thread`: the kernel's number of a thread that never hangs, and takes the signals. `main`: the main thread, as
-    faulthandler writes it, "" where nobody knows. `signals`: to try in turn.
-    """
+    `thread`: the kernel's number of one that never hangs, and takes the signals. `main`: the main thread, as
+    faulthandler writes it, "" where nobody knows. `signals`: to try in turn."""
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
         "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
@@ -280,17 +270,18 @@ class Pump:
     host. A rank that prints faster than these take it waits at its full pipe. `outputs`: for the rank; the caller
     closes its own."""
 
-    def __init__(self, head: str, file: RankLog) -> None:
-        """`head`: of each line on the terminal; "" for a rank alone. `file` is closed here."""
+    def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
+        """Raises UserError where its file can't be written."""
+        self._head, self._file = line_head(rank, world_size), RankLog(run_dir, rank)
+        self._tail = deque[str](maxlen=TAIL)
         (stdout, out), (stderr, error) = os.pipe(), os.pipe()
         self.outputs = [out, error]
-        self._head, self._file, self._tail = head, file, deque[str](maxlen=TAIL)
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 
     @property
     def tail(self) -> str:
-        """The last lines that it printed."""
+        """The last lines."""
         return "\n".join(self._tail.copy())
 
     def drained(self, timeout_s: float) -> bool:
@@ -325,7 +316,7 @@ class Pump:
             with contextlib.suppress(OSError, ValueError):
                 getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
         elif lines:
-            show(headed(self._head, lines), getattr(sys, name))
+            show(self._head, lines, getattr(sys, name))
 
 
 def last_exception(tail: str) -> str:

@@ -17,16 +17,7 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.logs import (
-    STACKS,
-    Pump,
-    RankLog,
-    announce_stacks,
-    host_name,
-    last_exception,
-    line_head,
-    stacks_environment,
-)
+from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
@@ -179,7 +170,7 @@ class Ranks:
             rank.record.enter("script")
             env |= stacks_environment(self.run_dir, rank.number, env)
             log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-            rank.pump = Pump(line_head(rank.number, self.node.world_size), RankLog(self.run_dir, rank.number))
+            rank.pump = Pump(self.run_dir, rank.number, self.node.world_size)
             outputs = rank.pump.outputs
         self.server.start_rank(
             rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
