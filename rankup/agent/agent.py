@@ -34,7 +34,7 @@ from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
 from rankup.agent.processes import within
-from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
+from rankup.agent.protocol import AGENTS, CHANGING, KILLED, VERSION, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.votes import same_job
 from rankup.env.launchers import free_port
@@ -169,7 +169,8 @@ class Lead:
             elif was_last and self.leader.running:
                 self._end(self.ends.judge())
         elif message["is"] == "lost":
-            self.ends.lose(member.ranks, member.host, message["why"])
+            for rank in member.ranks:
+                self.ends.add(End(rank, member.host, KILLED, message["why"]))
         elif message["is"] == "stacks":
             self.leader.tell("stacks")
         elif message["is"] == "stop":
@@ -266,10 +267,9 @@ class Agent:
             digest=_digest(json.dumps(settings, sort_keys=True)), left_s=self.options.join_timeout_s,
             ip="" if self.alone else chosen_address(os.environ), serves=self.port if limits is not None else 0,
         )
-        if len(arguments) > MOST:  # a message has room for no more
-            arguments = f"{len(arguments)}-characters"
+        said = arguments if len(arguments) <= MOST else f"{len(arguments)}-characters"  # a message has room for no more
         return Attendance(
-            me, settings | {"arguments": arguments}, self._find_leader, notice=log.warning,
+            me, settings | {"arguments": said}, self._find_leader, notice=log.warning,
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=limits.silent_s if limits is not None else timing.SILENT_S,
             commit=AGENTS | (CHANGING if limits is not None else {}),

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.protocol import KILLED, Member
+from rankup.agent.protocol import Member
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
 from rankup.places.files import read_json, write_json
@@ -129,11 +129,6 @@ class Ends:
         """Take note of an end. Returns whether it was the last one."""
         self._ends.setdefault(end.rank, end)
         return len(self._ends) == self.world_size
-
-    def lose(self, ranks: Iterable[int], host: str, why: str) -> None:
-        """Their agent is gone, and they with it."""
-        for rank in ranks:
-            self.add(End(rank, host, KILLED, why))
 
     def judge(self, *, changing: bool = False) -> Verdict:
         """Decide, once every rank has ended. `changing`: the ranks were asked to stop for another membership."""

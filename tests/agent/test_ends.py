@@ -57,11 +57,8 @@ def test_restarts_without_a_new_step_are_counted() -> None:
     assert ends.restarts == 4
 
 
-def test_lost_agent_takes_its_ranks_with_it() -> None:
-    ends = Ends(2, 3)
-    ends.add(End(0, "a", PEER_LOST))
-    ends.lose([1], "b", "its agent has ended")
-    verdict = ends.judge()
+def test_loss_of_an_agent_is_the_cause_of_those_that_lost_it() -> None:
+    verdict = ended(End(0, "a", PEER_LOST), End(1, "b", 137, "its agent has ended")).judge()
     assert verdict.code is None
     assert verdict.text.startswith("rank 1 on b ended with 137 (its agent has ended), restarted (1 of 3")
 
