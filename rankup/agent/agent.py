@@ -239,9 +239,10 @@ class Agent:
         shared_dir = self.options.shared_dir
 
         def read() -> str:
-            place, own = Place.open(shared_dir, warn=log.debug), json.dumps({"id": secrets.token_hex(8)}).encode()
-            place.create("shared.json", own)
-            if place.create("shared.json", own):
+            place = Place.open(shared_dir, warn=log.debug)
+            for _ in range(2):  # with an id of its own each: what stands there already counts as written
+                is_new = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
+            if is_new:
                 return ""
             while not (found := str(place.read_json("shared.json").get("id", ""))):
                 time.sleep(timing.PAUSE_S)  # it is being written
