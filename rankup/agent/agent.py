@@ -45,6 +45,28 @@ log = logging.getLogger("rankup")
 MOST = 1 << 16  # characters of a script's arguments that other nodes are told
 
 
+async def id_of(shared_dir: str) -> str:
+    """The same on all nodes that share that place; "" where nobody can know whether he is the first to write there.
+    Raises UserError, PeerLost and JoinError."""
+
+    def read(place: Place) -> str:
+        for _ in range(2):
+            first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
+        while not first and not (found := str(place.read_json("shared.json").get("id", ""))):
+            time.sleep(timing.PAUSE_S)  # it is being written
+        return "" if first else found
+
+    try:
+        open_it = functools.partial(Place.open, shared_dir, warn=log.debug)
+        place = await in_thread(open_it, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
+        found = await in_thread(functools.partial(read, place), timeout_s=timing.CLAIM_S)
+    except TimeoutError:
+        raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
+    if not found:
+        log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
+    return found
+
+
 class Lead:
     """What the agent that leads does beside: it decides what the ends of ranks mean, and writes down how a script ends.
     """
@@ -208,7 +230,7 @@ class Agent:
         """Be one of the agents to the end. Returns its exit code and why. Raises UserError, JoinError and PeerLost."""
         self._over = asyncio.get_running_loop().create_future()
         self.options.script.check(os.environ, world_size=self.node.world_size)
-        place = await self._id_of_place() if self.options.shared_dir else ""
+        place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()
         self.attendance = self._introduce(place)
@@ -232,29 +254,6 @@ class Agent:
             if self._listener is not None:
                 self._listener.close()
             await self.ranks.close()
-
-    async def _id_of_place(self) -> str:
-        """The same on all nodes that share --shared-dir; "" where nobody can know whether he is the first to write
-        there."""
-        shared_dir = self.options.shared_dir
-
-        def read() -> str:
-            place = Place.open(shared_dir, warn=log.debug)
-            for _ in range(2):  # with an id of its own each: what stands there already counts as written
-                is_new = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-            if is_new:
-                return ""
-            while not (found := str(place.read_json("shared.json").get("id", ""))):
-                time.sleep(timing.PAUSE_S)  # it is being written
-            return found
-
-        try:
-            found = await in_thread(read, timeout_s=self.options.join_timeout_s)
-        except TimeoutError:
-            raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
-        if not found:
-            log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
-        return found
 
     def _introduce(self, place: str) -> Attendance:
         """`place`: the id of what it shares with other nodes."""
