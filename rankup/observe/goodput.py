@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import threading
 import time
 from dataclasses import dataclass, field, fields, replace
@@ -62,14 +61,13 @@ class Report:
     open_s: float = 0.0
     nodes: list[dict[str, Any]] = field(default_factory=list)
 
-    def write(self, run_dir: Path, token: str) -> None:
-        """Replace the file of this attempt. `token`: tells it from others, as launchers may give an id twice.
-
-        Raises OSError.
-        """
+    def write(self, run_dir: Path) -> None:
+        """Replace the file of this attempt. Raises OSError."""
         # Not asdict: it copies what is said of each rank, which takes longer than to write it
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        write_atomically(run_dir / "status" / self.attempt / f"progress-{token}.json", json.dumps(values) + "\n")
+        # Launchers may give an id twice, so the name has more than the attempt's
+        path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
+        write_atomically(path, json.dumps(values) + "\n")
 
 
 def read_reports(run_dir: Path) -> list[Report]:
@@ -132,9 +130,8 @@ def one_line(found: dict[str, Any]) -> str:
 def duration(seconds: float) -> str:
     """Two units at most: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = max(0, round(seconds))
-    for large, small, names in ((86400, 3600, "d h"), (3600, 60, "h min"), (60, 1, "min s")):
+    for large, small, first, second in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
         if whole >= large:
-            first, second = names.split()
             rest = whole % large // small
             return f"{whole // large} {first}" + (f" {rest} {second}" if rest else "")
     return f"{whole} s"
@@ -170,26 +167,22 @@ def speed(group: "Group", course: Course, step: int) -> float:
 
 
 class Reporter:
-    """Reports from `start` to `end`; on rank 0 alone, to which the run directory must belong.
+    """Reports to its end; on rank 0 alone, to which the run directory must belong.
 
     A thread writes beside the training. It reads numbers that the loop keeps anyway and takes part in no collective, so
     it can neither delay a step nor fail one. Where nothing can be written, `status` shows an old report.
     """
 
-    def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None = None) -> None:
-        """`run`: its id. `facts`: of the tracker, if there is one. A run that is finished already gets no report, but
-        its tracker gets what it has not got."""
-        self.group, self.run, self.course = group, run, course
-        self._began, self._token = began(os.getpid()), secrets.token_hex(4)
+    def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None, *, finished: bool) -> None:
+        """`run`: its id. `facts`: of the tracker, if there is one. `finished`: the run came to its end in an earlier
+        attempt; it gets no report any more, but its tracker gets what it has not got."""
+        self.group, self.run, self.course, self._facts = group, run, course, facts
+        self._began = began(os.getpid())
         self._trains = self._finished = False
         self._last: Report | None = None
+        self._tracker: Tracker | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        self._facts = facts
-        self._tracker: Tracker | None = None
-
-    def start(self, *, finished: bool) -> None:
-        """`finished`: the run came to its end in an earlier attempt."""
         if finished:
             self._track()
         else:
@@ -201,7 +194,7 @@ class Reporter:
         self._track()
 
     def _track(self) -> None:
-        if self._facts is not None:
+        if self._facts is not None and self._tracker is None:
             self._tracker = Tracker(self._facts, self.group.log)
 
     def end(self, kind: type[BaseException] | None) -> None:
@@ -215,43 +208,41 @@ class Reporter:
             self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
 
     def goodput(self) -> dict[str, Any]:
-        """Of the run, which ends now: later reports have the same times. See `rankup.observe.goodput`. Rank 0 only."""
+        """Of the run, which ends now: later reports have the same times."""
         self._last = self._look()
         earlier = [report for report in read_reports(self.group.run_dir) if report.began != self._began]
         return goodput([*earlier, self._last])
 
     def _report(self) -> None:
         """In the thread. The last report is its too: the main thread must not wait for a disk that hangs."""
-        self._write()
-        while not self._ended.wait(REPORT_S):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
-        report = self._look()
-        with contextlib.suppress(OSError):  # a full disk: the next save says so
-            report.write(self.group.run_dir, self._token)
+        ended = False
+        while True:
+            with contextlib.suppress(OSError):  # a full disk: the next save says so
+                self._look().write(self.group.run_dir)
+            if ended:
+                return
+            ended = self._ended.wait(REPORT_S)
 
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, now, seconds = self.course, time.time(), spent(self.group)
-        phase, open_s = self.group.watch.clock.present()
-        step, done, total = course.progress.step, course.progress.step - course.first_step, course.total
+        course, watch, now, seconds = self.course, self.group.watch, time.time(), spent(self.group)
+        progress, (phase, open_s) = course.progress, watch.clock.present()
+        step, done = progress.step, progress.step - course.first_step
         remaining_s = None
-        if self._trains and done and total is not None:
-            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (total - step), 1)
+        if self._trains and done and course.total is not None:
+            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (course.total - step), 1)
         # The watchdog's clock is younger than the process, which first imported what it needs
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
-        metrics = {name: value for name, value in (course.progress.line or {}).items() if name.startswith("train/")}
-        metrics |= {f"eval/{name}": value for name, value in (course.progress.metrics or {}).items()}
+        metrics = {name: value for name, value in (progress.line or {}).items() if name.startswith("train/")}
+        metrics |= {f"eval/{name}": value for name, value in (progress.metrics or {}).items()}
         return Report(
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
-            first_step=course.first_step, step=step, total_steps=total, finished=self._finished,
+            first_step=course.first_step, step=step, total_steps=course.total, finished=self._finished,
             seconds={kind: round(each_s, 3) for kind, each_s in seconds.items()},
             unit=course.unit if self._trains else "", per_s=round(speed(self.group, course, step), 1),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
-            ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
-            nodes=self.group.watch.nodes,
+            ranks=watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
+            nodes=watch.nodes,
         )

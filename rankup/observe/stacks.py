@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -113,36 +114,35 @@ def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
 
     `ranks`: only these. Takes ANSWER_STACKS_S at most, beside what the disk takes.
     """
-    answers = {answer.path: answer for answer in written(run_dir)}
-    sizes = {
-        path: path.stat().st_size for path, answer in answers.items()
-        if answer.alive and (ranks is None or answer.rank in ranks)
-    }
-    for number, patience_s in enumerate(ANSWER_STACKS_S):
-        for path in sizes:
-            _signal(answers[path], number)
-        answers |= _await(sizes, patience_s)
-    for path in sizes:
-        problem = f"does not answer: {_from_outside(answers[path])}"
-        answers[path] = replace(answers[path], text="", problem=problem, fresh=True)
+    answers = {answer.rank: answer for answer in written(run_dir)}
+
+    def one(asked: Answer) -> None:
+        answers[asked.rank] = _ask(asked)
+
+    chosen = [answer for answer in answers.values() if answer.alive and (ranks is None or answer.rank in ranks)]
+    # Not a pool: its threads would keep this process from its end where a disk hangs
+    threads = [threading.Thread(target=one, args=(answer,), daemon=True) for answer in chosen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return list(answers.values())
 
 
-def _await(sizes: dict[Path, int], patience_s: float) -> dict[Path, Answer]:
-    """The dumps that stand behind that many bytes of each file, which leaves `sizes` then."""
-    found: dict[Path, Answer] = {}
-    before: dict[Path, str] = {}
-    until_s = time.monotonic() + patience_s
-    while sizes and time.monotonic() < until_s:
-        time.sleep(ANSWER_TICK_S)
-        for path, size in list(sizes.items()):
-            answer = read(path, after=size)
+def _ask(asked: Answer) -> Answer:
+    """What one rank of this machine answers, or why it does not."""
+    size = asked.path.stat().st_size
+    for number, patience_s in enumerate(ANSWER_STACKS_S):
+        _signal(asked, number)
+        until_s, before = time.monotonic() + patience_s, ""
+        while time.monotonic() < until_s:
+            time.sleep(ANSWER_TICK_S)
+            answer = read(asked.path, after=size)
             # faulthandler's handler writes word by word: it is over once nothing has come since the last look
-            if answer is not None and answer.text and before.get(path) == answer.text:
-                del sizes[path]
-                found[path] = replace(answer, fresh=True)
-            before[path] = answer.text if answer is not None else ""
-    return found
+            if answer is not None and answer.text and answer.text == before:
+                return replace(answer, fresh=True)
+            before = answer.text if answer is not None else ""
+    return replace(asked, text="", problem=f"does not answer: {_from_outside(asked)}", fresh=True)
 
 
 def _signal(asked: Answer, number: int) -> None:
@@ -159,16 +159,12 @@ def _signal(asked: Answer, number: int) -> None:
 
 def _from_outside(asked: Answer) -> str:
     """What the kernel says of a process that does not answer."""
-    folder, where = Path(f"/proc/{asked.pid}"), ""
     try:
-        state, owner = state_of(asked.pid), folder.stat().st_uid
+        state, owner = state_of(asked.pid), Path(f"/proc/{asked.pid}").stat().st_uid
     except OSError:
         return "it has just ended"
-    if os.geteuid() not in (0, owner):
-        return "it belongs to another user"
-    with contextlib.suppress(OSError):
-        where = (folder / "wchan").read_text().strip("0")
-    return STATES.get(state, f"it is in state {state}") + (f" ({where})" if where else "")
+    own = os.geteuid() in (0, owner)
+    return STATES.get(state, f"it is in state {state}") if own else "it belongs to another user"
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, di
                   "seen": now} for rank in range(40)]
         for rank, differs in (odd or {}).items():
             ranks[rank] |= differs
-        replace(own, attempt=f"a-{number}", ranks=ranks, remaining_s=30.0).write(run, f"{number}")
+        replace(own, attempt=f"a-{number}", ranks=ranks, remaining_s=30.0).write(run)
     StatusFile(run, RankEnv(attempt=f"a-{attempts - 1}")).write_summary([])
     os.utime(run / "status.json", (now, now))
 
@@ -158,7 +158,7 @@ def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(
     assert "restarts (7, the last ones)" in text
     assert text.count("after step 12: no rank wrote down why: killed, or the machine was lost") == 5
     # An attempt that finished the run was not restarted: more epochs were asked for
-    replace(read_reports(run)[0], finished=True).write(run, "0")
+    replace(read_reports(run)[0], finished=True).write(run)
     assert len(json.loads(shown(capsys, run, "--json"))["restarts"]) == 6
 
 

@@ -218,7 +218,7 @@ def test_lines_are_sent_once_by_a_tracker_that_fails(
     tmp_path: Path, tracked: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker, "MOST_LINES", 2)
-    path, one = tmp_path / "metrics.jsonl", Sender(Facts("mlflow", RUN, "run", str(tmp_path), {}))
+    path, one = tmp_path / "metrics.jsonl", Sender(Facts("mlflow", RUN, str(tmp_path), {}))
     path.write_text(line(1))
     one.look()
     path.write_text(line(1) + line(2) + line(3)[:20])
@@ -236,7 +236,7 @@ def test_lines_are_sent_once_by_a_tracker_that_fails(
 
 def test_sender_of_a_killed_rank_sends_no_line_twice(tmp_path: Path, tracked: Recorded) -> None:
     """The next attempt cuts the file while the last lines are still being sent."""
-    path, facts = tmp_path / "metrics.jsonl", Facts("mlflow", RUN, "run", str(tmp_path), {})
+    path, facts = tmp_path / "metrics.jsonl", Facts("mlflow", RUN, str(tmp_path), {})
     path.write_text("".join(line(step) for step in range(1, 9)))
     old = Sender(facts)
     old.look()
