@@ -1,8 +1,7 @@
 """Where the time of a run went, over all its attempts: which share went into steps that counted. No torch here.
 
-Rank 0 of each attempt, or the agent of node 0, keeps one small file up to date: `status/<attempt>/progress-*.json`. It
-replaces the file every REPORT_S, so that after a kill -9 the last report is at most that old, and no attempt writes
-into the file of another. Goodput is computed from these files when somebody asks for it.
+Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S: after a kill
+-9 the last report is at most that old. Goodput is computed from these files when somebody asks for it.
 """
 
 import contextlib
@@ -35,31 +34,24 @@ TRAINING = ("steps", "data", "evaluation", "saves")  # what a run spends its tim
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What rank 0 last said of one attempt. Times are of `time.time()` on its machine.
+    """What rank 0 last said of one attempt. Times are of `time.time()` on its machine."""
 
-    `run`: its id. `began`: when the process of rank 0 began. `time`: when this was written. `total_steps`: None where
-    nobody knows, as yet or at all. `seconds`: of the whole attempt so far, by kind. `finished`: the run ended with
-    this attempt. `remaining_s`: estimated; None before the first step. `ranks`: what rank 0 last heard of each.
-    `metrics`: the newest values of training and evaluation by name. `open_s`: for how long rank 0 had been in a step by
-    then, or in its wait for data. `nodes`: see `Leader.nodes`.
-    """
-
-    run: str
+    run: str  # its id
     attempt: str
-    began: float
-    time: float
+    began: float  # the process of rank 0
+    time: float  # of writing this
     first_step: int
     step: int
-    total_steps: int | None
-    finished: bool
-    seconds: dict[str, float]
+    total_steps: int | None  # None where nobody knows
+    finished: bool  # the run ended with this attempt
+    seconds: dict[str, float]  # of the whole attempt so far, by kind
     unit: str
     per_s: float
-    remaining_s: float | None
-    metrics: dict[str, float]
-    ranks: list[dict[str, Any]]
-    open_s: float = 0.0
-    nodes: list[dict[str, Any]] = field(default_factory=list)
+    remaining_s: float | None  # estimated; None before the first step
+    metrics: dict[str, float]  # the newest values of training and evaluation
+    ranks: list[dict[str, Any]]  # what rank 0 last heard of each
+    open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
 
     def write(self, run_dir: Path) -> None:
         """Replace the file of this attempt. Raises OSError."""
@@ -71,11 +63,8 @@ class Report:
 
 
 def read_reports(run_dir: Path) -> list[Report]:
-    """The last report of each attempt of the run that `run_dir` holds now, in the order in which they began.
-
-    What an earlier run in the same folder left, and what can't be read, is passed over. Raises UserError where the file
-    that names the run is damaged.
-    """
+    """The last report of each attempt of the run that `run_dir` holds now, not of an earlier run there, in the order
+    in which they began. Raises UserError where the file that names the run is damaged."""
     names = {each.name for each in fields(Report)}
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
     whole = [Report(**each) for each in found if isinstance(each, dict) and each.keys() == names]
@@ -167,15 +156,12 @@ def speed(group: "Group", course: Course, step: int) -> float:
 
 
 class Reporter:
-    """Reports to its end; on rank 0 alone, to which the run directory must belong.
-
-    A thread writes beside the training. It reads numbers that the loop keeps anyway and takes part in no collective, so
-    it can neither delay a step nor fail one. Where nothing can be written, `status` shows an old report.
-    """
+    """A thread of rank 0 that reports beside the training. It reads numbers that the loop keeps anyway and takes part
+    in no collective, so it can neither delay a step nor fail one."""
 
     def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None, *, finished: bool) -> None:
-        """`run`: its id. `facts`: of the tracker, if there is one. `finished`: the run came to its end in an earlier
-        attempt; it gets no report any more, but its tracker gets what it has not got."""
+        """`finished`: the run came to its end in an earlier attempt. It gets no report any more, but its tracker gets
+        what it has not got."""
         self.group, self.run, self.course, self._facts = group, run, course, facts
         self._began = began(os.getpid())
         self._trains = self._finished = False

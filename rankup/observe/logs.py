@@ -40,12 +40,8 @@ class Record(NamedTuple):
 def logs(
     runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False, as_json: bool = False
 ) -> None:
-    """Print the lines of a run; with `follow` until a signal ends the process.
-
-    `runs`, `run`: see `find_run`. `rank`: such as "0-3,7". `since`: such as "10m". `as_json`: an object a line, with
-    `time`, `ranks`, `hosts` (of each rank) and `text`.
-    Raises UserError where there is no such run, and where `rank` or `since` can't be understood.
-    """
+    """Print the lines of a run, see `find_run`; with `follow` until a signal ends the process. `rank`: such as "0-3,7".
+    `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
     wanted, first_s = wanted_ranks(rank), moment(since)
     folder = find_run(runs, run)
     found: dict[Path, RankLog] = {}

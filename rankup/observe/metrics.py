@@ -18,16 +18,12 @@ BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 
 
 class Progress(Protocol):
-    """Where a run stands: the last finished step.
+    """Where a run stands; every rank knows it."""
 
-    `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome. `line`: the last line of training
-    in `metrics.jsonl`, which every rank knows: rank 0 may be killed before it writes it.
-    """
-
-    step: int
-    evaluated: int
-    metrics: dict[str, float] | None
-    line: dict[str, Any] | None
+    step: int  # the last finished one
+    evaluated: int  # the last step whose evaluation is complete
+    metrics: dict[str, float] | None  # its outcome
+    line: dict[str, Any] | None  # the last one of training in `metrics.jsonl`
 
 
 class Metrics:

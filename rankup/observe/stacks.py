@@ -1,9 +1,8 @@
 """`stacks RUN`: where each rank of a run is now, which ranks are somewhere else than the others, and all their stacks.
 
-It asks the processes of this machine. One that is asked may hang, be stopped, or be another one that has got the
-number: each is asked in a way that can do no harm, for a bounded time, and one that does not answer is described from
-outside. Ranks of other machines are asked by a signal to any agent of the job; their answers are read here where the
-machines share a disk. No torch here.
+It asks the processes of this machine, for a bounded time, and describes one that does not answer from outside. Ranks of
+other machines are asked by a signal to any agent of the job; their answers are read here where the machines share a
+disk. No torch here.
 """
 
 import contextlib
@@ -71,10 +70,7 @@ class Answer:
 
 
 def report(run_dir: Path, *, full: bool = False) -> str:
-    """What `stacks` prints. `full`: the stacks of all threads too.
-
-    Raises UserError where no rank has ever said that it can be asked.
-    """
+    """What `stacks` prints. Raises UserError where no rank has ever said that it can be asked."""
     answers = ask(run_dir)
     if not answers:
         raise UserError(
@@ -110,10 +106,8 @@ def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
 
 
 def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
-    """Have the ranks of this run that live on this machine write their stacks, and return what all have written.
-
-    `ranks`: only these. Takes ANSWER_STACKS_S at most, beside what the disk takes.
-    """
+    """Have the ranks of this run on this machine (of `ranks` alone) write their stacks, and return what all ranks have
+    written. Takes ANSWER_STACKS_S at most, beside what the disk takes."""
     answers = {answer.rank: answer for answer in written(run_dir)}
 
     def one(asked: Answer) -> None:
@@ -180,8 +174,7 @@ def written(run_dir: Path) -> list[Answer]:
 
 
 def read(path: Path, *, after: int = 0) -> Answer | None:
-    """The newest whole dump in a file of stacks; only what stands behind its first `after` bytes. None for another
-    file."""
+    """The newest whole dump in a file of stacks, behind its first `after` bytes. None for another file."""
     try:
         data = path.read_bytes()
         answer = Answer(path=path, **json.loads(HEAD.findall(data.decode(errors="replace"))[-1]))

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rankup.env.rank_env import ranges
 from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
@@ -30,10 +31,7 @@ MOST_RESTARTS = 5
 
 
 def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
-    """What to print. `runs`: the folder of all runs. `run`: a run's name or folder; all runs where it is empty.
-
-    Raises UserError where there is no such run.
-    """
+    """What to print of `run`, see `find_run`, or of all runs in the folder `runs`. Raises UserError."""
     folder, now = find_run(runs, run) if run else None, time.time()
     try:
         paths = [folder] if folder else sorted(path for path in runs.glob("*") if is_run(path))
@@ -52,21 +50,18 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
 
 
 def watch(runs: Path, run: str = "") -> None:
-    """Draw it anew until the run has ended, or until Ctrl-C. In a pipe the last screen alone is printed. Raises as
-    `status`."""
+    """Draw it anew until the run has ended, or until Ctrl-C. In a pipe the last screen alone is printed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal gets its cursor back
     with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
             live.update(Text.from_ansi(status(runs, run).rstrip("\n")), refresh=True)
-            if run and _is_over(look(find_run(runs, run), now=time.time())):
-                return
+            if run:
+                found = look(find_run(runs, run), now=time.time())
+                silent = found["last_sign_s"] > RUN_SILENT_S
+                # One that failed or was stopped may be going on at once
+                if found["state"] == "finished" or (found["state"] in ("failed", "stopped") and silent):
+                    return
             time.sleep(REPORT_S)
-
-
-def _is_over(run: dict[str, Any]) -> bool:
-    # One that failed or was stopped may be going on at once
-    silent = run["last_sign_s"] > RUN_SILENT_S
-    return run["state"] == "finished" or (run["state"] in ("failed", "stopped") and silent)
 
 
 # What the files say ---------------------------------------------------------------------------------------------------
@@ -241,16 +236,10 @@ def _rank_table(run: dict[str, Any], now: float) -> Table:
         alike = list(group)
         # Of several, the one that was heard of longest ago stands for all
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
-        numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
         # A script of the user's own says nothing of its steps
-        step = _span(steps) if run["total_steps"] else ""
-        _add(table, _span(numbers), oldest["host"], step, _phase(oldest), _sign(oldest, now))
+        step = ranges({rank["step"] for rank in alike}) if run["total_steps"] else ""
+        _add(table, ranges(rank["rank"] for rank in alike), oldest["host"], step, _phase(oldest), _sign(oldest, now))
     return table
-
-
-def _span(numbers: list[int]) -> str:
-    first, last = min(numbers), max(numbers)
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def _phase(rank: dict[str, Any]) -> str:
@@ -276,7 +265,6 @@ def _sign(rank: dict[str, Any], now: float) -> str:
 def _how(end: dict[str, Any]) -> str:
     """Why an attempt before this one ended."""
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
-    why = f"{end['why']} (exit code {end['code']})"
-    return f"after {after}: " + (
-        why if end["code"] is not None else "no rank wrote down why: killed, or the machine was lost"
-    )
+    if end["code"] is None:
+        return f"after {after}: no rank wrote down why: killed, or the machine was lost"
+    return f"after {after}: {end['why']} (exit code {end['code']})"

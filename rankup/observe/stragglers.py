@@ -42,9 +42,8 @@ WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write, and
 class StepClock:
     """Adds up the seconds of each part. The loop says when a part ends; it costs about 5 µs a step.
 
-    On the CPU everything is done when the call returns, so the host's clock is right. For a GPU the host only queues
-    work and goes on: marks are events in that queue, and nothing waits for them. One process is compared with nobody:
-    it has no callbacks and no events.
+    For a GPU the host only queues work and goes on: marks are events in that queue, and nothing waits for them. One
+    process is compared with nobody: it has no callbacks and no events.
 
     `link`: through it two ranks of one host exchange gradients in the middle of backward. Its `waited_s` says how long
     this rank has waited there so far.
@@ -188,11 +187,8 @@ class RankReports:
         self._called = set[int]()  # slow, in a line
 
     def exchange(self, values: Sequence[float], *, step: int) -> tuple[list[float], dict[str, float]]:
-        """All ranks call this at a report, with as many `values`, once these have come from the device.
-
-        Returns the means of the ranks' values, and values for the line in the metrics: on rank 0, once a window, else
-        none.
-        """
+        """All ranks call this at a report, with as many `values`, once these have come from the device. Returns the
+        ranks' means, and on rank 0 what the line of a window's end says of the ranks."""
         group, ranks = self.group, torch.zeros_like(self._seconds)
         ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
         numbers = group.sum(torch.cat([torch.tensor(values, dtype=torch.float64), ranks.flatten()]))

@@ -221,10 +221,8 @@ class Sender:
         self._read = 0  # bytes of metrics.jsonl
 
     def look(self, state: str = "") -> None:
-        """Send what is new. `state`: how the run has ended, empty while it goes on.
-
-        Raises whatever the tracker's package raises. Then the next look begins anew, behind what was sent.
-        """
+        """Send what is new. `state`: how the run has ended, empty while it goes on. Raises whatever the package raises;
+        then the next look begins anew, behind what was sent."""
         try:
             if self.tracked is None:
                 self.tracked = RUNS[self.facts.tracker](self.facts)

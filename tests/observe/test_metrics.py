@@ -158,7 +158,9 @@ def test_longer_run_goes_on_in_the_same_curves(forks: Forks, tmp_path: Path) -> 
 # Units --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 60101, "tra', b"\0\0\n\n", b'[1]\n', b'{"step": 60000, "train/loss": 1.0}'])
+@pytest.mark.parametrize("torn", [
+    b"", b'{"step": 60101, "tra', b"\0\0\n\n", b"[1]\n", b'{"step": 60000, "train/loss": 1.0}',
+])
 def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, torn: bytes) -> None:
     """A kill tears a line; the checkpoint is of step 60,000, and other ranks have gone on to 60,100."""
     kinds = ["train" if step % 100 else "eval" for step in range(1, 60_201)]
