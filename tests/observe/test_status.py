@@ -132,14 +132,6 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().out
 
 
-def test_status_of_a_run_that_was_killed_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stage(tmp_path / "run", ago_s=215)
-    text = shown(capsys, tmp_path / "run")
-    assert "no sign of life for 3 min " in text
-    assert "left" not in text
-    assert re.search(r"^0-39 +here +12 +step +none for 3 min", text, re.MULTILINE)
-
-
 def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +182,10 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(
         ["run", "state", "step", "speed"], ["training", "running", "12/100", "1 images/s"],
         ["old", "failed with exit code 2, 2 h ago"],
     ]
+    text = shown(capsys, tmp_path / "killed")
+    assert "no sign of life for 3 min " in text
+    assert "left" not in text
+    assert re.search(r"^0-39 +here +12 +step +none for 3 min", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "damage", "said"), [
