@@ -44,6 +44,8 @@ def logs(
     `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
     wanted, first_s = wanted_ranks(rank), moment(since)
     folder = find_run(runs, run)
+    if not _files(folder):
+        raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-N.log in {folder}.")
     found: dict[Path, RankLog] = {}
     shown = _as_json if as_json else _as_text
     try:

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,25 +145,12 @@ class StepClock:
 # Compared by rank 0 ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The steps from `first` on that are looked at together, and the mean seconds of each part of a step by rank.
-
-    `load`: how much more than its exact part of the batch each rank takes; of 4 samples for three ranks the first takes
-    2, and is not slow for that. Empty: all take theirs.
-    """
-
-    first: int
-    seconds: Sequence[Sequence[float]]
-    load: Sequence[float] = ()
-
-    def gaps(self) -> list[float]:
-        """By how much of the median's own time each rank holds up the others by both measures, 0.18 for 18 %."""
-        loads = self.load or [1.0] * len(self.seconds)
-        own = [(rank[DATA] + rank[COMPUTE]) / load for rank, load in zip(self.seconds, loads, strict=True)]
-        waits = [rank[WAITING] for rank in self.seconds]
-        pairs = zip(own, _others(own), waits, _others(waits), strict=True)
-        return [min(mine - theirs, their_wait - wait) / max(theirs, 1e-9) for mine, theirs, wait, their_wait in pairs]
+def gaps(seconds: torch.Tensor) -> list[float]:
+    """By how much of the others' own time each rank holds them up by both measures, 0.18 for 18 %. `seconds`: of each
+    part of a step, float [ranks, parts]."""
+    own, waits = seconds[:, :WAITING].sum(1).tolist(), seconds[:, WAITING].tolist()
+    pairs = zip(own, _others(own), waits, _others(waits), strict=True)
+    return [min(mine - theirs, their_wait - wait) / max(theirs, 1e-9) for mine, theirs, wait, their_wait in pairs]
 
 
 def _others(values: list[float]) -> list[float]:
@@ -173,16 +159,20 @@ def _others(values: list[float]) -> list[float]:
 
 
 class RankReports:
-    """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it."""
+    """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it.
+
+    `load`: how much more than its exact part of the batch each rank takes; of 4 samples for three ranks the first takes
+    2, and is not slow for that. Empty: all take theirs.
+    """
 
     def __init__(self, group: Group, clock: StepClock, *, step: int) -> None:
         """`step`: where the run is."""
         self.group, self._clock = group, clock
-        self.load: Sequence[float] = ()  # see `Window`
+        self.load: Sequence[float] = ()
         # Rank 0's: the sums of the window that is open, and when and with which step it began
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
         self._began_s, self._first = -math.inf, step + 1
-        self._windows = deque[Window](maxlen=ROW)  # the newest
+        self._windows = deque[tuple[int, torch.Tensor]](maxlen=ROW)  # the newest: first step, seconds of a step
         self._rows = [0] * group.world_size  # of each rank: for how many windows it has been what it is not called
         self._called = set[int]()  # slow, in a line
 
@@ -199,21 +189,25 @@ class RankReports:
         now_s = time.monotonic()
         if now_s - self._began_s < max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size):
             return means, {}
-        window = Window(self._first, (self._seconds / (step + 1 - self._first)).tolist(), self.load)
-        for line in self.look(window):
+        window = self._seconds / (step + 1 - self._first)
+        for line in self.look(self._first, window):
             group.log.info(line)
         self._seconds.zero_()
         self._began_s, self._first = now_s, step + 1
         return means, {
             f"ranks/{name}_s/{rank}": round(own[part], 6)
-            for rank, own in enumerate(window.seconds) for part, name in enumerate(PARTS)
+            for rank, own in enumerate(window.tolist()) for part, name in enumerate(PARTS)
         }
 
-    def look(self, window: Window) -> list[str]:
-        """What there is to say after this window: nothing in a healthy job."""
-        self._windows.append(window)
+    def look(self, first: int, seconds: torch.Tensor) -> list[str]:
+        """What there is to say after a window of steps from `first` on: nothing in a healthy job. `seconds`: see
+        `gaps`."""
+        window = seconds.clone()
+        if self.load:
+            window[:, :WAITING] /= torch.tensor(self.load)[:, None]
+        self._windows.append((first, window))
         lines = []
-        for rank, gap in enumerate(window.gaps()):
+        for rank, gap in enumerate(gaps(window)):
             self._rows[rank] = self._rows[rank] + 1 if (gap >= LEAST) != (rank in self._called) else 0
             if self._rows[rank] == ROW:
                 self._called ^= {rank}
@@ -224,12 +218,11 @@ class RankReports:
 
     def _how_slow(self, rank: int) -> str:
         """And in which part of a step this rank loses most, with its own time and the median of all ranks."""
-        usual = torch.tensor([window.seconds for window in self._windows], dtype=torch.float64).median(0).values
-        gap = replace(self._windows[-1], seconds=usual.tolist()).gaps()[rank]
+        usual = torch.stack([seconds for _, seconds in self._windows]).median(0).values
         median = usual.median(0).values
         part = int((usual[rank] - median)[:WAITING].argmax())
         others = "the median" if self.group.world_size > 2 else "the other"
         return (
-            f"is {100 * gap:.0f} % slower than {others}, since step {self._windows[0].first}: {PARTS[part]} takes "
-            f"{1000 * usual[rank, part]:.3g} ms of a step, median {1000 * median[part]:.3g}"
+            f"is {100 * gaps(usual)[rank]:.0f} % slower than {others}, since step {self._windows[0][0]}: {PARTS[part]} "
+            f"takes {1000 * usual[rank, part]:.3g} ms of a step, median {1000 * median[part]:.3g}"
         )

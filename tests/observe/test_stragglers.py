@@ -13,7 +13,7 @@ from torch.autograd import Variable
 
 from rankup.loop.batches import part_of
 from rankup.observe import stragglers
-from rankup.observe.stragglers import COMPUTE, ROW, WAITING, RankReports, StepClock, Window
+from rankup.observe.stragglers import COMPUTE, ROW, WAITING, RankReports, StepClock
 from tests.rigs.fork_server import Forks
 
 STEPS = 50  # of a window
@@ -21,11 +21,14 @@ RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
 HOSTS = ["node0", "node0", "node1", "node1"]
 
 
-def windows(*ranks: tuple[float, float], first: int = 1, count: int = 1) -> list[Window]:
-    """Windows of steps in which each rank takes (data, compute) seconds, and waits for the slowest."""
+Window = tuple[int, torch.Tensor]  # its first step, and the seconds of data, compute and waiting by rank
+
+
+def windows(*ranks: tuple[float, float], first: int = 1, count: int = 20) -> list[Window]:
+    """Of steps in which each rank takes (data, compute) seconds, and waits for the slowest."""
     longest = max(sum(rank) for rank in ranks)
-    seconds = [[data, compute, round(longest - data - compute, 9)] for data, compute in ranks]
-    return [Window(first + number * STEPS, seconds) for number in range(count)]
+    seconds = torch.tensor([[data, compute, longest - data - compute] for data, compute in ranks], dtype=torch.float64)
+    return [(first + number * STEPS, seconds) for number in range(count)]
 
 
 def compared(hosts: list[str]) -> RankReports:
@@ -34,7 +37,7 @@ def compared(hosts: list[str]) -> RankReports:
 
 
 def said(ranks: RankReports, found: list[Window]) -> list[str]:
-    return [line for window in found for line in ranks.look(window)]
+    return [line for window in found for line in ranks.look(*window)]
 
 
 USUAL = (0.002, 0.05)
@@ -48,13 +51,13 @@ def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> No
     assert said(ranks, slow[ROW - 1 :]) == [
         "rank 3 (node1) is 18 % slower than the median, since step 501: compute takes 59.4 ms of a step, median 50"
     ]
-    assert said(ranks, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
+    assert said(ranks, windows(*[USUAL] * 4)) == ["rank 3 (node1) keeps up again"]
 
 
 def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
     """On a GPU data may come late and still in time: the host is ahead of the GPU."""
-    late = Window(1, [[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
-    assert said(compared(HOSTS[:3]), [late] * 20) == []
+    late = torch.tensor([[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
+    assert said(compared(HOSTS[:3]), [(1, late)] * 20) == []
 
 
 def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
@@ -62,12 +65,13 @@ def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
     load = [part_of([0, 0, 0, 0], rank, 3)[1] for rank in range(3)]
     assert load == [1.5, 0.75, 0.75]
 
-    def of(*own: float) -> list[str]:
-        seconds = [[0.0, each, max(own) - each] for each in own]
-        return said(compared(HOSTS[:3]), [Window(1, seconds, load)] * 20)
+    def of(first: float) -> list[str]:
+        ranks = compared(HOSTS[:3])
+        ranks.load = load
+        return said(ranks, windows((0.0, first), (0.0, 0.05), (0.0, 0.05)))
 
-    assert of(0.1, 0.05, 0.05) == []
-    (line,) = of(0.13, 0.05, 0.05)
+    assert of(0.1) == []
+    (line,) = of(0.13)
     assert line.startswith("rank 0 (node0) is 30 % slower than the median")
 
 
@@ -76,7 +80,7 @@ def recorded(number: int) -> tuple[str, list[Window]]:
     case = json.loads(RECORDED.read_text().splitlines()[number])
     steps = [0, *(last for last, *_ in case["windows"])]
     pairs = zip(steps, case["windows"], strict=False)
-    return case["case"], [Window(before + 1, ranks) for before, (_, *ranks) in pairs][1:]
+    return case["case"], [(before + 1, torch.tensor(ranks)) for before, (_, *ranks) in pairs][1:]
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -84,7 +88,7 @@ def test_recorded_windows_of_busy_machines_name_the_slow_rank_alone(number: int)
     """Two healthy jobs; then the last of two ranks is slow by a tenth, and that of three by a fifth."""
     part, found = recorded(number)
     assert len(found) > 80 or part != "healthy"
-    slow = len(found[0].seconds) - 1
+    slow = len(found[0][1]) - 1
     lines = said(compared(HOSTS[: slow + 1]), found)
     assert len(lines) == (part != "healthy")
     for line in lines:
