@@ -55,7 +55,7 @@ def has_handler(pid: int, number: int) -> bool | None:
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when `parent` ends: the ranks of a launcher that was killed would train on, and
-    hold their GPUs (torch issue 5736). A fork does not inherit it."""
+    hold their GPUs (pytorch 5736). A fork does not inherit it."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
