@@ -101,7 +101,7 @@ def find_origin(
 
 def sees(folder: Path, token: str) -> bool:
     """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
-    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
+    return bool(read_json(folder / "lease.json").get("token") == token)
 
 
 def in_order(
@@ -170,7 +170,7 @@ def found_in(paths: Iterable[Path]) -> list[list[Any]]:
 def _about(path: Path) -> tuple[int, str, str]:
     """Step, attempt and run of a copy, "" where that can't be read, or where somebody renamed the folder."""
     record, step = read_json(path / STATE), step_of(path)
-    good = isinstance(record, dict) and {"run", "attempt"} <= record.keys() and record.get("step") == step
+    good = {"run", "attempt"} <= record.keys() and record.get("step") == step
     return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
 
 
@@ -187,7 +187,7 @@ def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
 def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
     """What this rank's node holds in memory of this run with these settings."""
     for path in rescue.found():
-        record: Any = read_json(path / STATE)
+        record = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
             options.fits(path, record)

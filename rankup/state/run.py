@@ -54,7 +54,7 @@ class Run:
         self._saved_path, self.saved = origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and origin.kind < PEER and group.on_rank0(
-            lambda: options.finished(newest, read_json(self.folder / RESULT) or {})
+            lambda: options.finished(newest, read_json(self.folder / RESULT))
         )
         if self.finished:
             rescue.remove(self.lineage.run)
