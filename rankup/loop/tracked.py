@@ -229,16 +229,10 @@ class Tracked:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned, for these names; whole tensors where items are split. Raises ValueError,
-        which begins with the item's name, where it does not fit."""
+        """Put back what `state` returned, for these names; whole tensors where items are split. Raises RuntimeError,
+        ValueError, KeyError, TypeError or AttributeError where names or shapes differ, as torch does."""
         for name, values in state.items():
-            try:
-                self._load(name, self.items[name], values)
-            except UserError:
-                raise
-            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                # torch raises one of several types where names or shapes differ
-                raise ValueError(f"{name}: {' '.join(str(error).split())[:300]}") from None
+            self._load(name, self.items[name], values)
         self.commit()
 
     def _load(self, name: str, item: Any, values: Any) -> None:
