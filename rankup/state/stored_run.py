@@ -25,7 +25,7 @@ from rankup.errors import UserError, disk_error
 from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, RESULT, Lineage, folder_of, number_of
 from rankup.places.place import Place
-from rankup.state.copies import MANIFEST, STAGING, Check, known_damaged, looks_whole, no_check, step_of
+from rankup.state.copies import MANIFEST, STAGING, Check, looks_whole, no_check, step_of
 from rankup.state.reading import Copy, load, load_newest, newest_whole, read
 from rankup.urls import is_url
 
@@ -161,7 +161,6 @@ class StoredRun:
                 if copy is not None:
                     shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
                     copy = replace(copy, path=fetched.rename(target))
-                    known_damaged.discard(target)
         except OSError as error:
             raise disk_error("checkpoint", directory, error) from None
         finally:
