@@ -134,11 +134,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def is_shard(name: str) -> bool:
-    """Whether the file of that name holds one rank's part of the tensors."""
-    return name.startswith("rank-")
-
-
 def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
     """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
     named = NAME.fullmatch(path.name)  # a folder that the user names may have any name

@@ -17,7 +17,7 @@ from rankup.group.group import Group
 from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
 from rankup.state import tree
-from rankup.state.copies import STATE, Check, is_shard, list_copies, no_check, passed_over, read_manifest, verify
+from rankup.state.copies import STATE, Check, list_copies, no_check, passed_over, read_manifest, verify
 from rankup.state.tree import TENSORS, TREE, decode, encode, local_parts
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
@@ -143,14 +143,15 @@ class CopyFiles:
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
-        names = [name for name in read_manifest(path)["files"] if name.endswith(TENSORS)]
-        self.sharded = any(map(is_shard, names))
         with open_regular(path / TREE) as content:
             self._tree = json.load(content)["tree"]
-        self._parts = defaultdict[str, list[_Part]](list)
-        for name in names:
-            file = safe_open(path / name, framework="pt")
-            item = "" if is_shard(name) else f"{name.removesuffix(TENSORS)}/"
+        self._parts, self.sharded = defaultdict[str, list[_Part]](list), False
+        for name in read_manifest(path)["files"]:
+            if not name.endswith(TENSORS):
+                continue
+            file, is_part = safe_open(path / name, framework="pt"), name.startswith("rank-")
+            self.sharded |= is_part
+            item = "" if is_part else f"{name.removesuffix(TENSORS)}/"
             places = json.loads((file.metadata() or {}).get("places", "{}"))
             for key in file.keys():  # noqa: SIM118 (it is no dict)
                 tensor = file.get_tensor(key)
