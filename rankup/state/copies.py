@@ -157,13 +157,13 @@ def save(
 ) -> Path:
     """Write one copy that this process holds whole; the rest as `publish`."""
     check_owner()
-    staging = create_staging(staging_of(directory, step, secrets.token_hex(4)))
+    staging = create_staging(staging_of(directory, step))
     return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner)
 
 
-def staging_of(directory: Path, step: int, token: str) -> Path:
+def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
     """The hidden folder in which a copy is put together."""
-    return directory / f"{STAGING}step-{step:08d}-{token}"
+    return directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
 
 
 def create_staging(staging: Path) -> Path:
