@@ -202,7 +202,7 @@ def lose(path: Path) -> None:
 
 FIT = "its files don't fit together (%s"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "part missing": (lose, FIT % "model/0.weight has 64 of 128 elements"),
+    "part missing": (lose, FIT % "model/0.bias has 8 of 16 elements"),
     "shard flipped": (lambda p: flip(p / "rank-00001.safetensors", 200), "rank-00001.safetensors does not match its"),
     "shard missing": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
     "tree flipped": (lambda p: flip(p / "tree.json", 50), "tree.json does not match its digest"),
