@@ -285,10 +285,10 @@ def logs(given: argparse.Namespace) -> int:
 def stacks(given: argparse.Namespace) -> int:
     """Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the others.
     It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines."""
-    from rankup.observe.logs import find_logs
+    from rankup.observe.logs import find_run
     from rankup.observe.stacks import report
 
-    print_whole(f"{report(find_logs(given.runs, given.run).parent, full=given.full)}\n")
+    print_whole(f"{report(find_run(given.runs, given.run), full=given.full)}\n")
     return FINISHED
 
 
@@ -302,9 +302,9 @@ def explain(given: argparse.Namespace) -> int:
     """Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. Exit
     code 20 means that a fault was found, 0 that none was."""
     from rankup.explain import FAULTY, explain_logs
-    from rankup.observe.logs import find_logs
+    from rankup.observe.logs import find_run
 
-    paths = [Path(path) for path in given.paths] or [find_logs(given.runs, "").parent]
+    paths = [Path(path) for path in given.paths] or [find_run(given.runs, "")]
     text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=given.runs)
     print_whole(f"{text}\n")
     return FAULTY if faulty else FINISHED

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import StatusFile
-from rankup.agent.limits import read
 from rankup.agent.logs import host_name
+from rankup.agent.processes import read
 from rankup.agent.protocol import HINT
 from rankup.doctor import NOTE, OK, WARNING, Finding, Report, check_machine, problem
 from rankup.env.rank_env import RankEnv, describe, ranges
