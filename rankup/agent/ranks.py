@@ -47,7 +47,7 @@ class Options:
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0
     work_dir: str = ""
-    start: str = "fork"  # or fresh: of a script that imports rankup
+    fork: bool = True  # a script that imports rankup
     stop_after: int | None = None  # a part of a replay ends after this step
 
     @functools.cached_property
@@ -123,7 +123,7 @@ class Ranks:
 
     def _start_server(self) -> None:
         """It imports torch while the agents meet."""
-        fork, (preload, folder) = self.knows_us and self.options.start == "fork", self.script.own_imports()
+        fork, (preload, folder) = self.knows_us and self.options.fork, self.script.own_imports()
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
