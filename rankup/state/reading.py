@@ -149,8 +149,8 @@ class CopyFiles:
         for name in read_manifest(path)["files"]:
             if not name.endswith(TENSORS):
                 continue
-            file, is_part = safe_open(path / name, framework="pt"), name.startswith("rank-")
-            self.sharded |= is_part
+            file: Any = safe_open(path / name, framework="pt")
+            self.sharded |= (is_part := name.startswith("rank-"))
             item = "" if is_part else f"{name.removesuffix(TENSORS)}/"
             places = json.loads((file.metadata() or {}).get("places", "{}"))
             for key in file.keys():  # noqa: SIM118 (it is no dict)
