@@ -272,11 +272,11 @@ def uploading(path: Path | None) -> Iterator[None]:
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """Remove all but `newest` and the next ones to `keep` in all that look whole: others must not push a good one out.
     """
-    good = 1
+    good = 0
     for path in reversed(list_copies(directory)):
-        if path == newest:
-            continue
-        if good < keep and not (path.suffix and path.with_suffix("").exists()):
+        if path == newest:  # where this attempt was frozen for long, those of later steps are its successor's
+            good += 1
+        elif good < keep and not (path.suffix and path.with_suffix("").exists()):
             good += looks_whole(path)
         elif path not in _uploading:  # else a later save removes it
             remove(path)

@@ -40,9 +40,9 @@ def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path
     for step in (1, 9):
         save(tmp_path, step)
     flip(tmp_path / "step-00000009" / "model.safetensors", 50)
-    for keep, left in ((2, [2, 9]), (1, [2])):
+    for keep in (2, 1):
         save(tmp_path, 2, keep=keep)
-        assert steps(tmp_path) == left
+        assert steps(tmp_path) == [2, 9]
         assert newest(tmp_path)[0] == 2
 
 
