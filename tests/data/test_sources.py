@@ -18,7 +18,7 @@ import torch
 from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.data.sources import in_memory, load
 from train.data.sources.in_memory import FAMILIES, FOLDER, find_family
 
@@ -48,10 +48,10 @@ def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, m
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
     debian = replace(FAMILIES["fashion-mnist"], here=write_set(tmp_path / "debian", suffix=".gz"))
-    assert find_family(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
+    assert find_family(debian, data_dir=None, timeout_s=1.0) == tmp_path / "debian"
     without = replace(FAMILIES["fashion-mnist"], here=tmp_path / "nothing")
     there = tmp_path / "cache" / "FashionMNIST" / "raw"
-    assert find_family(without, data_dir=None, timeout_s=1.0, say=print) == there
+    assert find_family(without, data_dir=None, timeout_s=1.0) == there
 
 
 def test_other_images_of_the_same_number_are_other_data(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The commands by name: each gets the settings, this process and its own options, and returns its exit code, or None
-for success. Each imports what it needs inside, so that only those pay for torch that use it.
-"""
+for success. Each imports what it needs inside, so that only those pay for torch that use it."""
 
 import gc
 import importlib
@@ -24,12 +23,8 @@ def run_dir_of(config: Config, program: Program) -> Path:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Of a module that is slow to import: no garbage is collected meanwhile, nor ever in what it imported.
-
-    torch and what belongs to it are 350,000 objects, which live as long as the process. Importing them triggers
-    collections, which take a fifth of the time to find 8 MB; each full one later would walk them again, 0.15 s in the
-    middle of a step, and in a forked process it would copy the pages that it marks.
-    """
+    """Of a module that is slow to import, without garbage collection: torch's 350,000 objects live as long as the
+    process. Collections would take a fifth of the import, and later walk them again, 0.15 s in the middle of a step."""
     gc.disable()
     try:
         return getattr(importlib.import_module(module, __package__), name)

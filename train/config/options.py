@@ -1,8 +1,5 @@
 """The command line, `COMMAND --SETTING VALUE ...`: the commands and their options, what a line means, and --help.
-
-python-fire takes a line apart, and every mistake in it is collected. Values stay texts here: pydantic reads them by the
-types of their settings. No torch here.
-"""
+Values stay texts here: pydantic reads them by the types of their settings. No torch here."""
 
 from __future__ import annotations
 
@@ -103,11 +100,8 @@ class Request:
 
 
 def parse_args(argv: Sequence[str]) -> Request:
-    """Understand a command line; runs and raises nothing.
-
-    The command is the first word, `train` where a line begins with a setting. --local-rank, which
-    torch.distributed.launch puts in front, is passed over: LOCAL_RANK says the same.
-    """
+    """Understand a command line; runs and raises nothing. The command is the first word, `train` where a line begins
+    with a setting."""
     words = [word for word in argv if word != "--"]  # behind it Fire would obey flags of its own
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]

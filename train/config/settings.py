@@ -1,7 +1,5 @@
-"""Every setting: its type, default, range, unit, a line of help, and whether it affects the result. No torch here.
-
-A setting that affects the result must stay the same when a run is resumed. `show` and `--help` keep the order below.
-"""
+"""Every setting: its type, default, range, unit, a line of help, and whether it affects the result: then it must stay
+the same when a run is resumed. `show` and `--help` keep the order below. No torch here."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Exact evaluation: every sample counts once, whatever the world size, and the loss is the same to the last bit.
 
-The batches are the same for every world size, and the ranks take them in turn. Each batch leaves its sums in a row of
-its own. The rows of all ranks are added, where every other rank has zeros, and only then summed in the order of the
-batches: floating-point sums depend on their order, and so 1 and 4 ranks agree exactly.
-
-The usual short cuts do not: a padded sampler counts some samples twice, and an average of the ranks' averages weighs
-samples by how many their rank had (pytorch issue 25162).
+The ranks take the same batches in turn. Each batch leaves its sums in a row of its own. The rows of all ranks are
+added, where every other rank has zeros, and only then summed in the order of the batches: floating-point sums depend on
+their order. A padded sampler would count some samples twice, and an average of the ranks' averages weighs samples by
+how many their rank had (pytorch issue 25162).
 """
 
 from collections.abc import Iterable
@@ -19,8 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from rankup import Group, UserError
 
 from ..config import Config
-from ..data import Samples
-from ..data.samples import load_batches, to_device
+from ..data.samples import Samples, load_batches, to_device
 from ..parallel.model import autocast, eval_mode
 from ..workloads import Sums, Workload
 
@@ -36,11 +33,8 @@ class Result:
 def evaluate(
     config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
 ) -> Result:
-    """Evaluate `model`, the plain module: one that is wrapped for training would exchange buffers.
-
-    `batches`: this rank's. All ranks take part and get the same result. Raises UserError where the workload's sums have
-    no "count".
-    """
+    """Evaluate `model`, the plain module, on this rank's `batches`. All ranks take part and get the same result. Raises
+    UserError where the workload's sums have no "count"."""
     with eval_mode(model):
         sums = _sums_of_rank(config, group, workload, model, batches)
     rows, tables = (_add_over_ranks(group, part) for part in sums)
@@ -59,11 +53,8 @@ def evaluate(
 def _sums_of_rank(
     config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
 ) -> tuple[Sums, Sums]:
-    """What this rank's batches add up to, on the CPU.
-
-    First the scalars, by name: float64 [number of batches of all ranks], zero for the batches of other ranks. Then the
-    tensors, summed over this rank's batches.
-    """
+    """What this rank's batches add up to, on the CPU: the scalars, float64 [number of batches of all ranks], zero for
+    those of other ranks; and the tensors, summed over this rank's batches."""
     num_rows = -(-len(workload.evaluation) // config.eval_batch_size)
     rows: Sums = {}
     tables: Sums = {}
@@ -83,7 +74,6 @@ def _sums_of_rank(
 
 
 def _add_over_ranks(group: Group, sums: Sums) -> Sums:
-    """The sums of all ranks, the same on each."""
     # Rank 0 always has a batch. A rank without one does not know which sums there are.
     own = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in sorted(sums.items())}
     found = group.broadcast(own).items()

@@ -1,7 +1,4 @@
-"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, read by transformers.
-
-Nothing is downloaded unless `bert_download` asks for it. Needs the extra `text`: pip install 'rankup[text]'.
-"""
+"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, read by transformers."""
 
 import hashlib
 import json
@@ -19,14 +16,13 @@ from ..data.sources.huggingface import one_line
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in one file or in parts
 
 
 class WordPieceTokenizer:
     """Text -> the numbers of its word pieces between [CLS] and [SEP]."""
 
     def __init__(self, folder: Path, *, max_seq_len: int) -> None:
-        """Raises UserError, one line with the file's name, for a vocabulary that is missing or no BERT's."""
+        """Raises UserError for a vocabulary that is missing or no BERT's."""
         from transformers import BertTokenizer
 
         self.max_seq_len = max_seq_len
@@ -69,10 +65,7 @@ def build_bert(
     config: Config, *, num_classes: int, pretrained: bool
 ) -> tuple[WordPieceTokenizer, Bert, list[str], str]:
     """The tokenizer and the model of `bert_dir`, notes for the log, and a digest of the vocabulary and the config.
-
-    `pretrained`: with the folder's weights. Without, a checkpoint's will follow, and the folder needs none. The head is
-    random, by the seed alone. Raises UserError, one line that names the file.
-    """
+    `pretrained`: with the folder's weights; else a checkpoint's will follow. Raises UserError that names the file."""
     try:
         import transformers
     except ModuleNotFoundError:
@@ -83,7 +76,7 @@ def build_bert(
     transformers.logging.set_verbosity_error()  # what it reports of weights, the notes say
     transformers.logging.disable_progress_bar()
     assert config.bert_dir is not None
-    folder = _find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
+    folder = _find_folder(config.bert_dir, download=config.bert_download)
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
@@ -99,17 +92,14 @@ def build_bert(
     head = nn.Linear(shape.hidden_size, num_classes)
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
-    encoder, notes = _read_encoder(folder, shape) if pretrained else (transformers.BertModel(shape), [])
+    encoder, notes = _read_encoder(config, folder, shape) if pretrained else (transformers.BertModel(shape), [])
     contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
 
 
-def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
-    """The folder `name`; with `download`, also that of a model of this name at the Hugging Face hub.
-
-    A download leaves out the weights unless `pretrained`. Raises UserError if there is no such folder or model.
-    """
+def _find_folder(name: str, *, download: bool) -> Path:
+    """The folder `name`; with `download`, also one with the vocabulary and the config of a model at the hub."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -121,15 +111,10 @@ def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
-        for weights in WEIGHTS if pretrained else ():  # the first of the two that is there: both hold the same
-            snapshot_download(name, allow_patterns=[weights, f"{weights}.index.json"])
-            if any(folder.glob(weights)):
-                break
+        return Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
     except Exception as error:  # many types: no network, no such name, no access
         why = one_line(error)
         raise UserError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
-    return folder
 
 
 def _shape(folder: Path, dropout: float) -> Any:
@@ -146,18 +131,16 @@ def _shape(folder: Path, dropout: float) -> Any:
         raise UserError(f"{path}: must be a BERT's, got: {one_line(error)}. {LAYOUT}") from None
 
 
-def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
-    """The encoder with the folder's weights, and notes on what was left out or starts at random.
-
-    Raises UserError where a weight is missing or of another shape: for a missing one transformers itself would go on
-    with random numbers. Only the pooler may be missing: encoders are published without it.
-    """
+def _read_encoder(config: Config, folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
+    """The encoder with its weights, and notes on what was left out or starts at random: only the pooler, without which
+    encoders are published. For other missing weights transformers itself would go on with random numbers."""
     from transformers import BertModel
 
+    given = Path(str(config.bert_dir)).expanduser()
     try:
         encoder, info = BertModel.from_pretrained(
-            folder, config=shape, local_files_only=True, dtype=torch.float32, weights_only=True,
-            output_loading_info=True,
+            given if given.is_dir() else config.bert_dir, config=shape, local_files_only=not config.bert_download,
+            dtype=torch.float32, weights_only=True, output_loading_info=True,
         )
     except Exception as error:  # a damaged file raises one of half a dozen unrelated types
         raise UserError(f"{folder}: must hold weights that load, got: {one_line(error)}. {LAYOUT}") from None

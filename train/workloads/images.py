@@ -14,20 +14,17 @@ from rankup import UserError
 
 from ..config import Config
 from ..config.settings import Augment
-from ..data import Samples, TensorSamples
+from ..data.samples import Samples, TensorSamples
 from ..data.sources import load
+from . import Workload
 from .classification import Classification, confusion_pictures
-from .workload import Workload
 
 if TYPE_CHECKING:
     from ..data.file_samples import FileSamples
 
 
 def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """uint8 [B, C, H, W] -> float32 [B, C, H, W] of mean 0 and deviation 1, in the images' memory format.
-
-    `mean` and `std`: one per channel, of images / 255.
-    """
+    """uint8 [B, C, H, W] -> float32 [B, C, H, W] of mean 0 and deviation 1, in the images' memory format."""
     moments = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
 
     def normalize(images: torch.Tensor) -> torch.Tensor:
@@ -70,7 +67,7 @@ def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: A
     if config.in_memory != "always":
         return files
     images, labels = files.batch(torch.arange(len(files)), None)
-    return TensorSamples(images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed)
+    return TensorSamples(images, labels, augment=augment is True, seed=config.seed)
 
 
 def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:
@@ -86,10 +83,8 @@ def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:
 def _open_input(
     path: str, train: "TensorSamples | FileSamples", *, channels: int, size: int
 ) -> tuple[Samples, Callable[[int], str]]:
-    """Samples from an image file or a folder of them, and their names by number. Their labels are unknown: all 0.
-
-    They are prepared as those that the model was evaluated with.
-    """
+    """Samples from an image file or a folder of them, prepared as those that the model was evaluated with; their labels
+    are unknown: all 0. And their names by number."""
     from ..data.file_samples import FileSamples  # here: torchvision, which images in memory do without
     from ..data.sources.imagefolder import EXTENSIONS, MEAN, STD
 
@@ -110,11 +105,8 @@ def _open_input(
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights.
-
-    `name`: cnn, mlp, or one of torchvision's classifiers. Raises UserError for an unknown name, for images of a size
-    that the model cannot take, and for dropout where it has none.
-    """
+    """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights. Raises UserError
+    for an unknown name, for images of a size that the model cannot take, and for dropout where it has none."""
     if name == "cnn":
         return cnn(channels=channels, size=size, num_classes=num_classes, dropout=dropout)
     if name == "mlp":
@@ -124,11 +116,8 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
 
 
 def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts.
-
-    0.41 million parameters for 28 x 28 pixels. It has no batch norm, whose statistics are those of one rank's samples:
-    N ranks would not train like one. Raises UserError for images smaller than 4 x 4.
-    """
+    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts. No batch norm,
+    whose statistics are those of one rank's samples: N ranks would not train like one."""
     side = size // 4
     if side == 0:
         raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
@@ -180,10 +169,7 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
 
 
 def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
-    """Pass shapes through the model, without data or arithmetic. Raises what the model raises.
-
-    An image that is too small would otherwise fail in the first step, after the data were loaded.
-    """
+    """Pass shapes through the model, without data or arithmetic. Raises what the model raises for too small images."""
     shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     model.eval()
     with torch.no_grad():

@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn import functional
 
 from ..config import Config
-from ..data import Samples
+from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
+from . import Sums, Workload
 from .bert import WordPieceTokenizer, build_bert
 from .classification import Classification, class_scores, confusion_pictures, macro_f1, report
-from .workload import Sums, Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
@@ -36,11 +36,8 @@ class CharacterTokenizer:
 
 
 class TextEncoder(nn.Module):
-    """int64 [B, T], padded with PAD -> logits [B, C].
-
-    Convolutions over two to four characters, the maximum of each filter over the text, one linear layer (Kim 2014,
-    Convolutional Neural Networks for Sentence Classification). More padding changes nothing.
-    """
+    """int64 [B, T], padded with PAD -> logits [B, C]: convolutions over two to four characters, the maximum of each
+    filter over the text, one linear layer (Kim 2014, Convolutional Neural Networks for Sentence Classification)."""
 
     def __init__(self, *, vocabulary: int, num_classes: int, dropout: float, width: int = 96) -> None:
         super().__init__()
@@ -66,10 +63,7 @@ Tokenizer = CharacterTokenizer | WordPieceTokenizer
 
 
 class TextSamples:
-    """Tokenized texts in memory. A batch is as long as its longest text.
-
-    `lengths`, int64 [N], lets the order put texts of similar length into one batch; `num_cut` texts were too long.
-    """
+    """Tokenized texts in memory. A batch is as long as its longest text; `num_cut` texts were too long."""
 
     in_memory = True
 
@@ -86,7 +80,7 @@ class TextSamples:
         return len(self.labels)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 [B, T], and labels, int64 [B]. Texts are not augmented: every epoch gives the same."""
+        """Tokens, int64 [B, T], and labels, int64 [B]."""
         lengths = self.lengths[indices]
         columns = torch.arange(int(lengths.max()))
         real = columns < lengths[:, None]
@@ -95,10 +89,7 @@ class TextSamples:
 
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
-    """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`.
-
-    Raises UserError.
-    """
+    """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`. Raises UserError."""
     found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
     num_classes = len(found.classes)
     tokenizer: Tokenizer

@@ -44,12 +44,8 @@ class Texts:
 
 
 def load_texts(config: Config) -> Texts:
-    """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names.
-
-    Both are cut, to limit_train and limit_eval. If there is no such part to evaluate on, the other of dev and test is
-    taken. The classes are those of the training part, sorted. Raises UserError, naming file and lines, for missing or
-    empty files and for bad lines.
-    """
+    """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names, or else
+    the other of dev and test. Raises UserError, naming file and lines."""
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
     if train_path is None:
@@ -76,17 +72,12 @@ def texts_of(train: TextSet, evaluation: TextSet, classes: tuple[str, ...], name
         TextSet(part.path, part.texts[: limit or None], part.labels[: limit or None])
         for part, limit in ((train, config.limit_train), (evaluation, config.limit_eval))
     ]
-    return Texts(
-        halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8],
-        tuple(sorted(counts, key=lambda character: (-counts[character], character))),
-    )
+    characters = tuple(sorted(counts, key=lambda character: (-counts[character], character)))
+    return Texts(halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8], characters)
 
 
 def read_lines(path: str) -> tuple[str, ...]:
-    """The texts of a file without labels, one a line, to be predicted; empty lines are skipped.
-
-    Raises UserError if the file cannot be read or has no text.
-    """
+    """The texts of a file without labels, one a line; empty lines are skipped. Raises UserError, also for no text."""
     lines = tuple(text for line in _lines(Path(path)) if (text := line.strip()))
     if not lines:
         raise UserError(
@@ -96,10 +87,7 @@ def read_lines(path: str) -> tuple[str, ...]:
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none.
-
-    Raises UserError for two, and for a folder that cannot be listed.
-    """
+    """The file of a part: train.txt, or with a word in front as in cnews.train.txt. Raises UserError for two."""
     try:
         files = [path for path in sorted(folder.iterdir()) if path.suffix in (".txt", ".tsv") and path.name[0] != "."]
     except OSError as error:
@@ -128,25 +116,23 @@ def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             label, _, text = line.partition("\t")
-            yield number, label.strip(), text.strip()
+            yield number, label, text
 
 
 def checked(
     rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
 ) -> TextSet:
-    """The rows of `path`: the number, the label and the text of each.
-
-    `classes`: the labels that there may be; empty for any. Raises UserError for bad rows, and for none.
-    """
+    """The rows of `path`: the number, the label and the text of each. `classes`: the labels that there may be; empty
+    for any. Raises UserError for bad rows, and for none."""
     texts, labels, bad = list[str](), list[str](), list[str]()
     known = frozenset(classes)
     for number, label, text in rows:
-        texts.append(text)
-        labels.append(label)
-        if not label or not text:
-            bad.append(f"{unit} {number}: no {'text' if label else 'label'}")
-        elif known and label not in known:
-            bad.append(f"{unit} {number}: unknown label {label[:20]}")
+        texts.append(text.strip())
+        labels.append(label.strip())
+        if not labels[-1] or not texts[-1]:
+            bad.append(f"{unit} {number}: no {'text' if labels[-1] else 'label'}")
+        elif known and labels[-1] not in known:
+            bad.append(f"{unit} {number}: unknown label {labels[-1][:20]}")
     if not texts:
         raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
     if bad:
