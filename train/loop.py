@@ -15,7 +15,7 @@ from rankup.seeds import derive_seed, seed_everything
 
 from .config import Config
 from .data.samples import Order, load_batches, to_device
-from .group import join_group
+from .group import join_options
 from .parallel import METHODS, method_name
 from .parallel.methods import Method
 from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at, warm_up
@@ -28,7 +28,7 @@ from .workloads import Workload, load
 
 
 def train(config: Config, program: Program, *, run_dir: Path) -> None:
-    """Train to the end, or to where a stop was asked for. `rankup.errors` has what may be raised, with its exit code."""
+    """Train to the end, or to where a stop was asked for. What may be raised: `rankup.errors`."""
     began_s = time.monotonic()
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
@@ -39,7 +39,10 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
     # Group ------------------------------------------------------------------------------------------------------
     chosen = METHODS[method_name(config, program.rank_env.world_size)]
     with (
-        join_group(config, program, run_dir, needs_process_group=chosen.needs_process_group) as group,
+        program.join(
+            run_dir, timeout_s=config.join_timeout_s, needs_process_group=chosen.needs_process_group,
+            **join_options(config),
+        ) as group,
         chosen(config, group).running() as method,
         open_run_directory(config, group, method) as job,
     ):
@@ -93,7 +96,9 @@ def build(config: Config, job: Job, method: Method) -> Training:
     elif config.init_from:
         weights.start_from(config, group, plain)
     if not method.replicates_state:
-        weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
+        # Before they are split: afterwards no rank has them all
+        own = weights.digest(plain.state_dict())[:16]
+        group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
         method.split(plain)
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     job.clock.link = method.exchange
@@ -138,10 +143,8 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
         remedy="Give all nodes the same files, or set --data-dir.",
     )
     if len(workload.train) < config.batch_size:
-        raise UserError(
-            f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
-            f"{config.batch_size}. Set a smaller --batch-size."
-        )
+        most = f"the number of training samples, {len(workload.train)}"
+        raise UserError(f"batch_size must be at most {most}, got {config.batch_size}. Set a smaller --batch-size.")
     return Order(
         len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None),
         config.length_pool,

@@ -48,7 +48,7 @@ def _read_checkpoint(name: str, config: Config, program: Program, given: options
 
 
 def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> int:
-    from ..group import join_options, same_settings
+    from ..group import join_options
 
     try:
         check_world_size(config, program.rank_env.world_size)
@@ -57,9 +57,8 @@ def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> i
         program.found, run_dir = error, Path()
     program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
     return program.doctor(
-        run_dir, as_json=given.as_json, settings=same_settings(config), num_threads=config.num_threads,
-        num_workers=config.num_workers, join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s,
-        **join_options(config),
+        run_dir, as_json=given.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
+        join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s, **join_options(config),
     )
 
 

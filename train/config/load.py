@@ -237,10 +237,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
 def check_world_size(config: Config, world_size: int) -> None:
     """Raise UserError unless so many processes can train together and each micro-batch of each gets a sample."""
     if config.parallel in ("none", "dp") and world_size > 1:
-        raise UserError(
-            f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
-            "Each would train a model of its own; for one process start it without a launcher."
-        )
+        got = f"got {config.parallel}. Each would train a model of its own."
+        raise UserError(f"parallel must be auto or ddp with {world_size} processes, {got}")
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     least = world_size * config.accumulate
     if config.batch_size < least:

@@ -117,10 +117,8 @@ class DataParallelMethod(Method):
         count = torch.cuda.device_count() if cuda else 1
         self.ids = ids = [int(word) for word in self.config.device_ids.split(",") if word] or list(range(count))
         if cuda and (max(ids) >= count or len(set(ids)) != len(ids)):
-            raise UserError(
-                f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
-                "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
-            )
+            got = f"got {self.config.device_ids}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+            raise UserError(f"device_ids must each name another one of the {count} visible GPUs, {got}")
         return nullcontext(self)
 
     def wrap(self, model: nn.Module) -> nn.Module:

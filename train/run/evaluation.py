@@ -39,13 +39,10 @@ def evaluate(
         sums = _sums_of_rank(config, group, workload, model, batches)
     rows, tables = (_add_over_ranks(group, part) for part in sums)
     totals = {name: float(row.sum()) for name, row in rows.items()}
-    names = ", ".join(totals)
+    names = ", ".join(totals) or "nothing"
     count = int(totals.pop("count", 0))
     if count < 1:
-        raise UserError(
-            f'workload {config.workload}: evaluate must return "count", the number of samples in the batch, got '
-            f"{names or 'nothing'}."
-        )
+        raise UserError(f'{config.workload}: evaluate must return "count", the number of samples, got {names}.')
     metrics = {name: value / count for name, value in totals.items()}
     return Result(metrics | (workload.derived(tables) if workload.derived else {}), count, tables)
 

@@ -72,7 +72,5 @@ def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Gr
 def _check_settings(path: Path, record: dict[str, Any], config: Config) -> None:
     """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
     if changes := changed_settings(record["config"], config):
-        raise UserError(
-            f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or "
-            "--fresh to start anew, or another --name."
-        )
+        out = "Set them back to go on, or --fresh to start anew, or another --name."
+        raise UserError(f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. {out}")

@@ -28,12 +28,6 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def check_same(group: Group, plain: torch.nn.Module) -> None:
-    """Raises UserError on all ranks where their weights differ before the first step."""
-    own = digest(plain.state_dict())[:16]
-    group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
-
-
 def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
     """Load `init_from` into `plain` on all ranks. The file needs to be on rank 0's disk only. Raises UserError."""
     place = config.init_from or ""

@@ -114,10 +114,8 @@ def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
     elif hasattr(given, "__getitem__") and not isinstance(given, IterableDataset):
         samples = MapSamples(given, seed=seed)
     if not hasattr(samples, "batch") or not hasattr(given, "__len__"):
-        raise UserError(
-            f"workload: {purpose} of {config.workload} must be a map-style Dataset, with __getitem__ and __len__, or "
-            f"samples with batch() and __len__, got {type(given).__name__}."
-        )
+        rule = "a map-style Dataset, with __getitem__ and __len__, or samples with batch() and __len__"
+        raise UserError(f"workload: {purpose} of {config.workload} must be {rule}, got {type(given).__name__}.")
     if len(samples) == 0:
         raise UserError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
     return samples  # type: ignore[no-any-return]

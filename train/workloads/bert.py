@@ -80,15 +80,11 @@ def build_bert(
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
-        raise UserError(
-            f"{tokenizer.path}: must have at most the {shape.vocab_size} tokens that config.json says (vocab_size), "
-            f"got {tokenizer.size}."
-        )
+        rule = f"at most the {shape.vocab_size} tokens that config.json says (vocab_size)"
+        raise UserError(f"{tokenizer.path}: must have {rule}, got {tokenizer.size}.")
     if config.max_seq_len > shape.max_position_embeddings:
-        raise UserError(
-            f"max_seq_len must be <= {shape.max_position_embeddings}, as {folder}/config.json says "
-            f"(max_position_embeddings), got {config.max_seq_len}. Longer texts are cut; set --max-seq-len."
-        )
+        rule = f"<= {shape.max_position_embeddings}, as {folder}/config.json says (max_position_embeddings)"
+        raise UserError(f"max_seq_len must be {rule}, got {config.max_seq_len}. Longer texts are cut.")
     head = nn.Linear(shape.hidden_size, num_classes)
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
@@ -104,10 +100,8 @@ def _find_folder(name: str, *, download: bool) -> Path:
     if folder.is_dir():
         return folder
     if not download:
-        raise UserError(
-            f"bert_dir must be a folder, got {name}, which is not one here. {LAYOUT} To fetch it from the Hugging Face "
-            "hub, set --bert-download."
-        )
+        way = "To fetch it from the Hugging Face hub, set --bert-download."
+        raise UserError(f"bert_dir must be a folder, got {name}, which is not one here. {LAYOUT} {way}")
     from huggingface_hub import snapshot_download
 
     try:

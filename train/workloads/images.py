@@ -136,10 +136,8 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
     known = models.list_models(module=models)
     if name not in known:
         close = get_close_matches(name, ["cnn", "mlp", *known], n=1)
-        raise UserError(
-            f'model must be cnn, mlp or a torchvision classifier, got "{name}".'
-            + (f' Did you mean "{close[0]}"?' if close else "")
-        )
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        raise UserError(f'model must be cnn, mlp or a torchvision classifier, got "{name}".{hint}')
     options: dict[str, object] = {"num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
         # No second output, which our loss does not take, and not the slow initialisation that torchvision warns about.
@@ -161,10 +159,8 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
         raise UserError(f"dropout can't be set for model {name}, got {dropout:g}. Leave --dropout out.") from None
     except (ValueError, AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0].rstrip(".!")
-        raise UserError(
-            f"model {name} must get images of a size that it can take, got {size} x {size}: {reason}. "
-            "Set --image-size (224 suits every model), or choose another --model."
-        ) from None
+        got = f"got {size} x {size}: {reason}. Set --image-size (224 suits every model), or another --model."
+        raise UserError(f"model {name} must get images of a size that it can take, {got}") from None
     return model
 
 

@@ -74,10 +74,8 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
         if (found := remote.find(place)) is not None:
             return found
     if others:
-        raise UserError(
-            f"{data_dir}: must hold {remote.needs}, got {others[0]}. "
-            "Set data_dir to the folder that holds it, or to an empty one to download to."
-        )
+        got = f"got {others[0]}. Set --data-dir to the right folder, or to an empty one."
+        raise UserError(f"{data_dir}: must hold {remote.needs}, {got}")
     root = (writable_cache() if data_dir is None else places[0]).absolute()
     fetch(remote, root / Path(remote.folder).parts[0], timeout_s=timeout_s)
     return root / remote.folder
@@ -108,15 +106,11 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
                 failed.write_text(str(error))
                 raise
     except Timeout as error:
-        raise UserError(
-            f"{root}: another process has not finished downloading {remote.kind} after {timeout_s:g} s "
-            "(download_timeout_s). Is it alive?"
-        ) from error
+        late = f"after {timeout_s:g} s (download_timeout_s). Is it alive?"
+        raise UserError(f"{root}: another process has not finished downloading {remote.kind} {late}") from error
     except OSError as error:
-        raise UserError(
-            f"{error.filename or root}: {remote.kind} cannot be stored there ({error.strerror}). "
-            "Name a folder with room that can be written in data_dir or RANKUP_CACHE."
-        ) from error
+        why = f"{remote.kind} cannot be stored there ({error.strerror}). Set --data-dir or RANKUP_CACHE."
+        raise UserError(f"{error.filename or root}: {why}") from error
 
 
 def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
@@ -187,7 +181,4 @@ def writable_cache() -> Path:
             continue
         if os.access(root, os.W_OK | os.X_OK):
             return root
-    raise UserError(
-        f"{' and '.join(map(str, roots))}: cannot be written, so no data can be kept there. "
-        "Set RANKUP_CACHE or data_dir to a folder that can."
-    )
+    raise UserError(f"{' and '.join(map(str, roots))}: cannot be written. Set --data-dir or RANKUP_CACHE.")

@@ -116,10 +116,7 @@ def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
     image_path, label_path = (_file(folder, name) or folder / name for name in FILES[train])
     images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
     if len(images) != len(labels):
-        raise UserError(
-            f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}. "
-            "The two files belong to different sets."
-        )
+        raise UserError(f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}.")
     if (highest := int(labels.max())) >= len(family.classes):
         raise UserError(f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.kind}, got {highest}.")
     return TensorSamples(
@@ -177,10 +174,8 @@ def _read_cifar10(folder: Path, *, train: bool) -> TensorSamples:
             warnings.simplefilter("ignore")
             found = CIFAR10(root=str(folder.parent), train=train)
     except RuntimeError as error:
-        raise UserError(
-            f"{folder}: must hold the published files, got others (their md5 differs) or none. Remove it and run again "
-            "to download it."
-        ) from error
+        got = "got others (their md5 differs) or none. Remove it."
+        raise UserError(f"{folder}: must hold the published files, {got}") from error
     return TensorSamples(
         torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(found.targets), CLASSES,
         mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}",

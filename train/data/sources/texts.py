@@ -80,9 +80,7 @@ def read_lines(path: str) -> tuple[str, ...]:
     """The texts of a file without labels, one a line; empty lines are skipped. Raises UserError, also for no text."""
     lines = tuple(text for line in _lines(Path(path)) if (text := line.strip()))
     if not lines:
-        raise UserError(
-            f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
-        )
+        raise UserError(f"--input must be a file with one text a line, got {path}, which is empty.")
     return lines
 
 
