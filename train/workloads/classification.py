@@ -83,19 +83,20 @@ def macro_f1(confusion: torch.Tensor) -> float:
     return float(scores[both > 0].mean()) if both.any() else 0.0
 
 
-def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> str:
-    """The scores as a table, and the confusion matrix, int64 [C, C], below it."""
+def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """The scores as a table with the confusion matrix, int64 [C, C], below it; and both as values."""
+    scores = class_scores(confusion, classes)
     width = max(len("class"), *map(cell_len, classes))
     padded = {name: name + " " * (width - cell_len(name)) for name in classes}
     lines = [f"  {'class':<{width}}  precision  recall      f1  samples"]
-    for row in class_scores(confusion, classes):
-        scores = f"{row['precision']:9.4f}  {row['recall']:6.4f}  {row['f1']:6.4f}  {row['samples']:7}"
-        lines.append(f"  {padded[row['class']]}  {scores}")
+    for row in scores:
+        numbers = f"{row['precision']:9.4f}  {row['recall']:6.4f}  {row['f1']:6.4f}  {row['samples']:7}"
+        lines.append(f"  {padded[row['class']]}  {numbers}")
     cell = max(5, len(str(int(confusion.max()))) + 1)
     lines.append("  confusion matrix: true class down, predicted class across")
     for name, counts in zip(classes, confusion.tolist(), strict=True):
         lines.append(f"  {padded[name]}  {''.join(f'{count:{cell}}' for count in counts)}")
-    return "\n".join(lines)
+    return "\n".join(lines), {"classes": scores, "confusion": confusion.tolist()}
 
 
 # The picture of a confusion matrix, legible on a phone too. matplotlib is imported where something is drawn: 0.4 s that

@@ -39,7 +39,12 @@ def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[tor
 def build(config: Config) -> Workload:
     """The workload of `config.dataset` and `config.model`. Raises UserError."""
     train, test = load(config)
-    channels, size = _shape(train)
+    if isinstance(train, TensorSamples):
+        channels, size, width = train.images.shape[1:]
+        if size != width:
+            raise UserError(f"{train.origin}: images must be square, got {size} x {width}. Set --image-size.")
+    else:
+        channels, size = 3, train.image_size
     num_classes = len(train.classes)
     samples = _samples(train, config, augment=config.augment)
     model = build_model(config.model, channels=channels, size=size, num_classes=num_classes, dropout=config.dropout)
@@ -68,16 +73,6 @@ def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: A
         return files
     images, labels = files.batch(torch.arange(len(files)), None)
     return TensorSamples(images, labels, augment=augment is True, seed=config.seed)
-
-
-def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:
-    """Channels and size (height = width) of the images. Raises UserError if they are not square."""
-    if not isinstance(found, TensorSamples):
-        return 3, found.image_size
-    channels, height, width = found.images.shape[1:]
-    if height != width:
-        raise UserError(f"{found.origin}: images must be square, got {height} x {width}. Set --image-size.")
-    return channels, height
 
 
 def _open_input(
@@ -112,25 +107,7 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
     if name == "mlp":
         hidden = nn.Linear(channels * size * size, 256)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Dropout(dropout), nn.Linear(256, num_classes))
-    return _torchvision(name, channels=channels, size=size, num_classes=num_classes, dropout=dropout)
 
-
-def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts. No batch norm,
-    whose statistics are those of one rank's samples: N ranks would not train like one."""
-    side = size // 4
-    if side == 0:
-        raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(dropout),
-        nn.Linear(32 * side * side, 256), nn.ReLU(),
-        nn.Linear(256, num_classes),
-    )
-
-
-def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
     from torchvision import models
 
     known = models.list_models(module=models)
@@ -162,6 +139,21 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
         got = f"got {size} x {size}: {reason}. Set --image-size (224 suits every model), or another --model."
         raise UserError(f"model {name} must get images of a size that it can take, {got}") from None
     return model
+
+
+def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
+    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts. No batch norm,
+    whose statistics are those of one rank's samples: N ranks would not train like one."""
+    side = size // 4
+    if side == 0:
+        raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(dropout),
+        nn.Linear(32 * side * side, 256), nn.ReLU(),
+        nn.Linear(256, num_classes),
+    )
 
 
 def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:

@@ -1,7 +1,6 @@
 """Classification of texts, Chinese included: by a small encoder of characters, or by a BERT from a local folder."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +10,9 @@ from ..config import Config
 from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
-from . import Sums, Workload
+from . import Workload
 from .bert import WordPieceTokenizer, build_bert
-from .classification import Classification, class_scores, confusion_pictures, macro_f1, report
+from .classification import Classification, confusion_pictures, macro_f1, report
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
@@ -106,11 +105,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         lines = read_lines(path)
         return TextSamples(lines, [0] * len(lines), tokenizer), lambda index: lines[index]
 
-    def tables(sums: Sums) -> tuple[str, dict[str, Any]]:
-        confusion = sums["confusion"]
-        values = {"classes": class_scores(confusion, found.classes), "confusion": confusion.tolist()}
-        return report(confusion, found.classes), values
-
     number = {name: index for index, name in enumerate(found.classes)}
     train, evaluation = (
         TextSamples(part.texts, [number[label] for label in part.labels], tokenizer)
@@ -128,7 +122,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_name=data_name,
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
         classes=found.classes, unit="texts", input_name=lambda index: found.evaluation.texts[index],
-        open_input=open_input, report=tables,
+        open_input=open_input, report=lambda sums: report(sums["confusion"], found.classes),
         pictures=lambda sums: confusion_pictures(sums["confusion"], found.classes),
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
         notes=notes,

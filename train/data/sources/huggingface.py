@@ -118,16 +118,13 @@ class Rows:
         return self.table.data.column(self.input)
 
     def use(self, column: str, label: str) -> None:
-        """Read the labels. Raises UserError."""
-        features = self.table.features
+        """Read the labels."""
         self.input, self.label = column, label
         values = self.table.data.column(label).to_pylist()
-        if hasattr(features[label], "int2str"):
-            try:  # -1 stands for a label that was not published
-                self.labels = [None if value in (None, -1) else features[label].int2str(value) for value in values]
-            except ValueError as error:
-                raise UserError(f"{self.where}: {label} must hold class labels, got: {one_line(error)}.") from None
-            self.classes = tuple(features[label].names)
+        if names := getattr(self.table.features[label], "names", None):  # -1 stands for a label that was not published
+            known = range(len(names))
+            self.labels = [names[value] if value in known else None for value in values]
+            self.classes = tuple(names)
         else:
             self.labels = [None if value is None else str(value) for value in values]
             self.classes = tuple(map(str, sorted({value for value in values if value is not None})))
@@ -149,7 +146,6 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
     features = train.table.features
 
     def column(setting: str, wanted: str | None, fitting: list[str], usual: list[str], what: str) -> str:
-        """The column that the setting names, one of those that hold `what`; else the only one of `usual`."""
         if wanted is None and len(usual) == 1:
             return usual[0]
         if wanted in fitting:
@@ -161,8 +157,7 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
 
     declared = [name for name in features if type(features[name]).__name__ == "ClassLabel"]
     labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")]
-    discrete = [name for name in features if name in declared or _is_discrete(features[name])]
-    label = column("label_column", config.label_column, discrete, labels, "labels")
+    label = column("label_column", config.label_column, [*features], labels, "labels")
     fitting = [name for name in features if fits(features[name]) and name != label]
     given = column("input_column", config.input_column, fitting, [usual] if usual in fitting else fitting, what)
     for rows in (train, test):
@@ -186,10 +181,6 @@ def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Ro
             f"as {next(iter(splits))}[:90%], got {wanted}."
         )
     return Rows(splits[split].select(rows), split, rows.start, f"{name}, split {split}")
-
-
-def _is_discrete(feature: Any) -> bool:
-    return getattr(feature, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool"))
 
 
 def _is_text(feature: Any) -> bool:
