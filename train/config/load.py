@@ -222,8 +222,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
     if c.backend == "nccl" and c.device == "cpu":
         yield "backend", "gloo or auto with device cpu", "nccl moves GPU memory only."
-    if c.batch_size < c.accumulate:
-        yield "batch_size", f">= accumulate={c.accumulate}", "Each micro-batch needs a sample."
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):
@@ -242,10 +240,7 @@ def check_world_size(config: Config, world_size: int) -> None:
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     least = world_size * config.accumulate
     if config.batch_size < least:
-        raise UserError(
-            f"batch_size must be at least {least} ({product}), got {config.batch_size}. Start at most "
-            f"{config.batch_size // config.accumulate}, or set --batch-size {least}."
-        )
+        raise UserError(f"batch_size must be at least {least} ({product}), got {config.batch_size}.")
 
 
 # YAML by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is

@@ -94,11 +94,12 @@ def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool 
     return padded.permute(0, 2, 3, 1)[pick, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
+@dataclass(eq=False)
 class MapSamples:
     """Any map-style torch Dataset. Each sample is drawn with the random state of its own (seed, epoch, number)."""
 
-    def __init__(self, dataset: Dataset[Any], *, seed: int = 0) -> None:
-        self.dataset, self.seed = dataset, seed
+    dataset: Dataset[Any]
+    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no length, map-style ones have it
@@ -189,9 +190,10 @@ def load_batches(
     return DataLoader(_Batches(samples, accumulate), batch_sampler=numbers, collate_fn=itemgetter(0), **workers)
 
 
+@dataclass(eq=False)
 class _Batches(Dataset[Any]):
-    def __init__(self, samples: Samples, accumulate: int) -> None:
-        self.samples, self.accumulate = samples, accumulate
+    samples: Samples
+    accumulate: int
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         """One item, the whole batch: to take samples at once is much faster than one by one."""

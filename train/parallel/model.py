@@ -29,28 +29,12 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if not split:
         model = model.to(group.device)
-    if config.channels_last is True or (config.channels_last == "auto" and _gains_from_channels_last(model, config)):
-        model = model.to(memory_format=torch.channels_last)
-    return model
-
-
-def _gains_from_channels_last(model: nn.Module, config: Config) -> bool:
-    """Whether it is a model for images with 2-D convolutions, whose kernels read all channels of a pixel together, and
-    the method of training in parallel takes parameters in this memory format. An own model may call view()."""
-    taken = config.workload == "images" and "channels_last" not in NOT_WITH.get(config.parallel, {})
-    return taken and any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode. Afterwards each module is as before: one that the user keeps in eval mode stays in it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    channels_last = config.channels_last is True
+    if config.channels_last == "auto" and config.workload == "images":  # an own model may call view()
+        # Kernels of 2-D convolutions read all channels of a pixel together
+        gains = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        channels_last = gains and "channels_last" not in NOT_WITH.get(config.parallel, {})
+    return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:
@@ -136,20 +120,11 @@ def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int
     return peak
 
 
-# glibc's malloc -----------------------------------------------------------------------------------------------------
-
-# Numbers from malloc.h -> values
-MALLOC = {
-    -4: 0,  # M_MMAP_MAX: no block gets a mapping of its own
-    -1: 512 * 2**20,  # M_TRIM_THRESHOLD: so much may lie unused at the heap's end; what is more goes back
-    -2: 64 * 2**20,  # M_TOP_PAD: asked of the kernel at a time; a page that is never touched costs nothing
-}
-
-
 def keep_freed_memory() -> None:
     """Set malloc up for a loop that takes and frees the same blocks again and again. ResNet-18 at batch 64 takes 6 %
     less time a step (one thread, AMD EPYC), and a fifth more memory at its peak."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        for parameter, value in MALLOC.items():
-            mallopt(parameter, value)
+    if mallopt is not None:  # numbers from malloc.h
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-1, 512 * 2**20)  # M_TRIM_THRESHOLD: so much may lie unused at the heap's end
+        mallopt(-2, 64 * 2**20)  # M_TOP_PAD: asked of the kernel at a time; an untouched page costs nothing

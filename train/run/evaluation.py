@@ -18,7 +18,7 @@ from rankup import Group, UserError
 
 from ..config import Config
 from ..data.samples import Samples, load_batches, to_device
-from ..parallel.model import autocast, eval_mode
+from ..parallel.model import autocast
 from ..workloads import Sums, Workload
 
 
@@ -35,8 +35,13 @@ def evaluate(
 ) -> Result:
     """Evaluate `model`, the plain module, on this rank's `batches`. All ranks take part and get the same result. Raises
     UserError where the workload's sums have no "count"."""
-    with eval_mode(model):
+    training = [module for module in model.modules() if module.training]  # others are kept in eval mode by the user
+    model.eval()
+    try:
         sums = _sums_of_rank(config, group, workload, model, batches)
+    finally:
+        for module in training:
+            module.training = True
     rows, tables = (_add_over_ranks(group, part) for part in sums)
     totals = {name: float(row.sum()) for name, row in rows.items()}
     names = ", ".join(totals) or "nothing"

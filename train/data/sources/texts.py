@@ -48,13 +48,11 @@ def load_texts(config: Config) -> Texts:
     the other of dev and test. Raises UserError, naming file and lines."""
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
-    if train_path is None:
-        raise UserError(f"{folder}: must hold texts to train on, got no file train.txt or .tsv. {LAYOUT}")
     other = "test" if config.eval_split == "dev" else "dev"
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
-    if evaluation_path is None:
-        problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
-        raise UserError(f"{folder}: {problem}. {LAYOUT}")
+    if train_path is None or evaluation_path is None:
+        missing = "train" if train_path is None else "dev or test"
+        raise UserError(f"{folder}: must hold texts to train and to evaluate on, got no file {missing}. {LAYOUT}")
     train = checked(_rows(train_path), train_path)
     classes = tuple(sorted({*train.labels}))
     if len(classes) < 2:
@@ -87,17 +85,13 @@ def read_lines(path: str) -> tuple[str, ...]:
 def _file(folder: Path, part: str) -> Path | None:
     """The file of a part: train.txt, or with a word in front as in cnews.train.txt. Raises UserError for two."""
     try:
-        files = [path for path in sorted(folder.iterdir()) if path.suffix in (".txt", ".tsv") and path.name[0] != "."]
+        files = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".tsv") and path.name[0] != ".")
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
-    for name in NAMES[part]:
-        found = [path for path in files if path.stem.split(".")[-1] == name]
-        if len(found) > 1:
-            two = f"{found[0].name} and {found[1].name}"
-            raise UserError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
-        if found:
-            return found[0]
-    return None
+    found = [path for path in files if path.stem.split(".")[-1] in NAMES[part]]
+    if len(found) > 1:
+        raise UserError(f"{folder}: must hold one file {part}, got {found[0].name} and {found[1].name}. Remove one.")
+    return found[0] if found else None
 
 
 def _lines(path: Path) -> list[str]:
