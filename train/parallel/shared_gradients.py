@@ -1,11 +1,10 @@
 """The exchange of gradients between two ranks of one host: through memory that they share, in place of gloo's TCP.
 
-Its sums are gloo's to the bit, since a + b is b + a, and half of a number is exact. So a run gives the same weights
-whether its two ranks are on one host or on two. With more ranks gloo's sums depend on the place of a number in its
-bucket: those are left to gloo.
+Its sums are gloo's to the bit, since a + b is b + a, and half of a number is exact: a run gives the same weights if its
+two ranks are on one host or on two. With more ranks sums depend on their order, which is gloo's.
 
-The ranks wait for each other at a local socket: it takes 4 µs, where gloo takes 40 µs, and the kernel closes the socket
-of a process as it ends. Neither socket nor memory have a name in the file system, where they could be left.
+The ranks wait for each other at a local socket: it takes 4 µs, where gloo takes 40 µs, and the kernel closes it as a
+process ends. Neither socket nor memory have a name in the file system, where they could be left.
 """
 
 import contextlib

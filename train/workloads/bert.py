@@ -16,6 +16,7 @@ from ..data.sources.huggingface import one_line
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in one file or in parts
 
 
 class WordPieceTokenizer:
@@ -76,7 +77,7 @@ def build_bert(
     transformers.logging.set_verbosity_error()  # what it reports of weights, the notes say
     transformers.logging.disable_progress_bar()
     assert config.bert_dir is not None
-    folder = _find_folder(config.bert_dir, download=config.bert_download)
+    folder = _find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
@@ -88,14 +89,14 @@ def build_bert(
     head = nn.Linear(shape.hidden_size, num_classes)
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
-    encoder, notes = _read_encoder(config, folder, shape) if pretrained else (transformers.BertModel(shape), [])
+    encoder, notes = _read_encoder(folder, shape) if pretrained else (transformers.BertModel(shape), [])
     contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
 
 
-def _find_folder(name: str, *, download: bool) -> Path:
-    """The folder `name`; with `download`, also one with the vocabulary and the config of a model at the hub."""
+def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
+    """The folder `name`; with `download`, also that of a model at the hub, with weights if they are `pretrained`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -105,10 +106,15 @@ def _find_folder(name: str, *, download: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
+        folder = Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
+        for weights in WEIGHTS if pretrained else ():  # the first of the two that is there: both hold the same
+            snapshot_download(name, allow_patterns=[weights, f"{weights}.index.json"])
+            if any(folder.glob(weights)):
+                break
     except Exception as error:  # many types: no network, no such name, no access
         why = one_line(error)
         raise UserError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
+    return folder
 
 
 def _shape(folder: Path, dropout: float) -> Any:
@@ -125,16 +131,15 @@ def _shape(folder: Path, dropout: float) -> Any:
         raise UserError(f"{path}: must be a BERT's, got: {one_line(error)}. {LAYOUT}") from None
 
 
-def _read_encoder(config: Config, folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
+def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
     """The encoder with its weights, and notes on what was left out or starts at random: only the pooler, without which
     encoders are published. For other missing weights transformers itself would go on with random numbers."""
     from transformers import BertModel
 
-    given = Path(str(config.bert_dir)).expanduser()
     try:
         encoder, info = BertModel.from_pretrained(
-            given if given.is_dir() else config.bert_dir, config=shape, local_files_only=not config.bert_download,
-            dtype=torch.float32, weights_only=True, output_loading_info=True,
+            folder, config=shape, local_files_only=True, dtype=torch.float32, weights_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # a damaged file raises one of half a dozen unrelated types
         raise UserError(f"{folder}: must hold weights that load, got: {one_line(error)}. {LAYOUT}") from None

@@ -98,20 +98,16 @@ def open_splits(config: Config) -> Mapping[str, Any]:
 
 @dataclass
 class Rows:
-    """Rows of one split, from number `start` on, as `table`, a `datasets.Dataset`.
+    """Rows of one split, from number `start` on."""
 
-    where: the data set and the split, for messages; input, label: their columns; labels: the label of each row as a
-    text, None where there is none; classes: those that the column declares, else the values that occur, sorted.
-    """
-
-    table: Any
+    table: Any  # a `datasets.Dataset`
     split: str
     start: int
-    where: str
-    input: str = ""
+    where: str  # the data set and the split, for messages
+    input: str = ""  # input, label: their columns
     label: str = ""
-    labels: Sequence[str | None] = ()
-    classes: tuple[str, ...] = ()
+    labels: Sequence[str | None] = ()  # of each row as a text, None where there is none
+    classes: tuple[str, ...] = ()  # those that the column declares, else the values that occur, sorted
 
     def cells(self) -> Any:
         """The values of the column `input`, a pyarrow.ChunkedArray."""
