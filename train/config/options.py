@@ -28,7 +28,7 @@ class Options(BaseModel):
 class RankOptions(Options):
     """Of the commands that run as ranks."""
 
-    init_method: str = setting("", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.")
+    init_method: str = setting("", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR.")
     rank: int | None = setting(None, "In place of RANK.")
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
