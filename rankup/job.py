@@ -17,7 +17,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from rankup.errors import UserError
 from rankup.group.group import Group
@@ -162,7 +162,7 @@ class Ends:
     def __init__(self, program: Program) -> None:
         self.program, self.stack = program, contextlib.ExitStack()
         self.job: Job | None = None
-        self._ended, self._pid, self._usual = False, os.getpid(), sys.excepthook
+        self._pid, self._usual = os.getpid(), sys.excepthook  # 0 once the end has come; a fork has its own
         self.take_errors()
         atexit.register(self._at_exit)
 
@@ -173,16 +173,15 @@ class Ends:
     def close(self) -> None:
         """The script has come to its end."""
         self.stack.close()
-        self._ended = True
+        self._pid = 0
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._pid or self._ended:
-            self._usual(kind, error, trace)
-        else:
+        if os.getpid() == self._pid:
             self._leave(error)
+        self._usual(kind, error, trace)
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid or self._ended:
+        if os.getpid() != self._pid:
             return
         try:
             if self.job is None or not self.job.loop_is_over:
@@ -191,9 +190,9 @@ class Ends:
         except BaseException as error:
             self._leave(error)
 
-    def _leave(self, error: BaseException) -> None:
+    def _leave(self, error: BaseException) -> NoReturn:
         """End this process after `error`: by os._exit, because torch's own teardown may wait for a dead rank."""
-        self._ended = True
+        self._pid = 0
         try:
             self.stack.__exit__(type(error), error, error.__traceback__)
         except BaseException as failure:  # the cause, where another rank is to blame

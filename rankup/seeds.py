@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-_python, _torch = random.seed, torch.default_generator.manual_seed  # to look these up takes as long as to call them
+# To look these up takes as long as to call them. Python's is what `random.seed` does with an integer, in C
+_own: Any = random._inst
+_python, _torch = super(random.Random, _own).seed, torch.default_generator.manual_seed
 _numpy: list[Callable[[int], None]] = []
 
 CPU = torch.device("cpu")
@@ -39,22 +41,22 @@ def seed_everything(seed: int, device: torch.device) -> None:
 def seed_host(seed: int) -> None:
     """The same without accelerators, as it is done for each sample."""
     _python(seed)
+    _own.gauss_next = None  # what `random.gauss` keeps for its next call
     _torch(seed)
     if _numpy:
-        _numpy[0](seed % 2**32)
+        _numpy[0](seed & 0xFFFFFFFF)
     elif "numpy" in sys.modules:
         _numpy.append(sys.modules["numpy"].random.seed)
         seed_host(seed)
 
 
-def host_state() -> tuple[Any, ...]:
+def _host_state() -> tuple[Any, ...]:
     """The random state of Python, torch on the CPU and, where it is loaded, numpy."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
 
 
-def set_host_state(state: tuple[Any, ...]) -> None:
-    """Put back what `host_state` returned."""
+def _set_host_state(state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     torch.set_rng_state(state[1])
     if state[2] is not None:
@@ -64,11 +66,11 @@ def set_host_state(state: tuple[Any, ...]) -> None:
 @contextmanager
 def host_state_kept() -> Iterator[None]:
     """Whatever draws random numbers in the block, the host draws afterwards as if nothing had."""
-    state = host_state()
+    state = _host_state()
     try:
         yield
     finally:
-        set_host_state(state)
+        _set_host_state(state)
 
 
 @contextmanager
@@ -91,10 +93,10 @@ def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
                 seed_host(seed)
                 iterator = iter(make)
             else:
-                set_host_state(state)
+                _set_host_state(state)
             chunk, samples = [], 0
             while samples < AHEAD and (batch := next(iterator, None)) is not None:
                 chunk.append(batch)
                 samples += len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
-            state = host_state()
+            state = _host_state()
         yield chunk

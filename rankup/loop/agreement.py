@@ -93,19 +93,22 @@ class Agreement:
         take `SHARE` of the time."""
         self.deciding = threading.Lock()  # held while the ranks find out whether their states are sound
         self.wrong = False  # what this rank holds may be wrong
+        self.next = math.inf  # the step from which on to compare
         self.group, self._items, self._run, self._parts = group, items, run.lineage.run, run.parts
         self._path = group.run_dir / RECORD
         self._every = 0 if group.world_size == 1 else every
         self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
-        self._compared = self._next = -1
-        self._since_s = self._cost_s = 0.0
+        self._compared, self._since_s, self._cost_s = -1, 0.0, 0.0
 
     def begin(self, step: int, *, again: bool) -> None:
         """The run stands at `step`. `again`: an earlier attempt may have left a record."""
-        self._next, self._since_s, self._compared = step + (self._every or FIRST), time.monotonic(), step
-        if self._every != 0 and again:
+        self._since_s, self._compared = time.monotonic(), step
+        if self._every == 0:
+            return
+        if again:
             earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
             self._earlier = {row["step"]: row for row in earlier if row["step"] > step}
+        self.next = step + (1 if self._earlier else self._every or FIRST)
 
     def _read(self) -> list[dict[str, Any]]:
         """The rows of this run and number of ranks."""
@@ -117,13 +120,9 @@ class Agreement:
         except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it only helps to name a rank
             return []
 
-    def look(self, step: int) -> None:
-        """Compare where it is time to: `step` is that of the last commit. Raises PeerLost as `compare` does."""
-        if self._every != 0 and (step >= self._next or self._earlier):
-            self.compare(step)
-
     def compare(self, step: int) -> None:
-        """Compare the state of the last commit. Raises PeerLost, which names who is wrong, where it differs."""
+        """Compare the state of the last commit, that of `step`. Raises PeerLost, which names who is wrong, where it
+        differs."""
         if self._every == 0 or step == self._compared:
             return
         if self.group.device.type == "cuda":
@@ -139,21 +138,23 @@ class Agreement:
             if odd := differing(found):
                 self._distrust()
         values, sound = [sum(digests.values()) for digests in found], self._compared
-        self._compared, self._next, self._since_s = step, step + max(pauses), time.monotonic()
+        self._compared, self._since_s = step, time.monotonic()
         self._cost_s = self._since_s - began_s
-        if (before := self._earlier.pop(step, None)) is not None and before["sound"] == step - 1:
+        before = self._earlier.pop(step, None)
+        self.next = step + (1 if self._earlier else max(pauses))
+        if before is not None and before["sound"] == step - 1:
             # The states before this step were sound, so that each rank's own is compared with its repetition
             before["odd"] = [rank for rank, value in enumerate(before["digests"]) if value != values[rank]]
         if odd:
-            again = ""
+            if before is not None and before["odd"] and len(odd) > 1:
+                odd = before["odd"]
+            what = "is not in the state of the other ranks" if len(odd) == 1 else "are in different states"
             if before is not None:
-                again = (
+                what += (
                     ". It has been so before: a lasting fault, or machines of different kinds, for which "
                     "compare_every_steps=0 turns the comparison off"
                 )
-                odd = before["odd"] if before["odd"] and len(odd) > 1 else odd
-            what = "is not in the state of the other ranks" if len(odd) == 1 else "are in different states"
-            raise self._lost(step, odd, f"after step {step}", what + again, digests=values, sound=sound)
+            raise self._lost(step, odd, f"after step {step}", what, digests=values, sound=sound)
         if before is not None and self.group.is_rank0:
             self.group.log.warning(
                 f"silent corruption: step {step} came out well this time. {self._names(before['odd'], ' or ')} was "

@@ -12,15 +12,13 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
-from rankup.group.group import Group
-from rankup.loop.record import Position
 from rankup.loop.workers import Workers
 from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
 
@@ -30,7 +28,8 @@ ALIKE = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
     "multiprocessing_context", "persistent_workers",
 )
-# For evaluations, by the user's loader: the workers may outlive one
+END = object()
+# For evaluations, by the user's loader: its workers outlive one
 _evaluating: "weakref.WeakKeyDictionary[Any, _Fed]" = weakref.WeakKeyDictionary()
 
 
@@ -50,36 +49,44 @@ def splits(loader: Any) -> bool:
 
 
 class Source:
-    """Any iterable: each rank gets what it yields there. `replays`: False where the order does not matter.
-    `fingerprint`: of the order that was opened last, to be equal on all ranks; "" where ranks may differ."""
+    """Any iterable: each rank gets what it yields there.
+
+    `replays`: False where the order does not matter. `tells`: it can be asked for its state, as torchdata's
+    StatefulDataLoader of an IterableDataset. `fingerprint`: of the order that was opened last, to be equal on all
+    ranks; "" where ranks may differ. `seeds`: loading a batch leaves a random state that depends on the batch alone.
+    """
 
     fingerprint = ""
 
     def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
-        self.loader, self.rank, self.replays, self._tells = loader, rank, replays, replays and _tells(loader)
+        self.loader, self.rank, self.replays = loader, rank, replays
+        self.tells = replays and _tells(loader)
+        self.in_process = not getattr(loader, "num_workers", 0)
+        self.seeds = self.in_process and replays and not self.tells
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         """This rank's batches of an epoch with their weights, from number `skip` on.
 
-        `seed`: of this pass over the loader. `state`: what `state()` returned after batch `skip`, None at the
+        `seed`: of this pass over the loader. `state`: what the loader said of itself after batch `skip`, None at the
         beginning. A weight is this rank's part of the global batch, times the number of ranks.
         """
         _prepare(self.loader, seed, epoch)
         own, first = derive_seed(seed, self.rank), 0
         seed_host(own)  # workers get their seeds from it
         # A copy that another rank has rescued holds the state of its loader alone
-        if self._tells and state is not None:
+        if self.tells and state is not None:
             self.loader.load_state_dict(state)
             first = skip
-        iterator: Iterator[Any] = Workers(self.loader)
-        if not getattr(self.loader, "num_workers", 0):
-            # Loading in this process may draw random numbers, whatever the training drew meanwhile
-            iterator = _seeded_by_number(iterator, own, first)
-        return ((batch, 1.0) for batch in islice(iterator, skip - first if self.replays else 0, None))
+        return self._read(iter(Workers(self.loader)), own, first, skip if self.replays else first)
 
-    def state(self) -> Any:
-        """What to keep beside the number of the last batch; None for nothing."""
-        return self.loader.state_dict() if self._tells else None
+    def _read(self, iterator: Iterator[Any], seed: int, first: int, skip: int) -> Iterator[tuple[Any, float]]:
+        for number in count(first):
+            if self.in_process:  # loading may draw random numbers, whatever the training drew meanwhile
+                seed_host(seed + number)
+            if (batch := next(iterator, END)) is END:
+                return
+            if number >= skip:
+                yield batch, 1.0
 
 
 class Split(Source):
@@ -88,7 +95,7 @@ class Split(Source):
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
         """Raises UserError for a loader that takes sample by sample, where there are several ranks."""
         super().__init__(loader, rank)
-        self._tells = False  # its order is drawn again
+        self.tells = self.seeds = False  # its order is drawn again
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._fed, self._checked = _Fed(loader), False
         if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
@@ -104,19 +111,18 @@ class Split(Source):
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """The samples' numbers, a global batch at a time."""
-        sampler = self.loader.batch_sampler if self.loader.batch_sampler is not None else self.loader.sampler
-        foreign = not all(type(each).__module__.startswith("torch.utils.data") for each in _samplers(self.loader))
+        sampler, kinds = _sampler(self.loader), [type(each) for each in _samplers(self.loader)]
         _prepare(self.loader, seed, epoch)
         drawn = drawn_apart(sampler, seed)
         first = next(drawn)
-        if foreign and not self._checked:
+        if not self._checked and not all(each.__module__.startswith("torch.utils.data") for each in kinds):
             _prepare(self.loader, seed, epoch)
             drawn = drawn_apart(sampler, seed)
             if _digest(first) != _digest(next(drawn)):
-                names = " in ".join(dict.fromkeys(type(each).__name__ for each in reversed(_samplers(self.loader))))
                 raise UserError(
-                    f"batches: {names} must draw the same batches again under the same seed, got others. Draw from "
-                    f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
+                    f"batches: {' in '.join(dict.fromkeys(each.__name__ for each in reversed(kinds)))} must draw the "
+                    "same batches again under the same seed, got others. Draw from random, numpy.random or torch "
+                    f"without a generator of your own. {NO_ORDER}"
                 )
         self._checked = True
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
@@ -155,18 +161,7 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
 
 
 def _tells(loader: Any) -> bool:
-    """Whether it can be asked for its state, as torchdata's StatefulDataLoader of an IterableDataset."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _seeded_by_number(iterator: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
-    number, nothing = first, object()
-    while True:
-        seed_host(derive_seed(seed, number))
-        if (batch := next(iterator, nothing)) is nothing:
-            return
-        number += 1
-        yield batch
 
 
 def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
@@ -176,11 +171,10 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
     The ranks take batches in turn, so that a batch is the same for every number of ranks. An iterable that is no
     DataLoader of a map-style data set is read by all ranks, and each takes its turn.
     """
-    iterator: Iterator[tuple[Any, float]] | None = None
+    batches = _evaluation(loader, derive_seed(seed, EVALUATION), rank, world_size, pad=pad)
     while True:
         with host_state_kept():
-            iterator = iterator or _evaluation(loader, derive_seed(seed, EVALUATION), rank, world_size, pad=pad)
-            found = next(iterator, None)
+            found = next(batches, None)
         if found is None:
             return
         yield found
@@ -192,16 +186,16 @@ def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         yield from ((batch, 1.0) for batch in islice(Workers(loader), rank, None, world_size))
         return
-    dataset: Any = loader.dataset
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    sampler: Any = _sampler(loader)
     if splits(loader):  # it may repeat samples, so that all ranks get as many
-        sampler = BatchSampler(range(len(dataset)), loader.batch_size or 1, drop_last=False)
+        numbers = range(len(loader.dataset))  # type: ignore[arg-type]
+        sampler = BatchSampler(numbers, loader.batch_size or 1, drop_last=False)
     every = list(sampler)
     own = every[rank::world_size]
     padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
-    fed = _evaluating.get(loader)
-    if fed is None or any(getattr(fed.own, name) != getattr(loader, name) for name in ALIKE):
-        fed = _evaluating[loader] = _Fed(loader)
+    fed = _evaluating.get(loader) or _Fed(loader)
+    if loader.persistent_workers:
+        _evaluating[loader] = fed
     for number, batch in enumerate(fed.read(iter([*own, *padding]), seed)):
         yield batch, 1.0 if number < len(own) else 0.0
 
@@ -220,7 +214,7 @@ class _Given:
 
 
 class _Fed:
-    """`own`: a DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
+    """A DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
 
     def __init__(self, loader: Any) -> None:
         self._given = _Given()
@@ -229,15 +223,15 @@ class _Fed:
         given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
         given |= {"batch_size": None, "sampler": self._given} if self._whole else {"batch_sampler": self._given}
         # The default generator would be drawn from, for the workers' seeds
-        self.own = DataLoader(dataset, generator=torch.Generator(), **given)
+        self._own = DataLoader(dataset, generator=torch.Generator(), **given)
 
     def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
         """The batches of these parts. Workers live longer than an epoch: the seed comes with the samples."""
         self._given.parts = parts
         if self._workers:
             self._given.parts = ((seed, part) if self._whole else [(seed, index) for index in part] for part in parts)
-        self.own.generator.manual_seed(seed)
-        return Workers(self.own)
+        self._own.generator.manual_seed(seed)
+        return Workers(self._own)
 
 
 class _Seeded:
@@ -264,6 +258,11 @@ class _Seeded:
         return [self[each] for each in numbered]
 
 
+def _sampler(loader: Any) -> Any:
+    """What gives the loader's batches, or its samples where it makes no batches of them."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
 def _samplers(loader: Any) -> list[Any]:
     """The loader's samplers, the outermost first."""
     outer = getattr(loader, "batch_sampler", None)
@@ -288,115 +287,69 @@ def _digest(batches: list[Any]) -> str:
 # Passes over loaders -------------------------------------------------------------------------------------------------
 
 
-class Live:
-    """What the loop has done since the last commit, and what it has yet to do again after a resume.
-
-    `fetched`: batches since then. `weight`: of the last one. `active`: how many loops over batches or steps are
-    running. `unequal`: the newest batches of loops that run together have different weights.
-    """
-
-    def __init__(self, position: Position, states: list[Any]) -> None:
-        """`states`: of the loaders that can be asked for theirs, by pass; None for the others."""
-        self.epoch = position.epoch
-        self.streams: list[int] = []
-        self.fetched = self.active = 0
-        self.weight, self.weight_asked, self.weight_said, self.unequal = 1.0, False, False, False
-        self.changes_to_repeat = position.changes
-        self.has_epochs = False
-        self.running: list[Batches] = []
-        self._sources: list[Source] = []
-        self._before = [*zip_longest(position.streams, states[: len(position.streams)])]
-
-    def asked_weight(self) -> float:
-        """See `rankup.loop.job.Job.weight`."""
-        self.weight_asked = True
-        if self.unequal:
-            raise UserError(
-                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
-                "returns, as in real = job.batches(loader), and multiply by real.weight."
-            )
-        return self.weight
-
-    def after_step(self, group: Group) -> None:
-        self.fetched = 0
-        if self.weight != 1.0 and not self.weight_asked and not self.weight_said:
-            self.weight_said = True
-            group.log.info(
-                f"batches  a batch does not divide among {group.world_size} ranks: multiply the loss by job.weight, or "
-                "the gradients are not exactly those of the whole batch"
-            )
-
-    def begin_epoch(self) -> None:
-        self.epoch += 1
-        self.streams, self._sources, self._before = [], [], []
-
-    def open(self, source: Source) -> tuple[int, int, Any]:
-        """Another pass over a loader begins: its number in this epoch, how many batches to skip, and the loader's
-        state."""
-        number = len(self.streams)
-        skip, state = self._before[number] if number < len(self._before) else (0, None)
-        self.streams.append(skip)
-        self._sources.append(source)
-        return number, skip, state
-
-    def states(self) -> list[Any]:
-        """What the loaders say of themselves, by pass."""
-        return [source.state() for source in self._sources]
-
-
 class Batches:
     """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch.
     `weight`: `job.weight` for the newest batch of this loader, where several are read together."""
 
-    def __init__(self, job: Any, loader: Any, *, any_order: bool) -> None:
+    def __init__(self, job: Any, loader: Any, source: Any) -> None:
         """`job`: a `rankup.loop.job.Job`, which imports this."""
-        self._job, self._loader = job, loader
-        # The same for each epoch: a loader's workers may outlive it
-        known = job._sources.get(id(loader))
-        source = known[1] if known else source_of(loader, job.rank, job.world_size, any_order=any_order)
-        job._sources[id(loader)] = (loader, source)
-        self._source, self.weight = source, 1.0
+        self._job, self._loader, self.source, self.weight = job, loader, source, 1.0
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
-        job, live, group = self._job, self._job.live, self._job.group
+    def _open(self) -> tuple[int, Iterator[tuple[Any, float]]]:
+        """Begin another pass. Returns its number in this epoch, and its batches from the next one on."""
+        job, live, source = self._job, self._job.live, self.source
         job.begin()
-        if not live.active and not live.fetched and live.streams and not live.has_epochs:
+        if not live.running and not live.fetched and live.streams and not live.has_epochs:
             with job.changing:  # what follows the last batch of a pass has run
-                job._commit()
-        number, skip, state = live.open(self._source)
-        streams, clock, phases = live.streams, job.clock, group.watch.clock
+                job.commit()
+        number = len(live.streams)
+        skip, state = live.before[number] if number < len(live.before) else (0, None)
+        live.streams.append(skip)
+        live.sources.append(source)
+        live.tells |= source.tells
         seed = derive_seed(job.settings.seed, live.epoch, number)
-        pairs = self._source.open(seed, epoch=live.epoch, skip=skip, state=state)
-        if order := self._source.fingerprint:
-            group.must_match("batches: the order of the samples", order, remedy=(
+        pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state)
+        if order := source.fingerprint:
+            job.group.must_match("batches: the order of the samples", order, remedy=(
                 "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
             ))
-        live.active += 1
+        return number, pairs
+
+    def __iter__(self) -> Iterator[Any]:
+        job, source = self._job, self.source
+        number, pairs = self._open()
+        # What a step needs is looked up here: by then nothing of it is in the processor's caches
+        live, group, clock, enter = job.live, job.group, job.clock, job.group.watch.clock.enter
+        position, streams = job.position, live.streams
         live.running.append(self)
         try:
             while True:
-                job.stop_here()
+                if not live.fetched and group.stops_before(position.step):
+                    raise job.stopped()
                 clock.start()
-                outer = phases.enter("data")  # for the status
+                outer = enter("data")  # for the status
                 try:
                     found = next(pairs, None)
                 finally:
-                    phases.enter(outer)
+                    enter(outer)
                 clock.has_batch()
                 if found is None:
                     return
-                job.tracked.check_unchanged()
                 batch, self.weight = found
-                live.weight = self.weight
-                together = [each for each in live.running if isinstance(each._source, Split)]
-                live.unequal = any(each.weight != self.weight for each in together)
+                live.newest = self
                 live.fetched += 1
                 streams[number] += 1
-                job.seed_batch()
+                if not source.seeds:
+                    job.seed_batch()
                 yield batch
+                if self.weight != 1.0 and not live.weight_asked:
+                    live.weight_asked = True  # said once
+                    group.log.info(
+                        f"batches  a batch does not divide among {group.world_size} ranks: multiply the loss by "
+                        "job.weight, or the gradients are not exactly those of the whole batch"
+                    )
         finally:
-            live.active -= 1
             live.running.remove(self)

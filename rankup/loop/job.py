@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,14 @@ from rankup.doctor import before_training
 from rankup.errors import Stopped, UserError, disk_error
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Batches, Live, Source, evaluation_batches
-from rankup.loop.record import Figures, Position, Settings, number_of
+from rankup.loop.batches import Batches, Source, Split, evaluation_batches, source_of
+from rankup.loop.record import Figures, Live, Position, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, fix_bucket_order
-from rankup.observe.goodput import Course
 from rankup.observe.metrics import evaluation
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
-from rankup.seeds import derive_seed, seed_everything
+from rankup.seeds import derive_seed, seed_everything, seed_host
 from rankup.state.run import Run
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
@@ -37,19 +37,21 @@ class Job:
         self.group, self.run, self.settings = group, run, settings
         self.run_dir, self.device, self.is_main = group.run_dir, group.device, group.is_rank0
         self.rank, self.local_rank, self.world_size = group.rank, group.launch.local_rank, group.world_size
-        self.position = Position.of(run.newest.record if run.newest is not None else None)
+        self.position = position = Position.of(run.newest.record if run.newest is not None else None)
         self.tracked = Tracked(gather=not settings.sharded, share_all=settings.share_all)
         self.agreement = Agreement(group, run, self.tracked.items, every=settings.compare_every_steps)
-        self.course = Course(self.position, self.position.step)
-        self.saving = Saving(group, run, self.tracked, self.course, self.agreement, settings, self.position)
-        self.figures = Figures(group, run, settings, self.position, self.course)
-        self.saving.flush = lambda: self.figures.metrics.flush()
-        self.changing, self.clock = self.saving.changing, self.figures.clock
-        self.live = Live(self.position, self.saving.loader_states)
+        self.figures = Figures(group, run, settings, position)
+        self.saving = Saving(group, run, self.tracked, self.figures, self.agreement, settings, position)
+        self.course, self.clock, self.changing = self.figures.course, self.figures.clock, self.saving.changing
+        self.live = Live(position, self.saving.loader_states)
+        self.loop_is_over = False
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
-        self._sources: dict[int, tuple[Any, Source]] = {}  # by the id of the loader, which is kept alive
-        self.loop_is_over = self._begun = self._inside = self._broken = False
-        self._step_seed = 0
+        self._sources: dict[int, Source] = {}  # by the id of the loader; the same for each epoch
+        self._begun, self._step_seed = False, 0
+        self._seed: Callable[[int], None] = seed_host  # all that there is to seed without a GPU
+        if group.device.type != "cpu":
+            self._seed = partial(seed_everything, device=group.device)
+        self._step = Step(self)
 
     @property
     def epoch(self) -> int:
@@ -66,7 +68,15 @@ class Job:
         """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
         of the global batch: 1.0 where all parts are equal. Raises UserError where the loop reads several loaders
         together whose parts differ: each has its own `weight` then, see `batches`."""
-        return self.live.asked_weight()
+        live = self.live
+        live.weight_asked, newest = True, live.newest
+        together = [each for each in live.running if isinstance(each, Batches) and isinstance(each.source, Split)]
+        if newest in live.running and any(each.weight != live.weight for each in together):
+            raise UserError(
+                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
+                "returns, as in real = job.batches(loader), and multiply by real.weight."
+            )
+        return live.weight
 
     # State ----------------------------------------------------------------------------------------------------
 
@@ -80,26 +90,25 @@ class Job:
         Raises UserError, by its path, for a value that can't be kept, and where an item does not fit the copy, or is
         not the same on all ranks.
         """
-        group = self.group
+        group, run, tracked = self.group, self.run, self.tracked
         if self._begun:
             raise UserError("track: it must be called before the first step, got a call after. Move it up.")
-        self.tracked.add(items)
+        tracked.add(items)
         if unfixed := fix_bucket_order(items):
             names = ", ".join(unfixed)
             group.log.info(f"track  a resume changes the last bits of {names}: its DDP settles the order of sums late")
         for item in items.values():
             if isinstance(item, DistributedDataParallel):
                 self.clock.watch(item)
-        self.run.saver.sharded = self.tracked.split and self.settings.sharded
-        self.run.parts.wanted = self.tracked.split
-        if self.run.newest is not None:
-            self.saving.restore(self.run.newest, [*items])
+        run.saver.sharded, run.parts.wanted = tracked.split and self.settings.sharded, tracked.split
+        if run.newest is not None:
+            self.saving.restore(run.newest, [*items])
         if self.world_size > 1:
-            self.tracked.share_buffers()
-            if not self.tracked.split and self.run.newest is None:  # else all have restored the same
-                for name, digest in self.tracked.fingerprint().items():
+            tracked.share_buffers()
+            if not tracked.split and run.newest is None:  # else all have restored the same
+                for name, digest in tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
-        self._seed()
+        self.seed_step()
         group.record.begin(self.step_number)
 
     @contextlib.contextmanager
@@ -110,19 +119,20 @@ class Job:
         changed twice: its effect on tracked state is undone at its end. Raises UserError inside a loop over
         `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
-        if self.live.active:
+        live = self.live
+        if live.running:
             raise UserError(
                 "change: it must stand after the loop over job.batches, got one inside, or after one that has batches "
                 "left. Move the change into the block of job.step, or use that loader up."
             )
         self.begin()
         self.tracked.check_unchanged(after_epoch=True)  # else the block's commit would hide a change before it
-        again = self.live.changes_to_repeat > 0
+        again = live.changes_to_repeat > 0
         before = deepcopy(self.tracked.state()) if again else {}
         with self.changing:
             yield
             if again:
-                self.live.changes_to_repeat -= 1
+                live.changes_to_repeat -= 1
                 self.tracked.load(before)
             else:
                 self.position.changes += 1
@@ -156,7 +166,7 @@ class Job:
             if not self.live.fetched:  # else gradients of batches are waiting for a step, which are in no copy
                 self.tracked.check_unchanged(after_epoch=True)
                 with self.changing:
-                    self._commit()
+                    self.commit()
             if self.settings.save_every_steps is None:
                 self.save()
         self.loop_is_over = True
@@ -169,14 +179,13 @@ class Job:
         """
         self.begin()
         self.course.total = total
-        self.live.active += 1
+        self.live.running.append("steps")
         try:
             while self.step_number < total:
                 self.stop_here()
-                self.tracked.check_unchanged()
                 yield self.step_number
         finally:
-            self.live.active -= 1
+            self.live.running.remove("steps")
         self.loop_is_over = True
 
     def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
@@ -189,7 +198,10 @@ class Job:
         Raises UserError, in one line, for a loader that can't be replayed (see `rankup.loop.batches`), and where ranks
         draw different orders. Raises Stopped where the job was asked to stop.
         """
-        return Batches(self, loader, any_order=any_order)
+        if (source := self._sources.get(id(loader))) is None:
+            source = source_of(loader, self.rank, self.world_size, any_order=any_order)
+            self._sources[id(loader)] = source  # which keeps the loader alive
+        return Batches(self, loader, source)
 
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
         """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
@@ -198,12 +210,13 @@ class Job:
         whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was. Raises Stopped where the job
         was asked to stop, with several ranks only if `pad`.
         """
+        evaluation = Batches(self, loader, None)
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
                 self.stop_here()
             elif pad and self.group.max(int(self.group.stop.requested)):
                 raise self.stopped()
-            self.live.weight, self.live.unequal = weight, False
+            evaluation.weight, self.live.newest = weight, evaluation
             yield batch
 
     def step(self, **values: Any) -> "Step":
@@ -218,66 +231,71 @@ class Job:
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
         finished step, and the job can't go on.
         """
-        return Step(self, values)
+        self._step.values = values
+        return self._step
 
-    def _after_step(self, line: dict[str, Any] | None) -> None:
+    def commit(self) -> None:
+        """What the loop has done is the state from now on. Inside `self.changing`."""
+        position, live = self.position, self.live
+        position.epoch, position.streams = live.epoch, [*live.streams]
+        position.changes = live.changes_to_repeat = 0
+        self.saving.loader_states = live.loader_states() if live.tells else []
+        self.tracked.commit()
+
+    def after_step(self, line: dict[str, Any] | None) -> None:
         """The step is finished. `line`: a new one of training."""
-        step, live = self.position.step, self.live
+        step, live, run = self.position.step, self.live, self.run
         self.clock.mark(COMPUTE)
-        live.after_step(self.group)
-        self._enter_step()
+        live.fetched = 0
+        self.group.watch.enter("step", self.settings.step_timeout_s, step=step)
         if line is not None:
             self.figures.metrics.write(line)
-        self._seed()
-        self.run.saver.look()
-        self.saving.keep_part()
+        self.seed_step()
+        if run.saver.step is not None:
+            run.saver.look()
+        if run.parts.wanted and run.parts.due(step):
+            self.saving.keep_part()
         every = self.settings.save_every_steps
         if every is None:
             every = 0 if live.has_epochs else WITHOUT_EPOCHS
         if every and step % every == 0:
             self.save()
-        if not live.active:
+        if not live.running:
             self.stop_here()
-
-    def _commit(self) -> None:
-        """What the loop has done is the state from now on. Inside `self.changing`."""
-        position, live = self.position, self.live
-        position.epoch, position.streams, position.changes = live.epoch, [*live.streams], 0
-        self.saving.loader_states = live.states()
-        self.tracked.commit()
 
     def begin(self) -> None:
         """Once, before the first step: from here on the run goes on. All ranks call this."""
         if self._begun:
             return
         self._begun = True
-        run, again = self.run, self.group.restarted or self.run.newest is not None
-        commit = (self.group.launch.agent or {}).get("commit", {})
+        group, run, step = self.group, self.run, self.position.step
+        again = group.restarted or run.newest is not None
+        commit = (group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
-        run.begin(self.position.step, lambda: self.figures.open(commit, changed=changed))
+        run.begin(step, lambda: self.figures.open(commit, changed=changed))
         run.newest = None  # its copy of the state would stay in the memory of every rank
         if self.figures.reporter is not None:
             self.figures.reporter.follow()
         if self.tracked.items:
-            self.tracked.warn_of_others(self.group.log.warning)
-            self.group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
-        self.group.stop.finish_step_first = True
-        self.agreement.begin(self.position.step, again=again)
-        self._seed()
+            self.tracked.warn_of_others(group.log.warning)
+            group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
+        group.stop.finish_step_first = True
+        self.agreement.begin(step, again=again)
+        self.seed_step()
         self._enter_step()
 
     def _enter_step(self) -> None:
         self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
 
-    def _seed(self) -> None:
+    def seed_step(self) -> None:
         """A random state of each step's and rank's own: a resumed run needs none of the past."""
         self._step_seed = derive_seed(self.settings.seed, self.position.step, self.rank)
-        seed_everything(self._step_seed, self.device)
+        self._seed(self._step_seed)
 
     def seed_batch(self) -> None:
         """A random state of the newest batch's own, whatever was drawn since the last step."""
-        seed_everything(self._step_seed + self.live.fetched, self.device)
+        self._seed(self._step_seed + self.live.fetched)
 
     def stop_here(self) -> None:
         """Raises Stopped, after a save, where all ranks stop before the next step."""
@@ -319,7 +337,7 @@ class Job:
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
         own = {name: number_of(value) for name, value in values.items()}
-        with contextlib.nullcontext() if self._inside else self.changing:
+        with contextlib.nullcontext() if self._step.inside else self.changing:
             position.metrics, position.evaluated = earlier | own, position.step
         self.figures.metrics.write(evaluation(position.step, own))
 
@@ -369,49 +387,58 @@ class Job:
         self.save(wait=True)
         self.group.watch.enter("end", self.settings.save_timeout_s, step=self.position.step)
         if self._ends is not None:
-            if self.group.is_rank0:
-                folder = self.group.run_dir
-                self.group.log.info(f"finished after {self.position.step} steps: {folder}/; rankup status {folder}")
+            if self.is_main:
+                self.group.log.info(
+                    f"finished after {self.step_number} steps: {self.run_dir}/; rankup status {self.run_dir}"
+                )
             self._ends.close()
 
 
 class Step:
-    """See `Job.step`. No generator: every step enters one, when no code is in the processor's caches any more."""
+    """See `Job.step`. One object for all steps, and no generator: every step enters it, when no code is in the
+    processor's caches any more. `inside`: a block has begun, and not ended well."""
 
-    def __init__(self, job: Job, values: dict[str, Any]) -> None:
-        self._job, self._values = job, values
+    def __init__(self, job: Job) -> None:
+        self.values: dict[str, Any] = {}
+        self.inside = False
+        self._job = job
+        self._line: dict[str, Any] | None = None  # of training, where this step gets one
 
     def __enter__(self) -> None:
-        job, position = self._job, self._job.position
-        job.begin()
-        if job._broken:
+        job = self._job
+        position, tracked, clock = job.position, job.tracked, job.clock
+        if not job._begun:
+            job.begin()
+        if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        job.tracked.check_unchanged()
-        job.agreement.look(position.step)
-        job.live.changes_to_repeat = 0
-        job.clock.end_of_backward()
-        if job.tracked.shared:
-            job.group.collective(job.tracked.share_buffers)
-        self._line = job.figures.line(self._values, weight=job.live.weight)
-        if job.tracked.shared or self._line is not position.line:
-            job.clock.mark(WAITING)
-        job._broken = job._inside = True
+        tracked.check_unchanged()
+        if position.step >= job.agreement.next:
+            job.agreement.compare(position.step)
+        clock.end_of_backward()
+        if tracked.shared:
+            job.group.collective(tracked.share_buffers)
+        line, number = None, position.step + 1
+        if number % job.settings.log_every_steps == 0 or number == job.course.total:
+            line = job.figures.line(number, self.values, weight=job.live.weight)
+        if tracked.shared or line is not None:
+            clock.mark(WAITING)
+        self._line, self.inside = line, True
         # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
         job.changing.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        job, position, line = self._job, self._job.position, self._line
-        new_line = line is not position.line
+        job, line = self._job, self._line
         try:
             if kind is None:
-                position.step += 1
-                position.line = line
-                job._commit()
+                job.position.step += 1
+                if line is not None:
+                    job.position.line = line
+                job.commit()
         except BaseException as error:
             kind = type(error)
             raise
         finally:
             job.changing.__exit__(kind)
         if kind is None:
-            job._broken = job._inside = False
-            job._after_step(line if new_line else None)
+            self.inside = False
+            job.after_step(line)

@@ -4,6 +4,7 @@ evaluations, the speed and slowness of ranks, and the result."""
 import contextlib
 import platform
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rankup.state.saver import Options
 # Raise it when a field is added, removed or changes its meaning, and when random numbers are drawn in another way: no
 # generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
 # because the weights of the resumed run would change without a word.
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(slots=True)
@@ -48,11 +49,7 @@ class Position:
     @classmethod
     def of(cls, record: dict[str, Any] | None) -> "Position":
         """As a copy's record has it; a run's beginning for None."""
-        return cls(**{name: record[name] for name in cls.names()}) if record else cls()
-
-    @classmethod
-    def names(cls) -> list[str]:
-        return [each.name for each in fields(cls)]
+        return cls(**{each.name: record[each.name] for each in fields(cls)}) if record else cls()
 
     @property
     def key(self) -> tuple[int, int, int, int]:
@@ -60,11 +57,46 @@ class Position:
         return self.step, self.epoch, self.changes, self.evaluated
 
 
+class Live:
+    """Where the loop stands since the last commit, and what it has yet to do again after a resume.
+
+    `streams`: as in `Position`, `sources` the loaders of these passes, and `tells` whether one has a state. `before`:
+    of each pass that is gone on with the batches to skip, and what its loader said of itself. `running`: the loops over
+    batches or steps that have not ended. `fetched`: batches since the last commit. `newest`: what gave the last batch.
+    `changes_to_repeat`: blocks of `job.change` that a copy holds already.
+    """
+
+    def __init__(self, position: Position, states: list[Any]) -> None:
+        """`states`: of the loaders that can be asked for theirs, by pass; None for the others."""
+        self.epoch, self.has_epochs = position.epoch, False
+        self.streams: list[int] = []
+        self.sources: list[Any] = []
+        self.tells = False
+        self.before = [*zip_longest(position.streams, states[: len(position.streams)])]
+        self.running: list[Any] = []
+        self.newest: Any = None
+        self.fetched, self.weight_asked = 0, False
+        self.changes_to_repeat = position.changes
+
+    @property
+    def weight(self) -> float:
+        """Of the last batch, see `Job.weight`."""
+        return self.newest.weight if self.newest is not None else 1.0
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.streams, self.sources, self.before, self.tells = [], [], [], False
+
+    def loader_states(self) -> list[Any]:
+        """By pass what the loaders say of themselves that can be asked."""
+        return [source.loader.state_dict() if source.tells else None for source in self.sources]
+
+
 def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
-NAMES = {*Position.names(), "seed", "world_size", "versions", "written_by"}
+NAMES = {*(each.name for each in fields(Position)), "seed", "world_size", "versions", "written_by"}
 
 
 def check_record(path: Path, record: dict[str, Any]) -> None:
@@ -101,16 +133,17 @@ class Settings(Options):
 
 
 class Figures:
-    """Of one attempt. `course`: how the training goes. `clock`: where the time of this rank's steps goes. `reports`:
-    what the ranks tell one another of it. `metrics`: the files. `goodput_line`: that of a result in words."""
+    """Of one attempt. `course`: how the training goes. `clock`: where the time of this rank's steps goes. `metrics`:
+    the files. `goodput_line`: that of a result in words."""
 
     goodput_line = staticmethod(one_line)
 
-    def __init__(self, group: Group, run: Run, settings: Settings, position: Position, course: Course) -> None:
-        self.group, self.run, self.course, self._settings, self._position = group, run, course, settings, position
+    def __init__(self, group: Group, run: Run, settings: Settings, position: Position) -> None:
+        self.group, self.run, self._settings, self._position = group, run, settings, position
+        self.course = course = Course(position, position.step)
         self.metrics = Metrics(None, position, saved=position, tensorboard=False)
         self.clock = StepClock(group.device, world_size=group.world_size)
-        self.reports = RankReports(group, self.clock, step=position.step)
+        self._reports = RankReports(group, self.clock, step=position.step)
         self.reporter: Reporter | None = None
         if group.is_rank0:
             facts = Facts(
@@ -140,19 +173,16 @@ class Figures:
             self.reporter.end(kind)
         self.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
-    def line(self, values: dict[str, Any], *, weight: float) -> dict[str, Any] | None:
-        """The newest line of training once the next step is finished, which all ranks know. They all call this.
+    def line(self, number: int, values: dict[str, Any], *, weight: float) -> dict[str, Any]:
+        """The line of training of step `number`, which all ranks know. They all call this.
 
         Made before the step is finished: whoever goes on from the state of a rank that finished it can write the line.
         `values`: see `Job.step`. `weight`: `Job.weight`.
         """
-        number = self._position.step + 1
-        if number % self._settings.log_every_steps and number != self.course.total:
-            return self._position.line
         own = [number_of(value) for value in values.values()]  # this waits for the device
-        if not self.reports.load:
-            self.reports.load = self.group.gather(weight)
-        means, seen = self.reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        if not self._reports.load:
+            self._reports.load = self.group.gather(weight)
+        means, seen = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.course, number)
         return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen

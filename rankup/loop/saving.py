@@ -4,7 +4,6 @@ written when the process has to end."""
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.record import FORMAT, Position, Settings, versions
+from rankup.loop.record import FORMAT, Figures, Position, Settings, versions
 from rankup.loop.tracked import Tracked
-from rankup.observe.goodput import Course
 from rankup.state import tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
@@ -111,45 +109,35 @@ class Saving:
     """Saves and restores `tracked`, as of the last commit, at which `position` stands.
 
     At the end of a process the watchdog calls it, see `Watchdog.protect`. `about`: what the program says of itself in
-    each copy. `loader_states`: as of the last commit. `flush`: makes what rank 0 has written of the run durable.
+    each copy. `loader_states`: as of the last commit.
     """
 
     def __init__(
-        self, group: Group, run: Run, tracked: Tracked, course: Course, agreement: Agreement, settings: Settings,
+        self, group: Group, run: Run, tracked: Tracked, figures: Figures, agreement: Agreement, settings: Settings,
         position: Position,
     ) -> None:
         self.group, self.run, self.tracked, self.position = group, run, tracked, position
-        self.course, self.agreement, self.settings = course, agreement, settings
+        self.figures, self.agreement, self.settings = figures, agreement, settings
         self.changing = Changing(position, group.device)
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
-        self.flush: Callable[[], None] = lambda: None
-        # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
-        self.ranks: list[list[int]] = run.newest.record.get("changes", []) if run.newest is not None else []
         self._way_out = f"{settings.begin_anew[0].upper()}{settings.begin_anew[1:]}."
+        self._place = f"{group.rank} of {group.world_size}"
         # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
         self._saved = Position.of(run.saved).key
+        # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
+        self.ranks: list[list[int]] = []
         if run.newest is not None:
-            items = run.newest.tracked
+            self.ranks, items = run.newest.record.get("changes", []), run.newest.tracked
             if run.newest.sharded:
                 items = Shards(self._folder(run.newest), run.newest.index).read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
-
-    @property
-    def _place(self) -> str:
-        return f"{self.group.rank} of {self.group.world_size}"
-
-    @property
-    def _can_rescue(self) -> bool:
-        """Whether this rank alone holds all that the next attempt needs."""
-        return self.settings.can_rescue and not self.tracked.split and not self.agreement.wrong
 
     # Restoring ------------------------------------------------------------------------------------------------
 
     def restore(self, newest: Copy, names: list[str]) -> None:
         """Put back the tracked items of these names. All ranks call this. Raises UserError where one does not fit."""
-        in_parts = self.run.origin.kind == PARTS
-        if newest.sharded and not in_parts and not (self.tracked.split and self.run.saver.sharded):
+        if newest.sharded and self.run.origin.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
             newest = newest.as_plain()
         state = self._read_shards(newest) if newest.sharded else newest.tracked
         if missing := sorted({*names} - state.keys()):
@@ -183,12 +171,19 @@ class Saving:
         if before != now:
             self.group.log.info(f"  {what} was {before}, is {now}: the run goes on, but its last bits will differ")
 
+    def note_ranks(self) -> bool:
+        """From this step on as many ranks train as there are now. Returns whether that is a change."""
+        step, ranks = self.position.step, self.group.world_size
+        self.ranks = [each for each in self.ranks if each[0] < step]
+        if changed := not self.ranks or self.ranks[-1][1] != ranks:
+            self.ranks.append([step, ranks])
+        return changed
+
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
-        way_out = self._way_out
+        state, problem, way_out = dict[str, Any](), "", self._way_out
         if self.run.origin.kind == PARTS:
             way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
-        state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
             state = Shards(self._folder(newest), newest.index).read_into(self.tracked.state(gather=False))
@@ -215,30 +210,29 @@ class Saving:
         PeerLost.
         """
         position, run = self.position, self.run
-        if not self.tracked.items or position.key == self._saved:
-            if wait:
-                run.settle()
-            return False
-        self.agreement.compare(position.step)
-        run.wait()  # before the state is put together
-        state = self.group.collective(self.tracked.state)
-        if any(each is not None for each in self.loader_states):
-            every = [self.group.broadcast_tensors(self.loader_states, source=n) for n in range(self.group.world_size)]
-            state[LOADERS] = {f"{rank} of {self.group.world_size}": states for rank, states in enumerate(every)}
-        # Gathered state is written at once: a copy of it would need the memory twice
-        may_go_on = not self.tracked.split or (run.saver.sharded and run.origin.second is None)
-        run.saver.save(
-            position.step, self._record(position), state, may_go_on=may_go_on, flush=self.flush, wait=wait
-        )
+        wanted = bool(self.tracked.items) and position.key != self._saved
+        if wanted:
+            self.agreement.compare(position.step)
+            run.wait()  # before the state is put together
+            state = self.group.collective(self.tracked.state)
+            if any(each is not None for each in self.loader_states):
+                size = self.group.world_size
+                every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
+                state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
+            # Gathered state is written at once: a copy of it would need the memory twice
+            may_go_on = not self.tracked.split or (run.saver.sharded and run.origin.second is None)
+            run.saver.save(
+                position.step, self._record(position), state, may_go_on=may_go_on, flush=self.figures.metrics.flush,
+                wait=wait,
+            )
+            self._saved = position.key
         if wait:
             run.settle()
-        self._saved = position.key
-        return True
+        return wanted
 
     def keep_part(self) -> None:
-        """Keep this rank's part of the last commit in memory, if all ranks do that now. All ranks call this."""
-        if self.run.parts.due(self.position.step):
-            self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own(gather=False)))
+        """Keep this rank's part of the last commit in memory. All ranks call this."""
+        self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own(gather=False)))
 
     def _own(self, *, gather: bool) -> dict[str, Any]:
         """What this rank holds of the last commit. Other ranks skip by count where its loader's state is not theirs."""
@@ -257,24 +251,20 @@ class Saving:
             **({"changes": self.ranks} if self.ranks else {}),
         })
 
-    def note_ranks(self) -> bool:
-        """From this step on as many ranks train as there are now. Returns whether that is a change."""
-        step, ranks = self.position.step, self.group.world_size
-        self.ranks = [each for each in self.ranks if each[0] < step]
-        if changed := not self.ranks or self.ranks[-1][1] != ranks:
-            self.ranks.append([step, ranks])
-        return changed
-
     def stopped(self) -> str:
         """What to say of a run that was stopped at its last commit."""
-        why, step = self.group.stop.signal_name or "asked to stop", self.position.step
+        why, step, total = self.group.stop.signal_name or "asked to stop", self.position.step, self.figures.course.total
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
         where = f"saved at step {step}" if step else "at step 0, nothing to save,"
-        of = "" if self.course.total is None else f" of {self.course.total}"
-        return f"{why}: {where}{of}. {self.settings.again} goes on from it."
+        return f"{why}: {where}{'' if total is None else f' of {total}'}. {self.settings.again} goes on from it."
 
     # The end of a process: any thread ---------------------------------------------------------------------------
+
+    @property
+    def _can_rescue(self) -> bool:
+        """Whether this rank alone holds all that the next attempt needs."""
+        return self.settings.can_rescue and not self.tracked.split and not self.agreement.wrong
 
     def keep(self) -> None:
         """Write the last commit to this node's memory. The loop never goes on afterwards.
@@ -295,10 +285,11 @@ class Saving:
     def keep_for_stop(self) -> str:
         """Write it, on rank 0 as a copy in its place: the job may go on on other machines. Returns what to say of it;
         "" where this process alone can't keep the state."""
+        signal = self.group.stop.signal_name
         if self.tracked.split:
             return ""
         if self.agreement.wrong:
-            return f"{self.group.stop.signal_name}: this rank's state may be wrong, so it was not saved"
+            return f"{signal}: this rank's state may be wrong, so it was not saved"
         if not self.group.is_rank0:
             if not self._can_rescue:
                 return ""  # it leaves where rank 0 does
@@ -310,11 +301,11 @@ class Saving:
         if position is None and self.changing.busy and (self.group.world_size == 1 or not self._can_rescue):
             return ""  # a long step, or one in which ranks wait for each other: it stops once that is done
         if position is None:
-            return f"{self.group.stop.signal_name}: in the middle of changing the weights, so nothing newer was saved"
+            return f"{signal}: in the middle of changing the weights, so nothing newer was saved"
         position = copy(position)
         newest = list_copies(saver.folder)  # the loop may not have noticed yet that a save has ended
         if position.step > (step_of(newest[-1]) if newest else 0):
-            self.flush()
+            self.figures.metrics.flush()
             self.run.publish(position.step, self._files(position))
         return self.stopped()
 

@@ -9,7 +9,7 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,16 +24,18 @@ from rankup.errors import UserError
 from rankup.state.tree import ITEM, TensorFile, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
-CHECKS = 40  # so often parameters and other objects are looked at: a mistake in a loop is one of every step
+CHECKS = 20  # so often all objects are looked at, before a step: a mistake in a loop is one of every step
 LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
 KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # that hold no optimizer
+FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 class Tracked:
     """The tracked objects by their names.
 
-    `split`: tensors are split among ranks, so that no rank holds the whole state.
+    `split`: tensors are split among ranks, so that no rank holds the whole state. `shared`: the modules' dictionaries
+    of buffers that rank 0's replace.
     """
 
     def __init__(self, *, gather: bool = False, share_all: bool = False) -> None:
@@ -41,26 +43,26 @@ class Tracked:
         the ranks, not those in DDP alone."""
         self.items: dict[str, Any] = {}
         self.split = False
+        self.shared: list[dict[str, Any]] = []
         self._gather, self._share_all = gather, share_all
         self._names: dict[str, dict[str, str]] = {}  # of a module: the live name -> the bare one
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # of a module: prefix and dictionary of buffers
-        self.shared: list[dict[str, Any]] = []  # the dictionaries of buffers that rank 0's replace
-        self._buffers: dict[str, dict[str, torch.Tensor]] = {}  # as of the last commit, like the two below
-        self._schedules: dict[str, dict[str, Any]] = {}
-        self._settings: dict[str, list[dict[str, Any]]] = {}
-        self._versions: list[tuple[str, int]] = []  # of the parameters, as torch counts changes in place
-        self._contents: dict[str, str] = {}  # digests of what is no module, optimizer or schedule
-        self._checks = CHECKS
-        self._looking: Any = None  # the hook of `warn_of_others`
         self._schedulers: dict[str, LRScheduler] = {}
         self._optimizers: dict[str, Optimizer] = {}
+        # As of the last commit
+        self._buffers: dict[str, dict[str, torch.Tensor]] = {}
+        self._schedules: dict[str, dict[str, Any]] = {}
+        self._settings: dict[str, list[dict[str, Any]]] = {}
+        self._seen: dict[str, Any] = {}  # what shows a change of the rest, in the first steps
+        self._checks = CHECKS
+        self._hook: Any = None  # of `warn_of_others`
 
     def add(self, items: dict[str, Any]) -> None:
         """Raises UserError, by its path, for a value that can't be kept."""
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
                 raise UserError(f"track: {name} must be a new name of letters and digits, got one that is not.")
-            if not isinstance(item, nn.Module | dict | list | torch.Tensor) and not (
+            if not isinstance(item, FILLED_IN_PLACE) and not (
                 hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             ):
                 raise UserError(
@@ -70,7 +72,7 @@ class Tracked:
         self.items |= items
         for name, item in items.items():
             if isinstance(item, nn.Module):
-                self._look_at(name, item)
+                self._add_module(name, item)
             elif isinstance(item, LRScheduler):
                 self._schedulers[name] = item
             elif isinstance(item, Optimizer):
@@ -78,28 +80,7 @@ class Tracked:
         self.split |= any(hasattr(tensor, "to_local") for tensor in encode(self._state_of(items))[1].values())
         self.commit()
 
-    def warn_of_others(self, say: Callable[[str], None]) -> None:
-        """In the first steps `say`, once each, which optimizer steps that no copy has, and that keeps a state."""
-        if any(not isinstance(item, KINDS) for item in self.items.values()):
-            return  # which may hold optimizers
-        seen = set[int]()
-
-        def look(optimizer: Optimizer, *_: Any) -> None:
-            if id(optimizer) in seen:
-                return
-            seen.add(id(optimizer))
-            if optimizer.state and not _parameters(self.items.values()) & _parameters([optimizer]):
-                kind = type(optimizer).__name__
-                say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
-
-        self._looking = register_optimizer_step_post_hook(look)
-
-    def stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.remove()
-            self._looking = None
-
-    def _look_at(self, name: str, module: nn.Module) -> None:
+    def _add_module(self, name: str, module: nn.Module) -> None:
         wrapped = {
             f"{outer}.{inner}".lstrip(".")
             for outer, each in module.named_modules()
@@ -114,21 +95,19 @@ class Tracked:
         state = module.state_dict()
         self._names[name] = {key: bare(key) for key in [*state, *getattr(state, "_metadata", {})]}
         # The modules' own dictionaries: a forward pass may put another tensor in a buffer's place
-        holders = [
-            (f"{bare(path)}." if bare(path) else "", each._buffers)
-            for path, each in module.named_modules() if each._buffers
-        ]
-        if holders:
+        if holders := [
+            (f"{bare(path)}.".lstrip("."), each._buffers) for path, each in module.named_modules() if each._buffers
+        ]:
             self._holders[name] = holders
-        if self._share_all and dist.is_initialized() and dist.get_world_size() > 1:
-            self.shared += [each._buffers for each in module.modules() if each._buffers]
+        if not dist.is_initialized():
+            return
+        if self._share_all and dist.get_world_size() > 1:
+            self.shared += [held for _, held in holders]
             return
         for each in module.modules():
-            if isinstance(each, DistributedDataParallel) and each.broadcast_buffers and dist.is_initialized():
+            if isinstance(each, DistributedDataParallel) and each.broadcast_buffers:
                 each.broadcast_buffers = False  # `share_buffers` does it
                 self.shared += [inner._buffers for inner in each.module.modules() if inner._buffers]
-
-    # Saving ---------------------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
         """Give all ranks rank 0's buffers that are `shared`. All ranks call this, after their backward passes.
@@ -140,6 +119,8 @@ class Tracked:
         if buffers:
             with torch.no_grad():
                 dist._broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)  # type: ignore[attr-defined, arg-type]
+
+    # The last commit ------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
         """Copy what may change before the next commit. On a GPU the copies wait for their turn in its queue."""
@@ -154,50 +135,69 @@ class Tracked:
         for name, schedule in self._schedulers.items():
             self._schedules[name] = schedule.state_dict()
         for name, optimizer in self._optimizers.items():
-            self._settings[name] = [group.copy() for group in optimizer.param_groups]
-            for settings in self._settings[name]:
+            groups = self._settings.setdefault(name, [])
+            groups.clear()
+            for group in optimizer.param_groups:
+                groups.append(settings := group.copy())
                 if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
                     settings["lr"] = settings["lr"].clone()
         if self._checks:
-            self._versions, self._contents = self._count_changes(), self._digests()
+            self._seen = self._look()
 
     def check_unchanged(self, *, after_epoch: bool = False) -> None:
-        """Raises UserError where a tracked object has changed since the last commit. Called before a batch is used,
-        before a step, and after what follows the last batch of an epoch, where schedules may have changed. All but
-        schedules are looked at in the first steps alone."""
-        for name, schedule in [] if after_epoch else self._schedules.items():
-            if schedule.get("last_epoch") != getattr(self.items[name], "last_epoch", None):
-                raise self._changed(name)
+        """Raises UserError where a tracked object has changed since the last commit. Called before a step, and after
+        what follows the last batch of an epoch, where schedules may have changed. All but schedules are looked at in
+        the first steps alone."""
+        changed = []
+        for name, schedule in self._schedules.items():
+            if not after_epoch and schedule.get("last_epoch") != getattr(self.items[name], "last_epoch", None):
+                changed.append(name)
         if self._checks:
             self._checks -= 1
             if not self._checks:
                 self.stop_looking()
-            for before, now in zip(self._versions, self._count_changes(), strict=False):
-                if now != before:
-                    raise self._changed(now[0])
-            for name, digest in self._digests().items():
-                if digest != self._contents.get(name):
-                    raise self._changed(name)
+            changed += [name for name, now in self._look().items() if now != self._seen.get(name)]
+        if changed:
+            raise UserError(
+                f"track: {changed[0]} must change inside job.step alone, got a change between two steps, which a copy "
+                "would lose. Move the change into the block, or behind the last batch of an epoch into job.change."
+            )
 
-    def _changed(self, name: str) -> UserError:
-        return UserError(
-            f"track: {name} must change inside job.step alone, got a change between two steps, which a copy would "
-            "lose. Move the change into the block, or behind the last batch of an epoch into job.change."
-        )
+    def _look(self) -> dict[str, Any]:
+        """By name what shows a change: how often torch changed each parameter in place; a digest of what is no module,
+        optimizer or schedule."""
+        found: dict[str, Any] = {}
+        for name, item in self.items.items():
+            if isinstance(item, nn.Module):
+                found[name] = [parameter._version for parameter in item.parameters()]
+            elif not isinstance(item, Optimizer | LRScheduler):
+                tree, tensors = encode(self._state_of({name: item}))
+                local = {key: t.to_local() if hasattr(t, "to_local") else t for key, t in tensors.items()}
+                found[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
+        return found
 
-    def _digests(self) -> dict[str, str]:
-        others = {name: item for name, item in self.items.items()
-                  if not isinstance(item, nn.Module | Optimizer | LRScheduler)}
-        digests = {}
-        for name, state in self._state_of(others).items():
-            tree, tensors = encode({name: state})
-            local = {key: t.to_local() if hasattr(t, "to_local") else t for key, t in tensors.items()}
-            digests[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
-        return digests
+    def warn_of_others(self, say: Callable[[str], None]) -> None:
+        """In the first steps `say`, once each, which optimizer steps that no copy has, and that keeps a state."""
+        if any(not isinstance(item, KINDS) for item in self.items.values()):
+            return  # which may hold optimizers
+        seen, tracked = set[int](), self._optimizers.values()
 
-    def _count_changes(self) -> list[tuple[str, int]]:
-        return [(name, parameter._version) for name, item in self.items.items() if isinstance(item, nn.Module)
-                for parameter in item.parameters()]
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) in seen:
+                return
+            seen.add(id(optimizer))
+            if optimizer.state and all(_parameters(optimizer).isdisjoint(_parameters(each)) for each in tracked):
+                kind = type(optimizer).__name__
+                say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
+
+        self._hook = register_optimizer_step_post_hook(look)
+
+    def stop_looking(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # A copy ---------------------------------------------------------------------------------------------------
 
     def state(self, *, gather: bool = True) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live
@@ -217,28 +217,16 @@ class Tracked:
         state = self._state_of({name: self.items[name]})[name]
         return gathered(state) if self.split else state
 
-    def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: self._renamed(name, item.state_dict()) if isinstance(item, nn.Module)
-            else item if isinstance(item, dict | list | torch.Tensor) else item.state_dict()
-            for name, item in items.items()
-        }
-
-    def _renamed(self, name: str, state: Any, *, live: bool = False) -> Any:
-        """The state dict of a module under bare names; with `live` the other way."""
-        names = self._names[name]
-        if live:
-            names = {bare: key for key, bare in names.items()}
-        renamed = type(state)((names.get(key, key), value) for key, value in state.items())
-        if hasattr(state, "_metadata"):  # the versions of the modules' formats
-            renamed._metadata = {names.get(key, key): value for key, value in state._metadata.items()}
-        return renamed
-
     def fingerprint(self) -> dict[str, str]:
         """A digest of each item, equal on all ranks where they hold the same."""
         return {name: _digest(*encode({name: state})) for name, state in self.state().items()}
 
-    # Loading --------------------------------------------------------------------------------------------------
+    def _state_of(self, items: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: _renamed(item.state_dict(), self._names[name]) if isinstance(item, nn.Module)
+            else item if isinstance(item, FILLED_IN_PLACE) else item.state_dict()
+            for name, item in items.items()
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Put back what `state` returned, for these names; whole tensors where items are split. Raises ValueError,
@@ -255,23 +243,13 @@ class Tracked:
 
     def _load(self, name: str, item: Any, values: Any) -> None:
         if isinstance(item, nn.Module):
-            values = self._renamed(name, values, live=True)
+            values = _renamed(values, {bare: key for key, bare in self._names[name].items()})
             if self.split:
                 live = item.state_dict()
-                values = {key: split_as(value, live.get(key)) for key, value in values.items()}
+                values = {key: laid_out(value, live.get(key)) for key, value in values.items()}
             item.load_state_dict(values)
         elif isinstance(item, Optimizer):
-            parameters = dict(enumerate(each for group in item.param_groups for each in group["params"]))
-            values = laid_out(values, parameters)
-            groups = zip(values["param_groups"], item.param_groups, strict=True)
-            item.load_state_dict({
-                "state": {
-                    key: {kind: split_as(value, parameters.get(key)) for kind, value in kept.items()}
-                    for key, kept in values["state"].items()
-                },
-                # Its own choice of a fused kernel: torch may have none for tensors that are split as they are now
-                "param_groups": [saved | {key: own[key] for key in ("fused",) if key in own} for saved, own in groups],
-            })
+            _load_optimizer(item, values)
         elif isinstance(item, torch.Tensor):
             with torch.no_grad():
                 item.copy_(values)
@@ -286,16 +264,31 @@ class Tracked:
     def make_room(self) -> None:
         """Let optimizers that have made no step create their state, so that a split copy can be read into it. The
         weights may change, and are loaded afterwards."""
-        for optimizer in [item for item in self.items.values() if isinstance(item, Optimizer) and not item.state]:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.0
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        from torch.distributed.checkpoint.state_dict import _init_optim_state  # a fifth of a second, for few
+
+        for optimizer in self._optimizers.values():
+            _init_optim_state(optimizer)
+
+
+def _renamed(state: Any, names: dict[str, str]) -> Any:
+    """The state dict of a module under other names."""
+    renamed = type(state)((names.get(key, key), value) for key, value in state.items())
+    if hasattr(state, "_metadata"):  # the versions of the modules' formats
+        renamed._metadata = {names.get(key, key): value for key, value in state._metadata.items()}
+    return renamed
+
+
+def _load_optimizer(optimizer: Optimizer, values: dict[str, Any]) -> None:
+    parameters = dict(enumerate(each for group in optimizer.param_groups for each in group["params"]))
+    groups = zip(values["param_groups"], optimizer.param_groups, strict=True)
+    optimizer.load_state_dict({
+        "state": {
+            key: {kind: laid_out(value, parameters.get(key)) for kind, value in kept.items()}
+            for key, kept in values["state"].items()
+        },
+        # Its own choice of a fused kernel: torch may have none for tensors that are split as they are now
+        "param_groups": [saved | {key: own[key] for key in ("fused",) if key in own} for saved, own in groups],
+    })
 
 
 def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
@@ -303,6 +296,10 @@ def _digest(tree: Any, tensors: dict[str, torch.Tensor]) -> str:
     for piece in TensorFile(tensors):
         total.update(piece)
     return total.hexdigest()[:16]
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 # How tensors lie: split among ranks, in a memory format, in DDP's buckets. A copy holds none of that ----------------
@@ -321,34 +318,21 @@ def gathered(value: Any) -> Any:
     return type(value)(gathered(each) for each in value) if type(value) in (list, tuple) else value
 
 
-def split_as(value: Any, live: Any) -> Any:
-    """This rank's part of a whole tensor, where `live`, of the same shape, is split."""
-    if not hasattr(live, "to_local") or hasattr(value, "to_local") or getattr(value, "shape", None) != live.shape:
+def laid_out(value: Any, live: Any) -> Any:
+    """A whole tensor of a copy as `live`, of the same shape, lies: in its memory format, and this rank's part of it.
+
+    A checkpoint may have been written in another memory format. The fused kernels of optimizers pass through a
+    parameter and its state as both lie in memory: where the formats differ they pair wrong elements, without a word.
+    """
+    if not isinstance(value, torch.Tensor) or hasattr(value, "to_local") or value.shape != getattr(live, "shape", None):
+        return value
+    if value.stride() != live.stride():
+        value = torch.empty_strided(live.shape, live.stride(), dtype=value.dtype).copy_(value)
+    if not hasattr(live, "to_local"):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)  # each rank has it whole
-
-
-def laid_out(state: dict[str, Any], parameters: dict[Any, torch.Tensor]) -> dict[str, Any]:
-    """The optimizer state with each tensor in the memory format of its parameter: `parameters` has the same keys.
-
-    A checkpoint may have been written in the other format, by a method that does not take channels_last. The fused
-    kernels pass through a parameter and its state as both lie in memory: where the formats differ they pair wrong
-    elements, without a word.
-    """
-    def fit(value: Any, parameter: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return value
-        if value.stride() == parameter.stride():
-            return value
-        return torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype).copy_(value)
-
-    fitted = {
-        key: {name: fit(value, parameters[key]) for name, value in values.items()} if key in parameters else values
-        for key, values in state["state"].items()
-    }
-    return {**state, "state": fitted}
 
 
 def fix_bucket_order(items: dict[str, Any]) -> list[str]:
@@ -390,8 +374,3 @@ class _Zero(nn.Module):
         for parameter in self._parameters_of_another:
             total = total + (parameter * 0).real.float().sum().cpu()
         return total
-
-
-def _parameters(items: Iterable[Any]) -> set[int]:
-    """The ids of those of the optimizers among the items, and of what looks like one."""
-    return {id(each) for item in items for group in getattr(item, "param_groups", ()) for each in group["params"]}

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,17 +40,27 @@ class Workers:
 
     def __init__(self, loader: Any) -> None:
         before = {*multiprocessing.active_children()}
-        with _signals_held(), _prepared(loader):
+        with _prepared(loader):
             try:
                 self._iterator: Iterator[Any] = iter(loader)
             finally:  # a sampler may raise once the workers are there
                 _all.update({*multiprocessing.active_children()} - before)
-        self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
-        # A loader may keep its workers, and those may have begun without us
-        self._wait_for([worker for worker in self._workers if worker not in before])
+        self._workers = [*getattr(self._iterator, "_workers", ())]
+        # CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment. A rank
+        # handles this signal, and so does what it forks until `start_worker` has run. Kept workers began without us
+        until_s, new = time.monotonic() + START_S, [worker for worker in self._workers if worker not in before]
+        while hanging := [each for each in new if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
+            if time.monotonic() > until_s:
+                for worker in new:
+                    worker.kill()
+                raise PeerLost(
+                    f"DataLoader worker {new.index(hanging[0])} has not begun {START_S:g} s after its start. Is this "
+                    "machine overloaded?"
+                )
+            time.sleep(0.005)
 
-    def __iter__(self) -> "Workers":
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        return self if self._workers else self._iterator
 
     def __next__(self) -> Any:
         try:
@@ -63,24 +73,8 @@ class Workers:
                 raise
             # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
             found = (explained or error).with_traceback(None)
-            self._iterator, self._workers = iter(()), ()
+            self._iterator, self._workers = iter(()), []
             raise found from None
-
-    @staticmethod
-    def _wait_for(workers: Sequence[Any]) -> None:
-        """CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that
-        moment."""
-        until_s = time.monotonic() + START_S
-        # A rank handles this signal, and so does what it forks until `start_worker` has run
-        while hanging := [each for each in workers if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
-            if time.monotonic() > until_s:
-                for worker in workers:
-                    worker.kill()
-                raise PeerLost(
-                    f"DataLoader worker {workers.index(hanging[0])} has not begun {START_S:g} s after its start. "
-                    "Is this machine overloaded?"
-                )
-            time.sleep(0.005)
 
     def _explained(self, error: Exception) -> Exception | None:
         """What to raise in place of an error that a worker's own mistake, its death or a full /dev/shm led to."""
@@ -119,21 +113,32 @@ def _end_all() -> None:
                 worker.kill()
 
 
-class _Sharing:
-    """Collates in a worker, and puts the batch's tensors into /dev/shm, where the loop reads them.
-
-    torch would do it too, but in a thread that prints the error of a full one and goes on: the loop would wait forever.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        batch = self.collate(samples)
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided:
-                leaf.share_memory_()  # type: ignore[no-untyped-call]
-        return batch
+@contextlib.contextmanager
+def _prepared(loader: Any) -> Iterator[None]:
+    """What a DataLoader starts meanwhile are workers of ours. Those of a subclass whose `__iter__` is a generator start
+    later, and are as torch makes them."""
+    before = dict[str, Any]()
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        before = {"worker_init_fn": loader.worker_init_fn, "collate_fn": loader.collate_fn}
+        # Python 3.14 starts processes from a server by default, which is their parent then
+        context: Any = loader.multiprocessing_context or multiprocessing
+        method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]  # the default
+        parent = 0 if method == "forkserver" else os.getpid()
+        loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
+        loader.collate_fn = functools.partial(_share, loader.collate_fn)
+    # torch's handler of SIGCHLD raises the death of a worker wherever the loop is, even in a save. Whoever waits for
+    # the workers notices the death within five seconds anyway
+    on_child = signal.getsignal(signal.SIGCHLD)
+    # Until its first line has run, a worker would die of a stop signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
+        for name, value in before.items():
+            setattr(loader, name, value)
 
 
 def _begin(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
@@ -143,39 +148,13 @@ def _begin(parent: int, then: Callable[[int], None] | None, worker: int) -> None
         then(worker)
 
 
-@contextlib.contextmanager
-def _prepared(loader: Any) -> Iterator[None]:
-    """What a DataLoader starts meanwhile are workers of ours. Those of a subclass whose `__iter__` is a generator start
-    later, and are as torch makes them."""
-    if not (isinstance(loader, DataLoader) and loader.num_workers):
-        yield
-        return
-    begin, collate = loader.worker_init_fn, loader.collate_fn
-    # Python 3.14 starts processes from a server by default, which is their parent then
-    context: Any = loader.multiprocessing_context or multiprocessing
-    chosen = context.get_start_method(allow_none=True)
-    method = chosen or multiprocessing.get_all_start_methods()[0]  # the default
-    loader.worker_init_fn = functools.partial(_begin, 0 if method == "forkserver" else os.getpid(), begin)
-    loader.collate_fn = _Sharing(collate)
-    try:
-        yield
-    finally:
-        loader.worker_init_fn, loader.collate_fn = begin, collate
+def _share(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Collate in a worker, and put the batch's tensors into /dev/shm, where the loop reads them.
 
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Block the stop signals while workers start: until its first line has run, a worker would die of one.
-
-    This also removes torch's handler of SIGCHLD, which raises the death of a worker wherever the loop is, even in a
-    save. Whoever waits for the workers notices the death within five seconds anyway.
+    torch would do it too, but in a thread that prints the error of a full one and goes on: the loop would wait forever.
     """
-    main = threading.current_thread() is threading.main_thread()
-    on_child = signal.getsignal(signal.SIGCHLD)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if main:
-            signal.signal(signal.SIGCHLD, on_child or signal.SIG_DFL)
+    batch = collate(samples)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided:
+            leaf.share_memory_()  # type: ignore[no-untyped-call]
+    return batch
