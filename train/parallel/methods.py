@@ -111,22 +111,18 @@ class DataParallelMethod(Method):
 
     one_device_per_rank: ClassVar[bool] = False
 
-    def running(self) -> AbstractContextManager[Method]:
-        """Raises UserError for `device_ids` that are not there, before any data are loaded."""
-        cuda = self.group.device.type == "cuda"
-        count = torch.cuda.device_count() if cuda else 1
-        self.ids = ids = [int(word) for word in self.config.device_ids.split(",") if word] or list(range(count))
-        if cuda and (max(ids) >= count or len(set(ids)) != len(ids)):
-            got = f"got {self.config.device_ids}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
-            raise UserError(f"device_ids must each name another one of the {count} visible GPUs, {got}")
-        return nullcontext(self)
-
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model over `device_ids`, in that order, or as it is where there is one device."""
-        group = self.group
-        if group.device.type == "cuda" and len(self.ids) > 1:
-            return DataParallel(model, device_ids=self.ids)
-        group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
+        """The model over `device_ids`, in that order, or as it is where there is one device. Raises UserError."""
+        device, given = self.group.device, self.config.device_ids
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            ids = [int(word) for word in given.split(",") if word] or list(range(count))
+            if max(ids) >= count or len(set(ids)) != len(ids):
+                got = f"got {given}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+                raise UserError(f"device_ids must each name another one of the {count} visible GPUs, {got}")
+            if len(ids) > 1:
+                return DataParallel(model, device_ids=ids)
+        self.group.log.info(f"dp     one device ({device}): trains as one process does without DataParallel")
         return model
 
 
