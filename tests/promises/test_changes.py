@@ -77,13 +77,13 @@ class Sequence:
         choose = self.random
         self.count = choose.randint(3, 5)
         self.most = choose.randint(2, self.count)
-        limits = f"{choose.randint(1, 2)}:{self.most}"
+        self.least = choose.randint(1, 2)
         self.where = choose.choice(("shared", "shared", "own"))
         self.net, self.port = Net(folder / "net", self.count), free_port()
         for node in self.net.nodes:
             node.run("mount -t tmpfs tmpfs /dev/shm")  # where a rescue lies
-        self.options = (f"--nnodes={limits}", f"--spares={self.count - self.most}", "--wait-for-node=0.5",
-                        "--lost-after-s=2", "--join-timeout-s=100", "--max-restarts=100")
+        self.options = (f"--nnodes={self.least}:{self.most}", f"--spares={self.count - self.most}",
+                        "--wait-for-node=0.5", "--lost-after-s=2", "--join-timeout-s=100", "--max-restarts=100")
         self.agents: dict[int, Process] = {}
         self.outputs: list[tuple[str, Process]] = []
         self.frozen: dict[int, list[psutil.Process]] = {}
@@ -157,6 +157,8 @@ class Sequence:
             del self.agents[node]
         elif kind == "return":
             gone = [node for node in range(self.count) if node not in self.agents]
+            if self.parted and 0 in gone and len(gone) >= self.least:
+                gone.remove(0)  # it would begin a job of its own, see "One job, never two" in nodes.md
             back = [*self.frozen, *gone, *(["cut"] if self.parted else [])]
             if back:
                 self.come_back(choose.choice(back))
