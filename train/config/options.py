@@ -167,12 +167,12 @@ def help_text(command: str = "") -> str:
     """The help of `command`, or of all: at most 40 lines at 80 columns."""
     width = min(shutil.get_terminal_size().columns, 120)
     if command not in OPTIONS:
-        rows = [(name, _text(model)) for name, model in OPTIONS.items()]
+        rows = [(name, str(model.__doc__)) for name, model in OPTIONS.items()]
         more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
         return "\n".join([*lines, *_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]) + "\n"
     rows = [_row(name, field) for name, field in fields_of(OPTIONS[command]).items()]
-    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(_text(OPTIONS[command]), width)]
+    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(OPTIONS[command].__doc__), width)]
     lines += ["", "options:", *_table(rows, width)]
     if command == "train":
         rows = [_row(name, Config.model_fields[name]) for name in COMMON]
@@ -180,10 +180,6 @@ def help_text(command: str = "") -> str:
     lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in EXAMPLES[command])]
     lines += ["", *textwrap.wrap(NOTE, width)] if command in ("train", "show") else []
     return "\n".join(lines) + "\n"
-
-
-def _text(model: type[Options]) -> str:
-    return " ".join((model.__doc__ or "").split())
 
 
 def _row(name: str, field: FieldInfo) -> tuple[str, str]:

@@ -128,7 +128,10 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
     try:
         model: nn.Module = models.get_model(name, weights=None, **options)
         if channels != 3:
-            _first_convolution_for(model, channels)
+            first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+            first.in_channels = channels
+            first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
+            first.reset_parameters()
         _dry_run(model, channels=channels, size=size)
     except TypeError:
         if "dropout" not in options:
@@ -163,11 +166,3 @@ def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
     with torch.no_grad():
         functional_call(model, shapes, (torch.empty(2, channels, size, size, device="meta"),))
     model.train()
-
-
-def _first_convolution_for(model: nn.Module, channels: int) -> None:
-    """Make the first convolution one of `channels` input channels, with torch's own initial weights."""
-    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    first.in_channels = channels
-    first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
-    first.reset_parameters()
