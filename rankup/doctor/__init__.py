@@ -63,7 +63,7 @@ class Finding:
         return self.level not in (OK, NOTE)
 
     def text(self, who: str = "") -> str:
-        """For people: what was seen, and below it why it matters and how to mend it."""
+        """For people, in one to three paragraphs."""
         parts = [(f"{_SHOWN[self.level]:8} {self.stage:12} ", who + self.seen)]
         if self.is_problem:
             parts += [(" " * 22 + "why:  ", self.why), (" " * 22 + "mend: ", self.remedy)]
@@ -81,8 +81,8 @@ def _table() -> dict[str, dict[str, str]]:
 
 def problem(name: str, **words: Any) -> Finding:
     """That entry of findings.toml, with these words."""
-    entry = {part: text.format_map(words) for part, text in _table()[name].items()}
-    return Finding(entry["stage"], entry["level"], entry["seen"], entry["why"], entry.get("remedy", ""))
+    entry: dict[str, Any] = {part: text.format_map(words) for part, text in _table()[name].items()}
+    return Finding(**entry)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -90,23 +90,13 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return CODES[max((finding.level for finding in findings), key=_ORDER.index, default=OK)]
 
 
-def merge(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
-    """Each finding once, with the ranks that have it; by stages in their order, and in a stage the worst first."""
-    ranks: dict[Finding, list[int]] = {}
-    for finding in findings:
-        ranks.setdefault(replace(finding, rank=0), []).append(finding.rank)
-    stages = list(dict.fromkeys(finding.stage for finding in ranks))
-    return sorted(ranks.items(), key=lambda item: (stages.index(item[0].stage), -_ORDER.index(item[0].level)))
-
-
 class Report:
-    """The findings of one rank. `json_out`: where JSON goes, in place of the table; None prints the table."""
+    """The findings of this rank. `facts`: what else the JSON has. `json_out`: takes the JSON in place of the table."""
 
-    def __init__(self, log: logging.Logger, *, rank: int, world_size: int, json_out: TextIO | None) -> None:
+    def __init__(self, log: logging.Logger, *, rank: int = 0, json_out: TextIO | None = None, **facts: Any) -> None:
         self.findings: list[Finding] = []
-        self.facts: dict[str, Any] = {"world_size": world_size, "hosts": [host_name()]}
-        self._log, self._rank, self._json_out = log, rank, json_out
-        self._began_s = time.monotonic()
+        self.facts = facts
+        self._log, self._rank, self._json_out, self._began_s = log, rank, json_out, time.monotonic()
 
     def add(self, *findings: Finding) -> None:
         """Keep findings of this rank, and print them on rank 0."""
@@ -115,49 +105,41 @@ class Report:
             if self._json_out is None:
                 self._log.info(finding.text())
 
-    def end_together(self, gather: Callable[[Any], list[Any]], path: Path) -> int:
-        """Rank 0 prints the verdict of all ranks and writes it to `path`. Collective: every rank calls it.
-
-        `gather`: gives every rank's value, in the order of the ranks. Returns the exit code, the same on all ranks.
-        """
-        gathered = gather([asdict(finding) for finding in self.findings])
-        everything = [Finding(**finding) for part in gathered for finding in part]
-        if self._rank == 0:
-            for finding, ranks in merge(everything) if self._json_out is None else ():
-                # Rank 0's own findings were printed as they were found
-                if ranks[0] != 0 and finding.is_problem:
-                    self._log.info(finding.text(f"rank {ranges(ranks)} on {finding.host}: "))
-            whole = self._end(everything)
+    def end(self, gather: Callable[[Any], list[Any]] | None = None, path: Path | None = None) -> int:
+        """Print the verdict and return its exit code: of this rank alone, or of all ranks where `gather` gives the
+        value of each. Then every rank calls it, and rank 0 writes the report to `path`."""
+        findings = self.findings
+        if gather is not None:
+            gathered = gather([asdict(finding) for finding in findings])
+            findings = [Finding(**finding) for part in gathered for finding in part]
+        code = exit_code(findings)
+        if gather is not None and self._rank != 0:
+            return code
+        ranks: dict[Finding, list[int]] = {}  # that have each one
+        for finding in findings:
+            ranks.setdefault(replace(finding, rank=0), []).append(finding.rank)
+        stages = list(dict.fromkeys(finding.stage for finding in ranks))
+        worst_first = sorted(ranks, key=lambda each: (stages.index(each.stage), -_ORDER.index(each.level)))
+        seconds = time.monotonic() - self._began_s
+        whole = {"verdict": VERDICTS[code], "exit_code": code, **self.facts, "seconds": round(seconds, 2), "findings": [
+            {**asdict(each), "ranks": ranks[each]} for each in worst_first if each.is_problem or 0 in ranks[each]
+        ]}
+        if path is not None:
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
                 write_json(path, whole)
-        return exit_code(everything)
-
-    def end_alone(self) -> int:
-        """The ranks did not join, or lost each other: each rank reports its own findings. Returns the exit code."""
-        if self._rank != 0 and self._json_out is None:  # its log shows warnings alone
-            for finding in (each for each in self.findings if each.is_problem):
-                self._log.warning(finding.text())
-        self._end(self.findings)
-        return exit_code(self.findings)
-
-    def _end(self, findings: list[Finding]) -> dict[str, Any]:
-        """Print the verdict, and return it with the facts and each finding once; good ones if rank 0 has them."""
-        code, seconds = exit_code(findings), time.monotonic() - self._began_s
-        merged = merge(findings)
-        kept = [{**asdict(finding), "ranks": ranks} for finding, ranks in merged if finding.is_problem or 0 in ranks]
-        facts = {**self.facts, "seconds": round(seconds, 2)}
-        whole = {"verdict": VERDICTS[code], "exit_code": code, **facts, "findings": kept}
         if self._json_out is not None:
-            self._json_out.write(json.dumps(whole) + "\n")
-            self._json_out.flush()
-            return whole
-        seen = [finding.level for finding, _ in merged]
+            print(json.dumps(whole), file=self._json_out, flush=True)
+            return code
+        level = logging.WARNING if self._rank else logging.INFO  # the log of another rank than 0 shows warnings alone
+        for each in worst_first:
+            if each.is_problem and ranks[each][0] != 0:  # rank 0's own were printed as they were found
+                who = "" if gather is None else f"rank {ranges(ranks[each])} on {each.host}: "
+                self._log.log(level, each.text(who))
+        seen = [each.level for each in ranks]
         counts = ", ".join(f"{seen.count(each)} {each}" for each in (UNFIT, INCOMPLETE, WARNING) if each in seen)
         verdict = VERDICTS[code] + (f" ({counts})" if counts else "")
-        stages = len({finding.stage for finding in findings})
-        level = logging.WARNING if self._rank else logging.INFO
-        self._log.log(level, f"doctor: {verdict}: {stages} stages in {seconds:.1f} s")
-        return whole
+        self._log.log(level, f"doctor: {verdict}: {len(stages)} stages in {seconds:.1f} s")
+        return code
 
 
 # One machine ----------------------------------------------------------------------------------------------------------
@@ -167,33 +149,26 @@ def check_machine(
     report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
     local_rank: int | None = None,
 ) -> None:
-    """Add to `report` what this process sees of its machine, each check within its time limit.
-
-    `ranks`: on this node, with `threads` threads and `num_workers` DataLoader workers each. `local_rank`: whose GPU to
-    look at, None: all.
-    """
-    def bounded(stage: str, timeout_s: float, check: Callable[[], Iterable[Finding]], silent: str) -> None:
-        found = within(timeout_s, lambda: list(check()))
-        if found is None:
-            found = [problem("silent", of=stage, timeout_s=timeout_s, why=silent)]
-        report.add(*found)
-
-    report.add(*limits(ranks=ranks, threads=threads))
-    report.add(*shared_memory(num_workers=num_workers))
-    if has_gpus:
-        bounded("gpus", GPU_S, lambda: gpus(local_rank), "the driver of the GPUs gives no answer.")
-    bounded("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer.")
+    """Add to `report` what this process sees of its machine. `ranks`: on this node, with `threads` threads and
+    `num_workers` DataLoader workers each. `local_rank`: whose GPU to look at, None: all."""
+    report.add(*limits(ranks=ranks, threads=threads), *shared_memory(num_workers=num_workers))
+    checks: list[tuple[str, float, Callable[[], Iterable[Finding]], str]] = [
+        ("gpus", GPU_S, lambda: gpus(local_rank) if has_gpus else (), "the driver of the GPUs gives no answer."),
+        ("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer."),
+    ]
+    for stage, timeout_s, check, silent in checks:
+        found = within(timeout_s, lambda check=check: [*check()])  # type: ignore[misc]
+        report.add(*([problem("silent", of=stage, timeout_s=timeout_s, why=silent)] if found is None else found))
 
 
 def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, str]:
-    """Before the ranks of this node start: the exit code of the doctor where it is not fit, and why; else 0.
+    """Before the ranks of this node start: the doctor's exit code where it is not fit, and why; else 0.
 
     Without the other machines: a container that is replaced in the middle of a training finds the others at work.
-    Whether the machines reach each other is checked when they meet.
     """
-    report = Report(log, rank=0, world_size=1, json_out=None)
+    report = Report(log)
     check_machine(report, run_dir, ranks=ranks)
-    code = report.end_alone()
+    code = report.end()
     if code in (FINISHED, CODES[WARNING]):
         return FINISHED, ""
     return code, f"preflight on {host_name()}: {VERDICTS[code]}. No rank was started"
@@ -201,12 +176,9 @@ def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, s
 
 def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:
     """A line for each limit that will be in the way of a training with `threads` in each rank, and for accelerators
-    that none will use: so it looks when somebody gave the number of nodes for that of ranks.
-
-    `ranks`, `devices`: on this node, None where that is not known.
-    """
+    that none will use. `ranks`, `devices`: on this node, None where that is not known."""
     found = [each for each in limits(ranks=ranks or 1, threads=threads) if each.level == WARNING]
-    if ranks is not None and devices > ranks:
+    if ranks is not None and devices > ranks:  # somebody may have given the number of nodes for that of ranks
         found.append(problem("idle", devices=devices, ranks=ranks, idle=devices - ranks))
     return [f"{each.seen}: {each.why} {each.remedy}" for each in found]
 
@@ -235,12 +207,11 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
 def shared_memory(*, num_workers: int) -> Iterator[Finding]:
     """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
     folder = "/dev/shm"
-    if not os.path.isdir(folder):
-        return
-    total, _, free = shutil.disk_usage(folder)
-    seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
-    little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
-    yield problem("small-shm", seen=seen, folder=folder) if little else Finding("memory", OK, seen)
+    if os.path.isdir(folder):
+        total, _, free = shutil.disk_usage(folder)
+        seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
+        little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
+        yield problem("small-shm", seen=seen, folder=folder) if little else Finding("memory", OK, seen)
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:
@@ -255,10 +226,9 @@ def disk(run_dir: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
     except OSError as error:
         yield problem("no-disk", folder=error.filename or folder, error=error.strerror)
-        return
-    seen = f"{run_dir}: {free / 2**30:.1f} GiB free"
-    little = free < LEAST_DISK
-    yield problem("little-disk", folder=run_dir, mib=free / MIB) if little else Finding("storage", OK, seen)
+    else:
+        little, seen = free < LEAST_DISK, f"{run_dir}: {free / 2**30:.1f} GiB free"
+        yield problem("little-disk", folder=run_dir, mib=free / MIB) if little else Finding("storage", OK, seen)
 
 
 def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
@@ -279,23 +249,22 @@ def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvm
     places = [place.strip() for place in environ.get("CUDA_VISIBLE_DEVICES", every).split(",")]  # numbers or UUIDs
     if local_rank is not None and local_rank < len(places):
         places = [places[local_rank]]
-    names: list[str] = []
-    found: list[Finding] = []
+    names, found = list[str](), list[Finding]()
     for place in places:
         try:
-            by = nvml.nvmlDeviceGetHandleByIndex if place.isdigit() else nvml.nvmlDeviceGetHandleByUUID
-            handle = by(int(place) if place.isdigit() else place)
+            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+            handle = by_index(int(place)) if place.isdigit() else by_uuid(place)
             names.append(str(nvml.nvmlDeviceGetName(handle)))
             found += _problems(nvml, handle)
         except nvml.NVMLError as error:
             if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
                 break  # no such GPU: CUDA too takes those before it alone
             found.append(problem("lost", gpu=place, more=error))
-    yield from found
     if names and not found:
         kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
-        yield Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")
+        found = [Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")]
     nvml.nvmlShutdown()
+    yield from found
 
 
 def _problems(nvml: Any, handle: Any) -> Iterator[Finding]:

@@ -47,21 +47,20 @@ def doctor(
 ) -> int:
     """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
 
-    found: this process's place among the ranks, or why the environment describes none, which is a finding too.
-    run_dir: of the run that is planned. as_json: rank 0 prints one line of JSON in place of the table.
-    plan: what the training is going to need, see `Doctor`.
-
-    Returns the exit code: 0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed. Raises Stopped.
+    `found`: this process's place among the ranks, or why the environment describes none, which is a finding too.
+    `as_json`: print one line of JSON in place of the table. `plan`: what the training will need, see `Doctor`.
+    Returns the exit code, see `rankup.doctor`. Raises Stopped.
     """
     json_out = sys.stdout if as_json else None
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if isinstance(found, UserError):
-            report = Report(log, rank=0, world_size=1, json_out=json_out)
-            report.facts = {}
+            report = Report(log, json_out=json_out)
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
-            return report.end_alone()
-        report = Report(log, rank=found.rank, world_size=found.world_size, json_out=json_out)
-        return Doctor(found, run_dir, report, stop, log, **plan).run()
+            return report.end()
+        report = Report(
+            log, rank=found.rank, json_out=json_out, world_size=found.world_size, hosts=[host_name()]
+        )
+        return Doctor(found, run_dir, report, **plan).run(stop, log)
 
 
 @dataclass
@@ -75,8 +74,6 @@ class Doctor:
     launch: RankEnv
     run_dir: Path
     report: Report
-    stop: StopRequest
-    log: logging.Logger
     settings: Mapping[str, str] = field(default_factory=dict)
     device: str | None = None
     backend: str | None = None
@@ -87,21 +84,21 @@ class Doctor:
     longest_phase_s: float = 1800.0
     stage: str = "environment"
 
-    def run(self) -> int:
-        """All stages. Returns the exit code. Raises Stopped."""
-        launch = self.launch
-        self.report.add(Finding("environment", OK, describe(launch)))
-        self.report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
+    def run(self, stop: StopRequest, log: logging.Logger) -> int:
+        """All stages."""
+        launch, report = self.launch, self.report
+        report.add(Finding("environment", OK, describe(launch)))
+        report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         check_machine(
-            self.report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
+            report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
             num_workers=self.num_workers, has_gpus=not (self.device or "").startswith("cpu"),
             local_rank=launch.local_rank if launch.world_size > 1 else None,
         )
-        self.report.add(*devices(launch))
+        report.add(*devices(launch))
         try:
             with start(
                 launch, settings=self.settings, device=self.device, backend=self.backend,
-                status=StatusFile(self.run_dir / "doctor", launch), stop=self.stop, log=self.log,
+                status=StatusFile(self.run_dir / "doctor", launch), stop=stop, log=log,
             ) as group:
                 group.watch.leaving = self._leave
                 self._check(group, "repetition", repetition(group.device))
@@ -109,20 +106,25 @@ class Doctor:
                     self._join(group)
                     self._check(group, "versions", versions(group))
                     self._check(group, "collective", collective(group))
-                    self._check(group, "links", links(group, self.report.facts))
+                    self._check(group, "links", links(group, report.facts))
                 else:
                     seen = "a single process: nothing was checked that needs several ranks"
-                    self.report.add(Finding("joined", NOTE, seen))
+                    report.add(Finding("joined", NOTE, seen))
                 self._check(group, "report", ())
-                return self.report.end_together(group.gather, self.run_dir / "doctor" / "report.json")
+                return report.end(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
             raise
+        except PeerLost as error:  # or another rank's deadline passed before this one's
+            found = problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
+        except (UserError, JoinError) as error:  # a user's mistake says itself what to do, and so does HINT
+            missing = isinstance(error, JoinError) and HINT not in str(error)
+            found = problem("missing" if missing else "refused", of=self.stage, why=error)
         except Exception as error:
-            self.report.add(self._explain(error))
-            return self.report.end_alone()
+            found = problem("check-failed", of=self.stage, why=reason(error))
+        report.add(found)
+        return report.end()
 
     def _join(self, group: Group) -> None:
-        """The three steps of joining, each followed by what it has shown."""
         add, self.stage = self.report.add, "joined"
         meet(group, timeout_s=self.join_timeout_s)
         self.report.facts["hosts"] = list(group.hosts)
@@ -132,7 +134,7 @@ class Doctor:
         add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
         self.stage = "group"
         form(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
-        add(Finding("group", OK, f"the process group is formed ({torch.distributed.get_backend()})"))
+        add(Finding("group", OK, f"the process group is formed ({dist.get_backend()})"))
         self.stage = "versions"
         check_settings(group)
         add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
@@ -148,17 +150,7 @@ class Doctor:
         """A training would end here with `code`: a deadline has passed, or a peer is lost."""
         gone = suspect is not None and not suspect.alive
         self.report.add(problem("died" if gone else "hung", of=self.stage, why=why))
-        return self.report.end_alone()
-
-    def _explain(self, error: Exception) -> Finding:
-        """The finding that an error of the current stage means."""
-        if isinstance(error, PeerLost):  # or another rank's deadline passed before this one's
-            return problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
-        if isinstance(error, UserError | JoinError):
-            # A user's mistake says itself what to do, and so does HINT
-            missing = isinstance(error, JoinError) and HINT not in str(error)
-            return problem("missing" if missing else "refused", of=self.stage, why=error)
-        return problem("check-failed", of=self.stage, why=reason(error))
+        return self.report.end()
 
 
 # What the ranks look at -----------------------------------------------------------------------------------------------
@@ -177,24 +169,20 @@ def devices(launch: RankEnv) -> Iterator[Finding]:
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
-    """Whether this rank's device gives the same bits each time that it computes the same thing. Needs no group."""
-    first, times, until_s = work(device), 1, time.monotonic() + REPEAT_S
-    while times < 2 or time.monotonic() < until_s:
-        times += 1
-        if work(device) != first:
-            yield problem("two-results", device=device, times=times, host=host_name(), kind=device.type.upper())
-            return
-    yield Finding("repetition", OK, f"the same computation gave the same bits {times} times on {device}")
-
-
-def work(device: torch.device) -> int:
-    """A digest of some matrix products, from the same numbers each time: all cores, vector units and some memory."""
+    """Whether this rank's device gives the same bits each time that it computes the same matrix products, which take
+    all cores, vector units and some memory. Needs no group."""
     size = 512 if device.type == "cpu" else 4096
     weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device) / size**0.5
-    state = weight
-    for _ in range(8):
-        state = torch.sin(4 * state @ weight)
-    return int(torch.hash_tensor(state).item())
+    digests, until_s = list[int](), time.monotonic() + REPEAT_S
+    while len(digests) < 2 or time.monotonic() < until_s:
+        state = weight
+        for _ in range(8):
+            state = torch.sin(4 * state @ weight)
+        digests.append(int(torch.hash_tensor(state).item()))
+        if digests[-1] != digests[0]:
+            yield problem("two-results", device=device, times=len(digests), host=host_name(), kind=device.type.upper())
+            return
+    yield Finding("repetition", OK, f"the same computation gave the same bits {len(digests)} times on {device}")
 
 
 def versions(group: Group) -> Iterator[Finding]:
@@ -211,8 +199,7 @@ def versions(group: Group) -> Iterator[Finding]:
         if len(found) > 1 and name in ("CPU", "GPU"):
             yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
         elif len(found) > 1:
-            why = "what works on one node may fail or hang on another."
-            yield Finding("versions", WARNING, seen, why, "Install the same on all nodes.")
+            yield problem("differs", seen=seen)
 
 
 def holders(values: Iterable[str]) -> dict[str, list[int]]:
@@ -237,9 +224,8 @@ def cpu_model() -> str:
 
 
 def collective(group: Group) -> Iterator[Finding]:
-    """Whether all_reduce, which adds up the gradients, gives the right numbers on this rank. Integers are exact in
-    float32: the bits must be equal."""
-    size, wrong = group.world_size, []
+    """Whether all_reduce, which adds up the gradients, gives the right numbers on this rank."""
+    size, wrong = group.world_size, []  # integers are exact in float32: the bits must be equal
     for length in (1, 1000, 2**18 + 1):
         base = torch.arange(length, device=group.device, dtype=torch.float32) % 997
         numbers = base + group.rank
@@ -276,43 +262,41 @@ def rounds(hosts: Sequence[str]) -> list[list[int]]:
     """The links of each rank to the next one, by the lower rank, in the order in which all ranks measure them.
 
     In a round no rank has two links, and where the ranks of a node follow each other no node has two between nodes.
-    `hosts`: of each rank.
     """
-    between = [low for low in range(len(hosts) - 1) if hosts[low] != hosts[low + 1]]
-    inside = [low for low in range(len(hosts) - 1) if hosts[low] == hosts[low + 1]]
-    return [between[0::2], between[1::2], inside[0::2], inside[1::2]]
+    links = range(len(hosts) - 1)
+    kinds = [[low for low in links if (hosts[low] == hosts[low + 1]) is inside] for inside in (False, True)]
+    return [kind[first::2] for kind in kinds for first in (0, 1)]
 
 
 def measure(low: int, group: Group) -> list[dict[str, Any]]:
-    """The link from the rank `low` to the next. Both call this, and the lower one has the result."""
-    first, other, device = group.rank == low, 2 * low + 1 - group.rank, group.device
-    ping_s = round_trip_s(other, PING_BYTES, PINGS, device, first=first)
-    taken_s = round_trip_s(other, BULK_BYTES, BULKS, device, first=first)
-    if not first:
-        return []
+    """The link from the rank `low` to the next. Both call this, and the lower one has the result.
+
+    The fastest of several round trips counts: what else uses the machine only makes one slower. No clock of two
+    machines is exact enough to time one way alone.
+    """
+    first, other, best_s = group.rank == low, 2 * low + 1 - group.rank, []
+    for size, count in ((PING_BYTES, PINGS), (BULK_BYTES, BULKS)):
+        message = torch.zeros(size, dtype=torch.uint8, device=group.device)
+        best_s.append(min(round_trip_s(message, other, first=first) for _ in range(count)))
+    ping_s, bulk_s = best_s
     return [{
         "ranks": [low, other], "between_nodes": group.hosts[low] != group.hosts[other],
-        "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(taken_s - ping_s, 1e-9),
-    }]
+        "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(bulk_s - ping_s, 1e-9),
+    }] if first else []
 
 
-def round_trip_s(other: int, size: int, count: int, device: torch.device, *, first: bool) -> float:
-    """Seconds for `size` bytes to the rank `other` and back, the fastest of `count` round trips: what else uses the
-    machine only makes one slower. The rank with `first` sends, and the other end echoes. No clock of two machines is
-    exact enough to time one way alone."""
-    message, best_s = torch.zeros(size, dtype=torch.uint8, device=device), float("inf")
-    for _ in range(count):
-        began_s = time.perf_counter()
-        for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
-            call(message, other)
-        if device.type != "cpu":  # calls only queue work there, and return at once
-            torch.accelerator.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
+def round_trip_s(message: torch.Tensor, other: int, *, first: bool) -> float:
+    """Seconds for `message` to the rank `other` and back; the one that is not `first` echoes it."""
+    began_s = time.perf_counter()
+    for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+        call(message, other)
+    if message.device.type != "cpu":  # calls only queue work there, and return at once
+        torch.accelerator.synchronize(message.device)
+    return time.perf_counter() - began_s
 
 
 def judge(kind: Sequence[dict[str, Any]], words: str, hosts: Sequence[str]) -> Finding:
-    """The slowest of links of one kind: a warning where it is below SLOWEST_LINK, or far below the others and slow."""
+    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow."""
     slowest = min(kind, key=lambda link: link["bandwidth"])
     bandwidth, (low, high) = slowest["bandwidth"], slowest["ranks"]
     median = statistics.median(link["bandwidth"] for link in kind)

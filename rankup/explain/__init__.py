@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.explain.diagnosis import WAITED, Diagnosis, Search, diagnose
-from rankup.explain.logs import find_files
+from rankup.explain.diagnosis import WAITED, Diagnosis, diagnose, diagnose_logs
+from rankup.explain.logs import find_logs
 
 FAULTY = 20  # exit code of the command where the logs show a fault
 MAX_OTHERS = 8
@@ -19,8 +19,6 @@ NOTHING = """\
 nothing wrong was found: the run has finished, or these lines do not say what happened.
 A process that is killed from outside says nothing: look at its exit code, and
 at what the launcher, the scheduler or the kernel (dmesg) said."""
-
-__all__ = ["FAULTY", "Diagnosis", "advice", "diagnose", "diagnose_files", "explain_logs", "format_report"]
 
 
 def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()) -> tuple[str, bool]:
@@ -35,14 +33,11 @@ def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()
 
 def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
     """The faults that these logs show, the root cause first, harmless ones last. Raises UserError."""
-    search = Search()
     try:
-        for file in find_files(paths, run_dir=run_dir):
-            search.read(file.lines(), file=file.name, rank=file.rank, host=file.host, failed=bool(file.ends))
+        return diagnose_logs(find_logs(paths, run_dir=run_dir))
     except OSError as error:
         got = f"{error.filename}: {error.strerror}"
         raise UserError(f"explain needs a file or folder that it can read, got {got}.") from None
-    return search.result()
 
 
 def advice(text: str) -> str:

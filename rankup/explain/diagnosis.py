@@ -8,13 +8,12 @@ import re
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rankup.explain.logs import CLOCK, LogLine, split_prefixes, time_of
+from rankup.explain.logs import CLOCK, Log, LogLine, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
@@ -89,12 +88,10 @@ NOISE = re.compile(
     r"\s*$|\W{5}|frame #|wandb: |srun: |slurmstepd: |\[?[IWEF]\d{3,4} |\S+:\d+:\d+ |.*NCCL INFO|  \w+ *: |"
     r"Error executing job with overrides"
 )
-PROGRESS = re.compile(r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,4}\d")
-# "step 30/100", "Epoch: [3][ 40/100]", and the bar of tqdm
-COUNTER = re.compile(
-    r"(?i)(?:\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?)\b\W{0,4}|\]\[ *|(?P<bar>%\|.*\| ))"
-    r"(\d+ *(?:/|of) *\d+)"
+PROGRESS = re.compile(
+    r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,4}\d|\]\[ *\d+ *(?:/|of) *\d"
 )
+BAR = re.compile(r"%\|.*\| (\d+ */ *\d+)")  # of tqdm
 FINISHED = re.compile(r"(?i)\b(?:finished|completed?|done|successful(?:ly)?)\b")
 # torchrun's summary has a paragraph for each rank that failed, the first one under the words "Root Cause"
 SUMMARY_ROOT = "Root Cause (first observed failure)"
@@ -108,13 +105,13 @@ class _Source:
 
     inside: bool = False  # the next lines are a traceback, up to its exception
     ignored: bool = False  # that traceback does not end the process
+    traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     newest: "Diagnosis | None" = None  # the last exception
     bad: "Diagnosis | None" = None  # the last line that looks like an error
     unknown: int = 0  # exceptions of it that are kept
     spoke: int = 0  # its last ordinary line: no error before it has ended the process
     progressed: int = 0  # the last one of them that shows progress
     bar: str = ""  # where its bar of tqdm stood
-    traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     summary: dict[str, str] = field(default_factory=dict)  # the paragraph of torchrun's summary that this is in
     summary_root: bool = False  # the next paragraph is that of the rank that failed first
 
@@ -140,6 +137,7 @@ class Diagnosis:
     time: float | None
     times: int = 1
     traceback: tuple[str, ...] = ()
+    # For the search alone
     fault: Fault
     source: _Source
     last_line: int  # in which it was seen
@@ -173,9 +171,8 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = ("title", "seen", "line", "rank", "host", "why", "remedy", "order", "harmless", "name", "times", "file",
-                 "time", "traceback")
-        return {name: getattr(self, name) for name in names}
+        public = [each.name for each in fields(self)[:13]]
+        return {name: getattr(self, name) for name in (*public, "harmless")}
 
     def may_be_of(self, other: "Diagnosis") -> bool:
         """Whether both may be of one rank: launchers do not always name rank and host."""
@@ -200,28 +197,25 @@ class Search:
         self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
         self._failed = False  # somebody said so
         self._files: dict[str, int] = {}  # in their order
-        # Of the file that is read: the line, the last one that has a time, the last ordinary one, the last progress
+        # Of the log that is read: the line, the last one that has a time, the last ordinary one, the last progress
         self._file, self._number, self._clock, self._last, self._progress = "", 0, "", "", 0
 
-    def read(
-        self, lines: Iterable[str], *, file: str = "", rank: int | None = None, host: str = "", failed: bool = False
-    ) -> None:
-        """`rank`, `host`: who wrote the lines that do not say so themselves; a rank's file has lines of no other.
-
-        `failed`: each line is why a rank failed.
-        """
-        self._files.setdefault(file, len(self._files))
-        self._failed |= failed
-        self._file, self._clock, self._last, self._progress, begun = file, "", "", 0, len(self._findings)
-        for self._number, raw in enumerate(lines, 1):
+    def read(self, log: Log) -> None:
+        """A rank's log has lines of no other."""
+        self._files.setdefault(log.name, len(self._files))
+        self._failed |= log.failed
+        self._file, self._clock, self._last, self._progress, begun = log.name, "", "", 0, len(self._findings)
+        for self._number, raw in enumerate(log.lines, 1):
             line = split_prefixes(raw)
-            who = "" if rank is not None else line.source
-            line = LogLine(line.text, rank if line.rank is None else line.rank, line.host or host, who)
+            line = line._replace(
+                rank=log.rank if line.rank is None else line.rank, host=line.host or log.host,
+                source=line.source if log.rank is None else "",
+            )
             if CLOCK.search(raw, 0, 120):
                 self._clock = raw[:200]
             line = self._in_summary(line, self._source(line))
             source = self._source(line)
-            if not failed:
+            if not log.failed:
                 self._look_at(line, source)
             elif self._known(line, source) is None:
                 source.bad = self._finding(UNKNOWN, line, source)
@@ -266,15 +260,19 @@ class Search:
             source.inside = True
             source.traceback.clear()
         elif (source.inside and EXCEPTION.match(text)) or text.startswith(WHAT):
-            self._raise(known, replace(line, text=text.removeprefix(WHAT)), source)
+            self._raise(known, line._replace(text=text.removeprefix(WHAT)), source)
         elif source.inside:
             source.traceback.append(text[:MAX_SEEN])
         elif IGNORED.match(text):
             source.ignored = True
         elif known is None and LOOKS_BAD.match(text):
             source.bad = self._finding(UNKNOWN, line, source)
-        elif known is None and not NOISE.match(text):
-            self._go_on(text, source)
+        elif known is None and not NOISE.match(text):  # an ordinary line: the process went on
+            source.spoke, self._last = self._number, text
+            bar = BAR.search(text)  # which is drawn once more after an exception
+            if (bar[1] != source.bar) if bar else PROGRESS.search(text):
+                source.progressed = self._progress = self._number
+            source.bar = bar[1] if bar else source.bar
 
     def _raise(self, finding: Diagnosis | None, line: LogLine, source: _Source) -> None:
         """An exception, at the end of its traceback."""
@@ -288,17 +286,6 @@ class Search:
             finding.over |= source.ignored and not finding.raised
             finding.raised, finding.traceback = True, finding.traceback or tuple(source.traceback)
         source.newest, source.inside, source.ignored = finding, False, False
-
-    def _go_on(self, text: str, source: _Source) -> None:
-        """An ordinary line: the process went on after what it wrote before."""
-        source.spoke, self._last = self._number, text
-        counter = COUNTER.search(text)
-        if counter and counter["bar"]:  # tqdm draws its bar once more after an exception
-            progress, source.bar = counter[2] != source.bar, counter[2]
-        else:
-            progress = counter is not None or PROGRESS.search(text) is not None
-        if progress:
-            source.progressed = self._progress = self._number
 
     def _known(self, line: LogLine, source: _Source) -> Diagnosis | None:
         """Keep the fault nearest to the root cause that this line shows."""
@@ -316,7 +303,7 @@ class Search:
             finding.times += 1
             finding.source, finding.last_line = source, self._number
             return finding
-        finding = self._finding(fault, replace(line, rank=rank, host=host), source, groups)
+        finding = self._finding(fault, line._replace(rank=rank, host=host), source, groups)
         finding.code = code
         if len(self._findings) < MAX_KEPT:
             self._findings.append(finding)
@@ -371,20 +358,16 @@ class Search:
                     each.over = True  # of an exception that is there itself
                 elif each.rank is not None and self._first_rank not in (None, each.rank):
                     each.order = FOLLOWED
+        found = [each for each in found if not each.over]
+        untimed = {each.kind for each in found if each.time is None}
 
-        def place(each: Diagnosis) -> tuple[bool, float, bool]:
+        def place(each: Diagnosis) -> tuple[int, bool, float, bool]:
             # A line that its process survived for a while comes after what ended a process
             survived = bool(errors) and not (each.raised or each.last or each.fault.proof)
             other_rank = self._first_rank is None or each.rank != self._first_rank
-            return survived, (each.time or 0.0) if timed else 0.0, other_rank
+            return each.kind, survived, 0.0 if each.kind in untimed else each.time or 0.0, other_rank
 
-        ordered: list[Diagnosis] = []
-        left = sorted((each for each in found if not each.over), key=lambda each: each.kind)
-        for _, group in groupby(left, lambda each: each.kind):
-            alike = list(group)
-            timed = all(each.time is not None for each in alike)
-            ordered += sorted(alike, key=place)
-        return ordered
+        return sorted(found, key=place)
 
 
 def _is_before(one: Diagnosis, other: Diagnosis) -> bool:
@@ -395,7 +378,13 @@ def _is_before(one: Diagnosis, other: Diagnosis) -> bool:
 
 
 def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
-    """The faults that these lines show, the root cause first, harmless ones last. Empty: nothing wrong was found."""
+    """The same as `diagnose_logs`, of one log."""
+    return diagnose_logs([Log(lines)])
+
+
+def diagnose_logs(logs: Iterable[Log]) -> list[Diagnosis]:
+    """The faults that these logs show, the root cause first, harmless ones last. Empty: nothing wrong was found."""
     search = Search()
-    search.read(lines)
+    for log in logs:
+        search.read(log)
     return search.result()

@@ -6,10 +6,10 @@ A log is read line by line, so its size does not matter: one of 10 GB needs no m
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from rankup.errors import UserError
 from rankup.places.files import read_object
@@ -47,37 +47,18 @@ TIMES = [re.compile(pattern) for pattern in (
 )]
 
 
-@dataclass(frozen=True, slots=True)
-class LogFile:
-    """A file, and who wrote those of its lines that do not say so themselves. `name`: as messages call it."""
+class Log(NamedTuple):
+    """Lines, and who wrote those that do not say so themselves. `name`: as messages call it. `failed`: each line says
+    why a rank failed."""
 
-    path: Path
+    lines: Iterable[str]
     name: str = ""
     rank: int | None = None
     host: str = ""
-    since: str = ""  # a time as our logs have it: what is older belongs to an earlier attempt
-    ends: tuple[str, ...] = ()  # in place of a file: how the ranks of a run ended, as `status/` has it
-
-    def lines(self) -> Iterator[str]:
-        """Its lines. Bytes that are not UTF-8 become question marks. Raises OSError."""
-        if self.ends:
-            yield from self.ends
-            return
-        is_input = str(self.path) == "-"
-        file_or_number = sys.stdin.fileno() if is_input else self.path
-        with open(file_or_number, encoding="utf-8", errors="replace", closefd=not is_input, newline="\n") as file:
-            belongs = not self.since
-            # A size for each readline: a file without line ends would otherwise be read into memory as a whole
-            for line in iter(lambda: file.readline(1 << 16), ""):
-                if self.since and re.match(r"\d{4}-\d\d-\d\dT", line):
-                    belongs = line[:19] >= self.since  # ISO times compare as text
-                if belongs:
-                    # A progress bar writes over itself: what a terminal would show in the end
-                    yield line.rstrip("\r\n").rpartition("\r")[2] if "\r" in line else line
+    failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(NamedTuple):
     """A line without the prefixes that launchers and loggers put before it. The prefixes say who wrote the line."""
 
     text: str
@@ -86,49 +67,63 @@ class LogLine:
     source: str = ""  # lines of one source belong together, such as the lines of a traceback
 
 
-def find_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[LogFile]:
-    """The logs at these places: files, "-", folders of logs, runs, and names of runs in `run_dir`.
+def read_lines(path: Path, *, since: str = "") -> Iterator[str]:
+    """The lines of a file, or of standard input ("-"). Bytes that are not UTF-8 become question marks. Raises OSError.
 
-    Raises UserError where there is nothing to read.
+    `since`: a time as our logs have it: what is older belongs to an earlier attempt.
     """
-    found: list[LogFile] = []
+    is_input = str(path) == "-"
+    file_or_number = sys.stdin.fileno() if is_input else path
+    with open(file_or_number, encoding="utf-8", errors="replace", closefd=not is_input, newline="\n") as file:
+        belongs = not since
+        # A size for each readline: a file without line ends would otherwise be read into memory as a whole
+        for line in iter(lambda: file.readline(1 << 16), ""):
+            if since and re.match(r"\d{4}-\d\d-\d\dT", line):
+                belongs = line[:19] >= since  # ISO times compare as text
+            if belongs:
+                # A progress bar writes over itself: what a terminal would show in the end
+                yield line.rstrip("\r\n").rpartition("\r")[2] if "\r" in line else line
+
+
+def find_logs(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Log]:
+    """The logs at these places: files, "-", folders of logs, runs, and names of runs in `run_dir`. Raises UserError."""
+    found: list[Log] = []
     for path in paths:
         place = run_dir / path if not path.exists() and (run_dir / path).is_dir() else path
         if not place.is_dir():
-            found.append(LogFile(place, str(path)))
+            found.append(Log(read_lines(place), str(path)))
         elif (place / "status.json").is_file() or [*place.glob("logs/rank-*.log")]:
             found += _of_run(place)
-        elif files := [*_of_folder(place)]:
-            found += files
+        elif logs := [*_of_folder(place)]:
+            found += logs
         else:
             raise UserError(f"explain needs a folder with logs (*.log, *.out, *.err, *.txt), got {place}.")
-    return [replace(file, name="") for file in found] if len(found) == 1 else found
+    return [found[0]._replace(name="")] if len(found) == 1 else found
 
 
-def _of_run(directory: Path) -> list[LogFile]:
+def _of_run(directory: Path) -> Iterator[Log]:
     """How each rank ended in the last attempt, then what its log says of that attempt."""
     status = read_object(directory / "status.json")
     if status.get("state") == "finished":
-        return []  # whatever went wrong in earlier attempts was overcome
+        return  # whatever went wrong in earlier attempts was overcome
     attempt = str(status.get("attempt", ""))
-    began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
-    since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
-    files = sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else []
     ends = []
-    for end in map(read_object, files):
+    for end in map(read_object, sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else ()):
         if end.get("state") == "failed":
             # A user's mistake is marked as on the terminal
             code, why = end.get("code"), end.get("why")
             text = f"error: {why}" if code == 2 else f"{why} (exit code {code})"
             ends.append(f"[{end.get('host')} r{end.get('rank')}/{status.get('world_size')}] {text}\n")
-    logs = [
-        LogFile(path, path.name, _rank_in(path.name), since=since)
-        for path in sorted((directory / "logs").glob("rank-*.log")) if path.is_file()
-    ]
-    return [LogFile(directory, "status", ends=tuple(ends)), *logs] if ends else logs
+    if ends:
+        yield Log(ends, "status", failed=True)
+    began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
+    since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
+    for path in sorted((directory / "logs").glob("rank-*.log")):
+        if path.is_file():
+            yield Log(read_lines(path, since=since), path.name, _rank_in(path.name))
 
 
-def _of_folder(folder: Path) -> Iterator[LogFile]:
+def _of_folder(folder: Path) -> Iterator[Log]:
     """All logs below a folder; of torchrun's attempts only the last."""
     names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))[:MAX_FILES] if path.is_file()}
     of_torchrun = {name: match for name in names if (match := TORCHRUN_FILE.fullmatch(name))}
@@ -139,10 +134,11 @@ def _of_folder(folder: Path) -> Iterator[LogFile]:
         if found := of_torchrun.get(name):
             # Its folders count the ranks of one node. Several nodes' are told apart by the folders' names alone
             if int(found["attempt"]) == last[found["job"]]:
-                yield LogFile(path, name, int(found["rank"])) if len(last) == 1 else LogFile(path, name, host=name)
+                rank, host = (int(found["rank"]), "") if len(last) == 1 else (None, name)
+                yield Log(read_lines(path), name, rank, host)
         elif LOG_NAME.fullmatch(path.name) and "filtered_" not in path.name:
             rank = _rank_in(path.name)
-            yield LogFile(path, name, rank, path.name.split(".")[0] if rank is None else "")
+            yield Log(read_lines(path), name, rank, path.name.split(".")[0] if rank is None else "")
 
 
 def _rank_in(name: str) -> int | None:
@@ -169,12 +165,10 @@ def split_prefixes(text: str) -> LogLine:
 def time_of(text: str) -> float | None:
     """The time in a line, in seconds since 1970; a time without a zone is taken for this machine's."""
     for found in filter(None, (pattern.search(text, 0, 160) for pattern in TIMES)):
-        now = datetime.now()
-        date = f"{found['year'] or now.year}-{int(found['month']):02}-{found['day']}T{found['clock']}"
+        year = found["year"] or datetime.now().year
         with contextlib.suppress(ValueError):
-            time = datetime.fromisoformat(date + (found["zone"] or "").replace("Z", "+00:00"))
-            # A line of last December, read in January
-            if not found["year"] and time > now + timedelta(days=1):
-                time = time.replace(year=now.year - 1)
-            return time.timestamp() + float("0." + (found["part"] or ".0")[1:])
+            return datetime.fromisoformat(
+                f"{year}-{int(found['month']):02}-{found['day']}T{found['clock']}{(found['part'] or '.0'):0<7}"
+                f"{found['zone'] or ''}".replace(",", ".")
+            ).timestamp()
     return None

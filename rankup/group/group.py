@@ -1,30 +1,21 @@
-"""The group of ranks: this rank's place in it, the few collectives over host memory that keep the ranks in step, and
-the store by which torch sets a group up.
+"""The group of ranks: this rank's place in it, and the few collectives over host memory that keep the ranks in step.
 
 Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's own collectives of objects unpickle
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
 import contextlib
-import ctypes
 import dis
-import hashlib
 import io
 import json
 import math
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-# torch exports it under a condition that mypy does not follow
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rankup.agent.ends import LOST_PEER, tell_torchrun
 from rankup.agent.limits import cpu_quota
@@ -34,7 +25,6 @@ from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
-SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 
 
 class Group:
@@ -78,7 +68,7 @@ class Group:
     def stops_before(self, step: int) -> bool:
         """Say that this rank is about to begin `step`. Returns whether all ranks stop before it instead.
 
-        Without any collective, see `rankup.agent.meeting`. Waits some milliseconds where they are just agreeing on it.
+        Without any collective, see `rankup.agent.record`. Waits some milliseconds where they are just agreeing on it.
         """
         if self.world_size == 1:  # only a replay has its agent ask by the record
             return self.stop.requested or self.record.may_begin(step) is False
@@ -100,10 +90,9 @@ class Group:
             raise failure from error
 
     def close(self) -> None:
-        """Leave after success: all ranks come here, destroy their process group, and rank 0, with the store, goes last.
+        """Leave after success, all ranks together. Raises what `fail` returns where another rank does not come.
 
-        torch reports a connection that ends before its user as an error, in many lines, on a run that went well.
-        Raises what `fail` returns where another rank does not come.
+        Rank 0, with the store, goes last: torch reports a connection that ends before its user as an error.
         """
         try:
             self.barrier()
@@ -156,6 +145,13 @@ class Group:
 
     # Collectives ------------------------------------------------------------------------------------------------
 
+    def collective(self, call: Callable[[], T]) -> T:
+        """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
+        self.record.wait(True)
+        result = call()
+        self.record.wait(False)
+        return result
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self.max(0)
@@ -186,10 +182,9 @@ class Group:
         self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
         longest = int(max(sizes))  # all parts of an all-gather have one size
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = _as_tensor(data)
+        own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # of bytes torch would warn
         self.collective(lambda: dist.all_gather(parts, own))
-        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [json.loads(part.numpy().tobytes()) for part in parts]  # white space at the end is no harm
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """The `value` of rank `source`, which JSON can hold, on all ranks. A tuple arrives as a list.
@@ -200,8 +195,15 @@ class Group:
         return json.loads(self.broadcast_bytes(data, source=source))
 
     def broadcast_tensors(self, value: Any, *, source: int = 0) -> Any:
-        """The same with tensors and plain values in lists and dicts, which arrive on the CPU."""
-        return unpack(self.broadcast_bytes(pack(value) if self.rank == source else b"", source=source))
+        """The same with tensors and plain values in lists and dicts, which arrive on the CPU.
+
+        Raises pickle.UnpicklingError for anything else: no class and no function that arrives is called.
+        """
+        sent = io.BytesIO()
+        if self.rank == source:
+            torch.save(value, sent)
+        received = io.BytesIO(self.broadcast_bytes(sent.getvalue(), source=source))
+        return torch.load(received, map_location="cpu", weights_only=True)  # every rank would fill cuda:0
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
         """The `data` of rank `source` on all ranks. What the other ranks pass is not looked at."""
@@ -209,10 +211,12 @@ class Group:
             return data
         size = torch.tensor(len(data))
         self.collective(lambda: dist.broadcast(size, src=source))
-        content = _as_tensor(data) if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
-        if len(content):
-            self.collective(lambda: dist.broadcast(content, src=source))
-        return data if self.rank == source else content.numpy().tobytes()
+        if not size:
+            return b""
+        content = bytearray(data if self.rank == source else int(size))
+        tensor = torch.frombuffer(content, dtype=torch.uint8)
+        self.collective(lambda: dist.broadcast(tensor, src=source))
+        return bytes(content)
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
         """Raises UserError on every rank where `value` differs between ranks, naming the first that differs."""
@@ -224,13 +228,6 @@ class Group:
                     f"rank {rank} ({self.hosts[rank]}). {remedy}",
                     printed_elsewhere=not self.is_rank0,
                 )
-
-    def collective(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
-        self.record.wait(True)
-        result = call()
-        self.record.wait(False)
-        return result
 
     def on_rank0(
         self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None, source: int = 0
@@ -254,26 +251,6 @@ class Group:
         return share(result) if share else self.broadcast(result, source=source)
 
 
-def pack(value: Any) -> bytes:
-    """Tensors and plain values as `torch.save` writes them."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    """The tensors and plain values that `pack` was given, on the CPU: onto a GPU, every rank would fill cuda:0.
-
-    Raises pickle.UnpicklingError for anything else: no class and no function that `data` names is called.
-    """
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    """uint8 [len(data)]. A copy: torch warns of memory that can't be written, as that of bytes."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
 def broke_collective(error: BaseException) -> bool:
     """Whether a collective raised `error` because a peer is gone. It does not say which, nor why."""
     if isinstance(error, JoinError | PeerLost):
@@ -283,48 +260,12 @@ def broke_collective(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    if _raised_by_python(error) and not type(error).__module__.startswith("horovod."):
-        return False  # the user's own code may say "Connection reset by peer", in a DataLoader's worker too
-    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
-    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)
-
-
-def _raised_by_python(error: BaseException) -> bool:
-    """Whether a `raise` raised `error`, and not a function in C++, as all collectives are."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    return place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
-
-
-def digest(settings: Mapping[str, str]) -> str:
-    """Of what must be the same on all ranks."""
-    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
-
-
-# torch's store --------------------------------------------------------------------------------------------------------
-
-
-def connect_store(ip: str, port: int, *, timeout_s: float) -> TCPStore:
-    """Raises RuntimeError where what answers is no store. Waits without end for what accepts and never answers."""
-    with no_name_lookups():
-        return TCPStore(ip, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-@contextlib.contextmanager
-def no_name_lookups() -> Iterator[None]:
-    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
-
-    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
-    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
-    lets a program replace the line of nsswitch.conf.
-    """
-    configure = ctypes.CDLL(None).__nss_configure_lookup
-    configure(b"hosts", b"files")
-    try:
-        yield
-    finally:
-        found = None
-        with contextlib.suppress(OSError):
-            found = re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE)
-        configure(b"hosts", (found[1].strip() if found else "files dns").encode())  # the latter is glibc's own choice
+    # All collectives are in C++. A `raise` may say "Connection reset by peer" too, in a DataLoader's worker for one
+    by_python = place is None or dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+    if by_python and not type(error).__module__.startswith("horovod."):
+        return False
+    # A failed check inside gloo (of sizes that differ, say) is a fault, although it carries the path of the connection
+    return bool(LOST_PEER.search(str(error))) and "enforce fail" not in str(error)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rankup.agent.logs import announce_stacks
 from rankup.agent.processes import die_with_parent, leave
@@ -76,6 +76,13 @@ class StopRequest:
         self._readers[self._reader.fileno()] = self._read
         threading.Thread(target=self._serve, name="watch", daemon=True).start()
 
+    def uninstall(self) -> None:
+        """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
+        if self.installed:
+            signal.set_wakeup_fd(-1)
+            for each in STOP_SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+
     def _pass_on(self, number: int, _: object) -> None:
         """The socket has the signal already, unless somebody has put theirs in its place, as asyncio's loops do."""
         ours = self._writer.fileno()
@@ -86,27 +93,23 @@ class StopRequest:
                 with contextlib.suppress(OSError, ValueError):  # it is closed by now
                     signal.set_wakeup_fd(other)
 
+    # What the user's code forks shares no socket with this process, and SIGTERM ends it. Until it lets go of the socket
+    # no signal reaches it, which would count as one to this process
+
     def _hold(self) -> None:
-        # Until it lets go of the socket below, a signal to the new process would count as one to this
         self._held.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _release(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._held.before)
 
     def _begin_fork(self) -> None:
-        """What the user's code forks shares no socket with this process, and SIGTERM ends it."""
         signal.set_wakeup_fd(-1)
         for each in TAKEN:
             if signal.getsignal(each) == self._pass_on:
                 signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else lambda *_: None)
         self._release()
 
-    def uninstall(self) -> None:
-        """Let the signals end the process as they end any other: a command that only reads has nothing to save."""
-        if self.installed:
-            signal.set_wakeup_fd(-1)
-            for each in STOP_SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+    # Any thread -----------------------------------------------------------------------------------------------
 
     def hear(self, fileno: int, receive: Callable[[], bool]) -> None:
         """From now on call `receive` in the thread whenever there is something to read, until it returns False."""
@@ -115,7 +118,7 @@ class StopRequest:
 
     def wake(self) -> None:
         """Have the thread look at the clock now."""
-        if hasattr(self, "_writer"):
+        if self.installed:
             with contextlib.suppress(BlockingIOError):  # it is awake
                 self._writer.send(WAKE)
 
@@ -166,10 +169,7 @@ class StopRequest:
 
 def start_worker(parent: int) -> None:
     """The first line of a worker process of a rank, a DataLoader's for one: it lives and dies with its parent alone.
-
-    It ignores the signals that a job gets, since a batch system signals the whole process group: if workers died of
-    one, the loop could not save. `parent`: the rank's process id.
-    """
+    A batch system signals the whole process group: if workers died of that, the loop could not save."""
     for each in TAKEN:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -183,34 +183,28 @@ def start_worker(parent: int) -> None:
 # SIGUSR2 has a thread of Python write, which is safe at any time. SIGRTMAX comes second, for a call that holds the
 # interpreter's lock: faulthandler's own handler writes in C, and reads what other threads may be changing.
 
-ASK, ASK_C = signal.SIGUSR2, signal.SIGRTMAX
-
 _file: TextIO | None = None
 _lock = threading.Lock()
 
 
 def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
-    """From now on this rank writes its stacks when it is asked. Main thread only, once a process.
-
-    A disk that can't be written to costs the stacks and nothing else.
-    """
+    """From now on this rank writes its stacks when it is asked. Main thread only, once a process. A disk that can't be
+    written to costs the stacks and nothing else."""
     global _file
     # What waits for signals: the thread of `StopRequest`. The main thread may wait for a dead disk, and takes none then
     thread = next((each.native_id for each in threading.enumerate() if each.name == "watch"), None)
     with contextlib.suppress(OSError):
         path = announce_stacks(
             run_dir, rank, world_size, os.getpid(), thread=thread, main=f"{threading.main_thread().ident:#x}",
-            signals=[ASK, ASK_C],
+            signals=[signal.SIGUSR2, signal.SIGRTMAX],
         )
         _file = path.open("a", encoding="utf-8")
-        faulthandler.register(ASK_C, _file, all_threads=True)
+        faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
 
 
 def dump(why: str, record: RecordWriter | None) -> Path | None:
-    """Write the stacks of all threads. Returns the file, None where there is none. May wait for the disk.
-
-    `record`: says where this rank stands.
-    """
+    """Write the stacks of all threads, and where this rank stands by its `record`. Returns the file, None where there
+    is none. May wait for the disk."""
     if _file is None:
         return None
     with _lock:
@@ -234,36 +228,12 @@ def _stacks() -> str:
 # Places --------------------------------------------------------------------------------------------------------------
 
 
-class Frame(NamedTuple):
-    """One call: where it stands in which file, and the function's name."""
-
-    file: str
-    line: int
-    function: str
-
-
-Stack = list[Frame]  # the innermost first
-
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
-
-
-def stack_of(text: str, main: str) -> Stack | None:
-    """That of one thread in what faulthandler wrote. It writes the main thread last.
-
-    `main`: the thread's number, "" for any. None if it is not there.
-    """
-    for ident, lines in reversed(THREAD.findall(text)):
-        if main in ("", f"{int(ident, 16):#x}"):
-            return [Frame(file, int(line) if line.isdigit() else 0, of) for file, line, of in FRAME.findall(lines)]
-    return None
-
-
 # What a thread does in a library, by the end of the file's name; "" stands for the function's own name
 KNOWN = {
     "torch/distributed/distributed_c10d.py": "",  # all_reduce, barrier, init_process_group
     "parallel/shared_gradients.py": "all_reduce",
-    "group/meeting.py": "join",
     "group/joining.py": "join",
     "torch/utils/data/dataloader.py": "data: next of a DataLoader",
     "state/copies.py": "save",
@@ -279,16 +249,20 @@ HELPERS = ("/rankup/group/", "/rankup/loop/", "/train/group.py", "/program/group
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 
-def place(stack: Stack) -> str:
-    """Where that thread is: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an empty stack."""
+def place_of(text: str, main: str) -> str | None:
+    """Where a thread is, from what faulthandler wrote: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an
+    empty stack. `main`: the thread's number, "" for the main thread, which is the last. None if it is not there."""
+    threads = [lines for ident, lines in THREAD.findall(text) if main in ("", f"{int(ident, 16):#x}")]
+    stack = FRAME.findall(threads[-1]) if threads else []  # of file, line and function, the innermost first
     if not stack:
-        return ""
-    own = [frame for frame in stack if "/site-packages/rankup/" in frame.file or not any(
-        part in frame.file for part in LIBRARIES
+        return "" if threads else None
+    own = [frame for frame in stack if "/site-packages/rankup/" in frame[0] or not any(
+        part in frame[0] for part in LIBRARIES
     )]
-    caller = next((f for f in own if not any(part in f.file for part in HELPERS)), own[0] if own else stack[0])
-    where = f"{os.path.basename(caller.file)}:{caller.line} {caller.function}"
-    known = [(end, frame.function) for frame in stack for end in KNOWN if frame.file.endswith(end)]
+    callers = [frame for frame in own if not any(part in frame[0] for part in HELPERS)]
+    file, line, function = [*callers, *own, *stack][0]
+    where = f"{os.path.basename(file)}:{line} {function}"
+    known = [(end, function) for file, _, function in stack for end in KNOWN if file.endswith(end)]
     if not known:
         return where
     # The innermost file that is known. Its helpers call each other: the outermost of them is what the program called
@@ -303,7 +277,7 @@ def own_place() -> str:
     walked. Then memory is read that is no frame any more.
     """
     with contextlib.suppress(OSError):  # no descriptor is free
-        return place(stack_of(_stacks(), f"{threading.main_thread().ident:#x}") or [])
+        return place_of(_stacks(), f"{threading.main_thread().ident:#x}") or ""
     return ""
 
 

@@ -1,7 +1,7 @@
 """Deadlines, lost peers, and how this rank ends: a hang always turns into an exit that names the suspect.
 
 A rank has a line to the others, beside what is training: under an agent a local socket to it, else the rank is a member
-of the meeting itself (`rankup.group.meeting`). The thread of `rankup.group.stop` looks at the clock, and at what the
+of the meeting itself (`rankup.group.joining`). The thread of `rankup.group.stop` looks at the clock, and at what the
 line has said; it does nothing that could block it. A rank that has to go does so in a thread of its own. A process that
 is stopped itself (SIGSTOP, a frozen node) does none of that: the others find it by its silence. No torch here.
 """
@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankup import timing
@@ -43,7 +43,7 @@ class Watchdog:
     """The deadline of this rank's phase, what the other ranks last reported, and how this rank ends.
 
     What this rank does stands in its `record`: phase, step, deadline, and whether it waits for others.
-    `hosts`: by rank.
+    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: RecordWriter, log: logging.Logger) -> None:
@@ -51,7 +51,7 @@ class Watchdog:
         self.status, self.stop, self.record, self.log = status, stop, record, log
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
-        self.nodes: list[dict[str, Any]] = []  # where their number may change, as they were said with the last signs
+        self.nodes: list[dict[str, Any]] = []
         # Called with code, reason and suspect before this rank ends for a deadline or a lost peer; returns the code
         self.leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code
         self.quiet = False  # all ranks are done: one that goes is no loss
@@ -70,14 +70,52 @@ class Watchdog:
         stop.watch = self
         stop.wake()
 
-    def connect(self, line: Any, hosts: Sequence[str]) -> None:
-        """The ranks have met: look for losses, and report to the others from now on."""
-        self.hosts, self._line = hosts, line
-        self.stop.wake()
+    # Any thread ---------------------------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
         return self._line is not None
+
+    @property
+    def at_step(self) -> str:
+        """For messages: where this rank stands."""
+        return f" at step {self.record.read().step}"
+
+    def signs_of_life(self) -> list[dict[str, Any]]:
+        """Where each rank stood when it last said so, by rank; what is known where nobody answers. See `Record.sign`;
+        also host, and seen, in seconds of `time.time()`. Not for the thread of `hear`."""
+        self.record.set_place(self._place())
+        own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
+        self._answered.clear()
+        if self._say("ask"):
+            self._answered.wait(timing.WHERE_S)
+        others = [sign for sign in self._signs if sign["rank"] != self.rank]
+        return sorted([own, *others], key=lambda sign: int(sign["rank"]))
+
+    def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
+        """Say how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that it lost,
+        where it knows. `together`: all ranks end so."""
+        own = End(self.rank, host_name(), code, why, self.record.read().step, suspect=suspect)
+        self._say("end", **own.message())
+        write_end(self.status.run_dir, self.status.attempt, own)
+        ends: dict[int, End] = {}
+        if together:
+            ends = {rank: replace(own, rank=rank, host=host) for rank, host in enumerate(self.hosts)}
+        elif (reported := self._lost.get("code")) not in (None, KILLED):  # they have said themselves how they end
+            for rank in self._lost["ranks"]:
+                ends[rank] = End(rank, self.hosts[rank], reported, self._lost["why"], own.step)
+        self.status.write_summary({**ends, self.rank: own}.values())
+
+    def last_word(self, why: str, *, together: bool = False) -> None:
+        """This rank leaves for a stop."""
+        self.log.info(why)
+        self.report(STOPPED, why, together=together)
+
+    def tell_others(self, name: str) -> None:
+        """A signal has come to this process, which asks the whole job to stop."""
+        self._say("stop", signal=name)
+        if self.world_size == 1:  # nobody else finds out that it waits for data, or evaluates
+            self._leave_at_s = time.monotonic() + timing.REACH_S
 
     def _say(self, kind: str, **values: Any) -> bool:
         return self._line is not None and bool(self._line.say(kind, **values))
@@ -96,38 +134,24 @@ class Watchdog:
             self._signs, self.nodes = message["ranks"], message.get("nodes", [])
             self._answered.set()
 
-    def signs_of_life(self) -> list[dict[str, Any]]:
-        """Where each rank stood when it last said so, in the order of the ranks; what is known where nobody answers.
+    # The main thread --------------------------------------------------------------------------------------------
 
-        Keys: rank, host, phase, step, waiting, for_s, which is how long it had been there, place, in the program, and
-        seen, in seconds of `time.time()`. Any thread may call it but that of `hear`.
-        """
-        self.record.set_place(self._place())
-        own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
-        self._answered.clear()
-        if self._say("ask"):
-            self._answered.wait(timing.WHERE_S)
-        others = [sign for sign in self._signs if sign["rank"] != self.rank]
-        return sorted([own, *others], key=lambda sign: int(sign["rank"]))
+    def connect(self, line: Any, hosts: Sequence[str]) -> None:
+        """The ranks have met: look for losses, and report to the others from now on."""
+        self.hosts, self._line = hosts, line
+        self.stop.wake()
 
     def enter(
         self, phase: str, timeout_s: float, *, step: int | None = None, since_s: float | None = None
     ) -> None:
-        """Begin a phase, with a deadline `timeout_s` seconds from now (0: none). Entering it anew moves the deadline.
-
-        `since_s`: the phase began earlier, at this time of `time.monotonic()`, and its deadline counts from there.
-        """
+        """Begin a phase, or the same one anew, with a deadline `timeout_s` seconds from now (0: none), or from
+        `since_s`, a time of `time.monotonic()` at which it began."""
         if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves the hard deadline now and then
             set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S) if timeout_s else clear_hard_deadline()
         self.record.wait(False)
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
             self.record.begin(step)
-
-    @property
-    def at_step(self) -> str:
-        """For messages: where this rank stands."""
-        return f" at step {self.record.read().step}"
 
     def protect(self, keeper: Any, *, timeout_s: float) -> None:
         """From now on call `keeper.keep()` before this process ends because of a lost peer or a deadline, and
@@ -165,36 +189,7 @@ class Watchdog:
         self.stop.watch = None
         clear_hard_deadline()
 
-    def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
-        """Say that this rank ends with `code`, and `why`, to the other ranks and in the files of the run.
-
-        `suspect`: the rank that this one lost, where it knows. `together`: all ranks end so.
-        """
-        step = self.record.read().step
-        own = End(self.rank, host_name(), code, why, step, suspect=suspect)
-        self._say("end", **own.message())
-        write_end(self.status.run_dir, self.status.attempt, own)
-        ends = [own]
-        if together:
-            ends = [End(rank, host, code, why, step) for rank, host in enumerate(self.hosts)]
-        elif (reported := self._lost.get("code")) not in (None, KILLED):  # they have said themselves how they end
-            ends = [
-                *(End(rank, self.hosts[rank], reported, self._lost["why"], step) for rank in self._lost["ranks"]), own
-            ]
-        self.status.write_summary({end.rank: end for end in ends}.values())
-
-    # The thread -----------------------------------------------------------------------------------------------
-
-    def tell_others(self, name: str) -> None:
-        """A signal has come to this process, which asks the whole job to stop."""
-        self._say("stop", signal=name)
-        if self.world_size == 1:  # nobody else finds out that it waits for data, or evaluates
-            self._leave_at_s = time.monotonic() + timing.REACH_S
-
-    def last_word(self, why: str, *, together: bool = False) -> None:
-        """This rank leaves for a stop."""
-        self.log.info(why)
-        self.report(STOPPED, why, together=together)
+    # The thread that watches --------------------------------------------------------------------------------------
 
     def tick(self) -> float:
         """Give a sign of life, and look whether this rank has to go. Returns in how many seconds to look again."""
@@ -205,25 +200,35 @@ class Watchdog:
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
             leave(self._leaving)
-        if self.connected and self._heard.is_set():
+        if self.connected and self._lost:
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
         if now.until_s < NO_LIMIT and now_s - self._armed_s > timing.REARM_S:
             set_hard_deadline(max(0.0, now.until_s - now_s) + timing.LOCKED_GRACE_S)
             self._armed_s = now_s
-        if overdue:
-            self._aside(lambda: self._leave(""))
-        elif now_s > self._leave_at_s:
-            self._leave_at_s = math.inf
-            self._aside(self._leave_for_stop)
-        elif self._lost_s and now_s - self._lost_s > self._patience_s():
-            self._aside(lambda: self._leave(f"lost a peer{self.at_step}", hung=bool(self._lost.get("alive"))))
+        work = None
+        if now_s > self._leave_at_s and not overdue:
+            self._leave_at_s, work = math.inf, self._leave_for_stop
+        elif overdue or (self._lost_s and now_s - self._lost_s > self._patience_s()):
+            work = self._leave
+        if work is not None:
+            self._leaver = threading.Thread(target=work, name="leaves", daemon=True)
+            self._leaver.start()
         return timing.GONE_S if self._lost_s else timing.TICK_S
 
-    def _aside(self, work: Callable[[], None]) -> None:
-        self._leaver = threading.Thread(target=work, name="leaves", daemon=True)
-        self._leaver.start()
+    def _patience_s(self) -> float:
+        """How long after a loss this rank's loop may take to notice it by itself."""
+        if self.quiet:
+            return math.inf
+        now = self.record.read()
+        waiting = now.waiting or now.phase == "join"
+        # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
+        gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
+        # Without a keeper the checkpoint that this rank writes is all that will be left
+        if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
+            return 0.0
+        return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
     def _leave_for_stop(self) -> None:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
@@ -239,37 +244,24 @@ class Watchdog:
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=timing.REPORT_END_S)
 
-    def _patience_s(self) -> float:
-        """How long after a loss this rank's loop may take to notice it by itself."""
-        if self.quiet:
-            return math.inf
-        now = self.record.read()
-        waiting = now.waiting or now.phase == "join"
-        # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
-        gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
-        # Without a keeper the checkpoint that this rank writes is all that will be left
-        if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
-            return 0.0
-        return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
-
-    def _leave(self, what: str, *, hung: bool = True) -> None:
-        """Dump the stacks, name the suspect, tell the others, and end this process at once.
-
-        `what`: has happened, unless the deadline has passed. `hung`: as far as this rank knows no process has ended.
-        """
+    def _leave(self) -> None:
+        """A deadline has passed, or a rank is lost: dump the stacks, name the suspect, tell the others, and end this
+        process at once."""
         set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
-        if overdue := now.until_s < time.monotonic() and self._leaving is None:
+        overdue = now.until_s < time.monotonic()
+        what = f"lost a peer{self.at_step}"
+        if overdue:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
-        otherwise = JOIN_FAILED if overdue and now.phase == "join" else PEER_LOST
-        said = self._take_stacks(what, hung=hung or overdue) if self._leaving is None else []
-        suspects = self.suspects(overdue=overdue) if self._leaving is None else []
+        if self._leaving is None:
+            lines = self._take_stacks(what, all_alive=overdue or bool(self._lost.get("alive")))
+            suspects = self.suspects(overdue=overdue)
         if self._leaving is not None:
             return  # the loop noticed by itself, and may know more
-        code = root_exit_code(suspects, otherwise)
         suspect = suspects[0] if suspects else None
+        code = root_exit_code(suspects, JOIN_FAILED if overdue and now.phase == "join" else PEER_LOST)
         why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
-        self.log.warning("\n".join([f"{why} (exit code {code})", *said]))
+        self.log.warning("\n".join([f"{why} (exit code {code})", *lines]))
 
         def last_words() -> int:
             tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
@@ -281,17 +273,13 @@ class Watchdog:
 
         leave(code, last_words, timeout_s=timing.REPORT_END_S)
 
-    def _take_stacks(self, why: str, *, hung: bool) -> list[str]:
-        """Write the stacks of this rank. Returns lines for its log: where all ranks are, and which files say more.
-
-        `hung`: no process has ended as far as this rank knows; if one has, the others wait for its successor, and this
-        one makes haste.
-        """
+    def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
+        """Write the stacks of this rank. Returns lines for its log: which file has them, and where all ranks are unless
+        a process has ended: then the others wait for its successor, and this one makes haste."""
         file = within(timing.STACKS_S, lambda: dump(why, self.record))  # first: an answer of the others takes longer
-        lines = ["; ".join(compare({sign["rank"]: sign["place"] for sign in self.signs_of_life()}))] if hung else []
-        if file:
-            lines.append(f"the stacks of all threads are in {file}")
-        return lines
+        places = {sign["rank"]: sign["place"] for sign in self.signs_of_life()} if all_alive else {}
+        lines = ["; ".join(compare(places))] if places else []
+        return [*lines, f"the stacks of all threads are in {file}"] if file else lines
 
     def _place(self) -> str:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
@@ -300,10 +288,7 @@ class Watchdog:
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Keep what this rank holds, and return who may be lost, the likeliest first; nobody if all ranks wait for each
-        other.
-
-        `overdue`: this rank's own deadline has passed. Else the line may be about to say who it is.
-        """
+        other. `overdue`: this rank's own deadline has passed. Else the line may be about to say who it is."""
         self._keep()
         if not self.connected:
             return []
@@ -325,20 +310,19 @@ class Watchdog:
         if not self._answered.is_set():
             return [Suspect(0, "it does not answer")]
         silent = [sign for sign in signs if time.time() - sign["seen"] > timing.QUIET_S]
-        if silent:
-            return [Suspect(sign["rank"], "gave no sign of life") for sign in silent]
         busy = [sign for sign in signs if not sign["waiting"]]
-        return [Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy]
+        return [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
+            Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy
+        ]
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""
         with self._keep_lock:
             keeper, self._keeper = self._keeper, None
-            if keeper is None:
-                return
-            self._extend(self._keep_timeout_s + timing.LEAVING_S)
-            within(self._keep_timeout_s, keeper.keep)
-            self._extend(timing.LEAVING_S)
+            if keeper is not None:
+                self._extend(self._keep_timeout_s + timing.LEAVING_S)
+                within(self._keep_timeout_s, keeper.keep)
+                self._extend(timing.LEAVING_S)
 
 
 class AgentLine:
@@ -347,6 +331,7 @@ class AgentLine:
     def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None], stop: StopRequest) -> None:
         self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
         self._socket.connect(agent["socket"])
+        self._socket.settimeout(timing.SAY_S)  # an agent that is stopped reads nothing
         self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
         stop.hear(self._socket.fileno(), self.receive)
         self.say("rank", local_rank=agent["local_rank"])
@@ -363,15 +348,10 @@ class AgentLine:
         return bool(data)
 
     def say(self, kind: str, **values: Any) -> bool:
-        """Any thread. Raises nothing, and takes SAY_S at most. Returns False where it reached nobody."""
-        data = encode(kind, **values)
-        if self._lock.acquire(timeout=timing.SAY_S):
-            try:
-                with contextlib.suppress(OSError):
-                    self._socket.sendall(data)
-                    return True
-            finally:
-                self._lock.release()
+        """Any thread. Raises nothing. Returns False where it reached nobody."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(encode(kind, **values))
+            return True
         return False
 
 
@@ -388,10 +368,7 @@ def tell_agent(agent: Mapping[str, Any], end: End) -> None:
 
 
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
-    """The exit code of a rank that lost others: the code of the likeliest suspect where that forbids a restart.
-
-    A mistake or a fault on one rank ends all ranks so, and so does a rank that was asked to stop and left without them.
-    """
+    """The exit code of a rank that lost others: that of the likeliest suspect where it forbids a restart."""
     reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]
     code = root_cause([*reported, otherwise])
     return otherwise if worth_restarting(code) else code

@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
-import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,13 +67,6 @@ def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.Mo
         listener.bind(name)
         listener.listen(1)
         line = AgentLine({"socket": name, "local_rank": 0}, [].append, StopRequest())
-        filler = threading.Thread(target=lambda: line.say("end", cause="x" * 10_000_000), daemon=True)
-        filler.start()  # it fills the socket, and waits
-        while line._lock.acquire(blocking=False):
-            line._lock.release()
-            time.sleep(0.01)
-        assert not line.say("end", cause=json.dumps(1))
-        line._socket.shutdown(socket.SHUT_RDWR)
+        assert not line.say("end", cause="x" * 10_000_000)  # it fills the socket
+        assert not line.say("end", cause="short")
         line._socket.close()
-        filler.join(30)
-        assert not filler.is_alive()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs import namespaces
 from tests.rigs.fork_server import Forks, Process
 from tests.rigs.injected_faults import LOOK
 from tests.rigs.jobs import rank_env
@@ -22,11 +21,6 @@ PORT = 29400
 JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, even on a busy machine
 LONG_S = "90"
 BOUND_S = 150
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _possible() -> None:
-    namespaces.need()
 
 
 @dataclass

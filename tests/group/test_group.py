@@ -1,5 +1,6 @@
 """The collectives over host memory: what arrives, and that nothing that arrives is run."""
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rankup.errors import PeerLost, UserError
-from rankup.group.group import Group, pack, unpack
+from rankup.group.group import Group
 from rankup.group.joining import check_settings
 from tests.rigs.bare_group import group_of
 from tests.rigs.fork_server import Forks
@@ -71,14 +72,21 @@ def test_values_arrive_as_they_were_sent_on_three_ranks(forks: Forks):
     forks.ends(world_size=3, preload="tests.group.test_group:exchange")
 
 
+def saved(value: object) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
 def test_one_rank_gets_what_it_would_get_among_several():
     check(group_of(0, 1))
 
 
-@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), pack])
+@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), saved])
 def test_what_arrives_in_place_of_tensors_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any):
     monkeypatch.chdir(tmp_path)
     sent = write(Evil(tmp_path / "ran"))
+    group = group_of(0, 1)
+    monkeypatch.setattr(group, "broadcast_bytes", lambda data, source: sent)
     with pytest.raises(pickle.UnpicklingError, match=r"mkdir|Weights only load failed"):
-        unpack(sent)
+        group.broadcast_tensors(None)
     assert not list(tmp_path.iterdir())

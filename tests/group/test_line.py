@@ -12,8 +12,7 @@ import pytest
 
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
-from rankup.group import group
-from rankup.group.meeting import MemberLine
+from rankup.group import joining
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 
@@ -73,11 +72,11 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Else a name that only a resolver knows leads nowhere."""
     connected: list[str] = []
-    monkeypatch.setattr(group, "TCPStore", lambda ip, *_, **__: connected.append(ip))
+    monkeypatch.setattr(joining, "TCPStore", lambda ip, *_, **__: connected.append(ip))
     with socket.create_server(("127.0.0.1", 0)) as store:
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
         )
-        joining: Any = SimpleNamespace(launch=launch, settings={}, log=logging.getLogger("quiet"))
-        MemberLine(joining, timeout_s=60.0)
+        group: Any = SimpleNamespace(launch=launch, settings={}, log=logging.getLogger("quiet"))
+        joining.MemberLine(group, timeout_s=60.0)
     assert connected == ["127.0.0.1"]

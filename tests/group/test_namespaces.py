@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.rigs import namespaces
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN
 from tests.rigs.namespaces import Net, Node
@@ -20,11 +19,6 @@ from tests.rigs.single_rank import NOISE, TINY, Rank, Starter, all_said, startin
 PORT = 29400
 SHORT_S = 5  # where ranks never meet
 LONG_S = 60  # where they do: what follows is bounded by itself
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _possible() -> None:
-    namespaces.need()
 
 
 @dataclass

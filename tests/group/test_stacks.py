@@ -14,7 +14,7 @@ import pytest
 from rankup.agent.logs import MOST_BYTES, announce_stacks
 from rankup.agent.record import RecordWriter
 from rankup.group import stop as stacks
-from rankup.group.stop import Frame, Stack, compare, moment, place
+from rankup.group.stop import compare, moment, place_of
 from rankup.observe.stacks import written
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
@@ -27,27 +27,31 @@ TORCH = "/usr/lib/python3/dist-packages/torch"
     ("stack", "where"),
     [
         (
-            [Frame(f"{TORCH}/distributed/distributed_c10d.py", 2810, "all_reduce"),
-             Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"), Frame("/me/train.py", 40, "main")],
+            [f'"{TORCH}/distributed/distributed_c10d.py", line 2810 in all_reduce',
+             f'"{TORCH}/distributed/c10d_logger.py", line 83 in wrapper', '"/me/train.py", line 40 in main'],
             "all_reduce (train.py:40 main)",
         ),
         (  # torch's functions call each other: what the program has called is named
-            [Frame(f"{TORCH}/distributed/distributed_c10d.py", 900, "_store_based_barrier"),
-             Frame(f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
-             Frame("/me/train.py", 3, "<module>")],
+            [f'"{TORCH}/distributed/distributed_c10d.py", line 900 in _store_based_barrier',
+             f'"{TORCH}/distributed/distributed_c10d.py", line 1700 in init_process_group',
+             '"/me/train.py", line 3 in <module>'],
             "init_process_group (train.py:3 <module>)",
         ),
         (
-            [Frame(f"{TORCH}/utils/data/dataloader.py", 741, "__next__"),
-             Frame("/me/rankup/loop/workers.py", 57, "__next__"), Frame("/me/train.py", 40, "main")],
+            [f'"{TORCH}/utils/data/dataloader.py", line 741 in __next__',
+             '"/me/rankup/loop/workers.py", line 57 in __next__', '"/me/train.py", line 40 in main'],
             "data: next of a DataLoader (train.py:40 main)",
         ),
-        ([Frame("/venv/lib/python3.12/site-packages/train/loop.py", 8, "step")], "loop.py:8 step"),  # installed
+        (['"/venv/lib/python3.12/site-packages/train/loop.py", line 8 in step'], "loop.py:8 step"),  # installed
     ],
 )
-def test_place_names_what_is_called_and_who_calls(stack: Stack, where: str) -> None:
+def test_place_names_what_is_called_and_who_calls(stack: list[str], where: str) -> None:
     """Of whole jobs: tests/observe/test_stacks.py."""
-    assert place(stack) == where
+    frames = "".join(f"  File {frame}\n" for frame in stack)
+    other = 'Thread 0x7f00 (most recent call first):\n  File "/me/other.py", line 1 in look\n'
+    text = f"{other}\nCurrent thread 0x7f01 (most recent call first):\n{frames}"
+    assert place_of(text, "") == place_of(text, "0x7f01") == where
+    assert place_of(text, "0x7f02") is None
 
 
 LOOKS = """

@@ -12,12 +12,14 @@ import socket
 import subprocess
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 NEEDED = {"ip": "iproute2", "iptables": "iptables", "unshare": "util-linux", "nsenter": "util-linux"}
 NODE = "TEST_NODE_PID"  # the node that a forked process has to enter
 
 
+@cache
 def missing() -> str:
     """Why no nodes can be made here, and the command that helps; "" where they can."""
     lacking = {package for tool, package in NEEDED.items() if shutil.which(tool) is None}
@@ -118,6 +120,7 @@ class Net:
     calls, the higher listens.)"""
 
     def __init__(self, folder: Path, count: int) -> None:
+        need()
         folder.mkdir(parents=True, exist_ok=True)
         self.nodes = [
             Node(f"node{number}", folder, ip=f"192.168.77.{number + 1}", aux_ip=f"172.30.{number}.9")
