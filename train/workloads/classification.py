@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..data.sources.fetch import writable_cache
-from . import Sums
+from .workload import Sums
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

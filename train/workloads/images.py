@@ -16,8 +16,8 @@ from ..config import Config
 from ..config.settings import Augment
 from ..data.samples import Samples, TensorSamples
 from ..data.sources import load
-from . import Workload
 from .classification import Classification, confusion_pictures
+from .workload import Workload
 
 if TYPE_CHECKING:
     from ..data.file_samples import FileSamples

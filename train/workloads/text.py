@@ -10,9 +10,9 @@ from ..config import Config
 from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
-from . import Workload
 from .bert import WordPieceTokenizer, build_bert
 from .classification import Classification, confusion_pictures, macro_f1, report
+from .workload import Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
