@@ -179,11 +179,10 @@ class Agreement:
                     "torch.use_deterministic_algorithms(True)"
                 )
             return
-        odd = unsteady or odd
         with self.deciding:
             self._distrust()
         what = "computed other gradients from the same batch. Earlier steps may be wrong too: run rankup doctor there"
-        raise self._lost(step, odd, f"before step {step + 1}", what, computed=first, again=second)
+        raise self._lost(step, unsteady or odd, f"before step {step + 1}", what, computed=first, again=second)
 
     def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
         """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are

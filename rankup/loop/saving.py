@@ -145,12 +145,12 @@ class Saving:
                 f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
                 + self._way_out
             )
-        try:
-            self.tracked.load({name: state[name] for name in names})
-        except UserError:  # a ValueError that says already what is wrong
-            raise
-        except ValueError as error:
-            raise UserError(f"{newest.path} does not fit this {error}. {self._way_out}") from None
+        for name in names:
+            try:
+                self.tracked.load({name: state[name]})
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                why = f"{name}: {' '.join(str(error).split())[:300]}"
+                raise UserError(f"{newest.path} does not fit this {why}. {self._way_out}") from None
 
     def begin(self) -> None:
         """The run goes on: say from where. Raises UserError where the copy has items that nobody tracks."""
