@@ -3,7 +3,7 @@
 The ranks take the same batches in turn. Each batch leaves its sums in a row of its own. The rows of all ranks are
 added, where every other rank has zeros, and only then summed in the order of the batches: floating-point sums depend on
 their order. A padded sampler would count some samples twice, and an average of the ranks' averages weighs samples by
-how many their rank had (pytorch issue 25162).
+how many their rank had (pytorch/pytorch#25162).
 """
 
 from collections.abc import Iterable
