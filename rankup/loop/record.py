@@ -147,11 +147,10 @@ class Figures:
         self.reporter: Reporter | None = None
         if group.is_rank0:
             facts = Facts(
-                tracker=settings.tracker, run=run.lineage.run, name=group.run_dir.name, run_dir=str(group.run_dir),
-                settings=settings.shown,
+                tracker=settings.tracker, run=run.lineage.run, run_dir=str(group.run_dir), settings=settings.shown,
             )
-            self.reporter = Reporter(group, run.lineage.run, course, facts if settings.tracker != "none" else None)
-            self.reporter.start(finished=run.finished)
+            tracked = facts if settings.tracker != "none" else None
+            self.reporter = Reporter(group, run.lineage.run, course, tracked, finished=run.finished)
 
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
         """The run goes on from here: continue its files, of which this attempt is the owner. Rank 0 only. `commit`: of
@@ -182,7 +181,7 @@ class Figures:
         own = [number_of(value) for value in values.values()]  # this waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
-        means, seen = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        means, seen = self._reports.exchange(own, step=number)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.course, number)
         return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen

@@ -1,15 +1,13 @@
 """Where the time of a run went, over all its attempts: which share went into steps that counted. No torch here.
 
-Rank 0 of each attempt, or the agent of node 0, keeps one small file up to date: `status/<attempt>/progress-*.json`. It
-replaces the file every REPORT_S, so that after a kill -9 the last report is at most that old, and no attempt writes
-into the file of another. Goodput is computed from these files when somebody asks for it.
+Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S: after a kill
+-9 the last report is at most that old. Goodput is computed from these files when somebody asks for it.
 """
 
 import contextlib
 import json
 import math
 import os
-import secrets
 import threading
 import time
 from dataclasses import dataclass, field, fields, replace
@@ -36,48 +34,37 @@ TRAINING = ("steps", "data", "evaluation", "saves")  # what a run spends its tim
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What rank 0 last said of one attempt. Times are of `time.time()` on its machine.
+    """What rank 0 last said of one attempt. Times are of `time.time()` on its machine."""
 
-    `run`: its id. `began`: when the process of rank 0 began. `time`: when this was written. `total_steps`: None where
-    nobody knows, as yet or at all. `seconds`: of the whole attempt so far, by kind. `finished`: the run ended with
-    this attempt. `remaining_s`: estimated; None before the first step. `ranks`: what rank 0 last heard of each.
-    `metrics`: the newest values of training and evaluation by name. `open_s`: for how long rank 0 had been in a step by
-    then, or in its wait for data. `nodes`: see `Leader.nodes`.
-    """
-
-    run: str
+    run: str  # its id
     attempt: str
-    began: float
-    time: float
+    began: float  # the process of rank 0
+    time: float  # of writing this
     first_step: int
     step: int
-    total_steps: int | None
-    finished: bool
-    seconds: dict[str, float]
+    total_steps: int | None  # None where nobody knows
+    finished: bool  # the run ended with this attempt
+    seconds: dict[str, float]  # of the whole attempt so far, by kind
     unit: str
     per_s: float
-    remaining_s: float | None
-    metrics: dict[str, float]
-    ranks: list[dict[str, Any]]
-    open_s: float = 0.0
-    nodes: list[dict[str, Any]] = field(default_factory=list)
+    remaining_s: float | None  # estimated; None before the first step
+    metrics: dict[str, float]  # the newest values of training and evaluation
+    ranks: list[dict[str, Any]]  # what rank 0 last heard of each
+    open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
 
-    def write(self, run_dir: Path, token: str) -> None:
-        """Replace the file of this attempt. `token`: tells it from others, as launchers may give an id twice.
-
-        Raises OSError.
-        """
+    def write(self, run_dir: Path) -> None:
+        """Replace the file of this attempt. Raises OSError."""
         # Not asdict: it copies what is said of each rank, which takes longer than to write it
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        write_atomically(run_dir / "status" / self.attempt / f"progress-{token}.json", json.dumps(values) + "\n")
+        # Launchers may give an id twice, so the name has more than the attempt's
+        path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
+        write_atomically(path, json.dumps(values) + "\n")
 
 
 def read_reports(run_dir: Path) -> list[Report]:
-    """The last report of each attempt of the run that `run_dir` holds now, in the order in which they began.
-
-    What an earlier run in the same folder left, and what can't be read, is passed over. Raises UserError where the file
-    that names the run is damaged.
-    """
+    """The last report of each attempt of the run that `run_dir` holds now, not of an earlier run there, in the order
+    in which they began. Raises UserError where the file that names the run is damaged."""
     names = {each.name for each in fields(Report)}
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
     whole = [Report(**each) for each in found if isinstance(each, dict) and each.keys() == names]
@@ -132,9 +119,8 @@ def one_line(found: dict[str, Any]) -> str:
 def duration(seconds: float) -> str:
     """Two units at most: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = max(0, round(seconds))
-    for large, small, names in ((86400, 3600, "d h"), (3600, 60, "h min"), (60, 1, "min s")):
+    for large, small, first, second in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
         if whole >= large:
-            first, second = names.split()
             rest = whole % large // small
             return f"{whole // large} {first}" + (f" {rest} {second}" if rest else "")
     return f"{whole} s"
@@ -170,26 +156,19 @@ def speed(group: "Group", course: Course, step: int) -> float:
 
 
 class Reporter:
-    """Reports from `start` to `end`; on rank 0 alone, to which the run directory must belong.
+    """A thread of rank 0 that reports beside the training. It reads numbers that the loop keeps anyway and takes part
+    in no collective, so it can neither delay a step nor fail one."""
 
-    A thread writes beside the training. It reads numbers that the loop keeps anyway and takes part in no collective, so
-    it can neither delay a step nor fail one. Where nothing can be written, `status` shows an old report.
-    """
-
-    def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None = None) -> None:
-        """`run`: its id. `facts`: of the tracker, if there is one. A run that is finished already gets no report, but
-        its tracker gets what it has not got."""
-        self.group, self.run, self.course = group, run, course
-        self._began, self._token = began(os.getpid()), secrets.token_hex(4)
+    def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None, *, finished: bool) -> None:
+        """`finished`: the run came to its end in an earlier attempt. It gets no report any more, but its tracker gets
+        what it has not got."""
+        self.group, self.run, self.course, self._facts = group, run, course, facts
+        self._began = began(os.getpid())
         self._trains = self._finished = False
         self._last: Report | None = None
+        self._tracker: Tracker | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        self._facts = facts
-        self._tracker: Tracker | None = None
-
-    def start(self, *, finished: bool) -> None:
-        """`finished`: the run came to its end in an earlier attempt."""
         if finished:
             self._track()
         else:
@@ -201,7 +180,7 @@ class Reporter:
         self._track()
 
     def _track(self) -> None:
-        if self._facts is not None:
+        if self._facts is not None and self._tracker is None:
             self._tracker = Tracker(self._facts, self.group.log)
 
     def end(self, kind: type[BaseException] | None) -> None:
@@ -215,43 +194,41 @@ class Reporter:
             self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
 
     def goodput(self) -> dict[str, Any]:
-        """Of the run, which ends now: later reports have the same times. See `rankup.observe.goodput`. Rank 0 only."""
+        """Of the run, which ends now: later reports have the same times."""
         self._last = self._look()
         earlier = [report for report in read_reports(self.group.run_dir) if report.began != self._began]
         return goodput([*earlier, self._last])
 
     def _report(self) -> None:
         """In the thread. The last report is its too: the main thread must not wait for a disk that hangs."""
-        self._write()
-        while not self._ended.wait(REPORT_S):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
-        report = self._look()
-        with contextlib.suppress(OSError):  # a full disk: the next save says so
-            report.write(self.group.run_dir, self._token)
+        ended = False
+        while True:
+            with contextlib.suppress(OSError):  # a full disk: the next save says so
+                self._look().write(self.group.run_dir)
+            if ended:
+                return
+            ended = self._ended.wait(REPORT_S)
 
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, now, seconds = self.course, time.time(), spent(self.group)
-        phase, open_s = self.group.watch.clock.present()
-        step, done, total = course.progress.step, course.progress.step - course.first_step, course.total
+        course, watch, now, seconds = self.course, self.group.watch, time.time(), spent(self.group)
+        progress, (phase, open_s) = course.progress, watch.clock.present()
+        step, done = progress.step, progress.step - course.first_step
         remaining_s = None
-        if self._trains and done and total is not None:
-            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (total - step), 1)
+        if self._trains and done and course.total is not None:
+            remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (course.total - step), 1)
         # The watchdog's clock is younger than the process, which first imported what it needs
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
-        metrics = {name: value for name, value in (course.progress.line or {}).items() if name.startswith("train/")}
-        metrics |= {f"eval/{name}": value for name, value in (course.progress.metrics or {}).items()}
+        metrics = {name: value for name, value in (progress.line or {}).items() if name.startswith("train/")}
+        metrics |= {f"eval/{name}": value for name, value in (progress.metrics or {}).items()}
         return Report(
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
-            first_step=course.first_step, step=step, total_steps=total, finished=self._finished,
+            first_step=course.first_step, step=step, total_steps=course.total, finished=self._finished,
             seconds={kind: round(each_s, 3) for kind, each_s in seconds.items()},
             unit=course.unit if self._trains else "", per_s=round(speed(self.group, course, step), 1),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
-            ranks=self.group.watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
-            nodes=self.group.watch.nodes,
+            ranks=watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
+            nodes=watch.nodes,
         )

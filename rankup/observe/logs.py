@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from difflib import get_close_matches
@@ -40,23 +40,22 @@ class Record(NamedTuple):
 def logs(
     runs: Path, run: str = "", *, rank: str = "", since: str = "", follow: bool = False, as_json: bool = False
 ) -> None:
-    """Print the lines of a run; with `follow` until a signal ends the process.
-
-    `runs`: the folder of all runs. `run`: see `find_logs`. `rank`: such as "0-3,7". `since`: such as "10m".
-    `as_json`: an object a line, with `time`, `ranks`, `hosts` (of each rank) and `text`.
-    Raises UserError where no such run has logs, and where `rank` or `since` can't be understood.
-    """
+    """Print the lines of a run, see `find_run`; with `follow` until a signal ends the process. `rank`: such as "0-3,7".
+    `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
     wanted, first_s = wanted_ranks(rank), moment(since)
-    folder = find_logs(runs, run)
-    found: dict[int, RankLog] = {}
+    folder = find_run(runs, run)
+    if not _files(folder):
+        raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-N.log in {folder}.")
+    found: dict[Path, RankLog] = {}
     shown = _as_json if as_json else _as_text
     try:
         while True:
             # What was not read yet, also of ranks that have begun to write
-            for number, path in _files(folder).items():
-                if number not in found and (not wanted or number in wanted):
-                    found[number] = RankLog(path, number, TAIL if follow and not since else None)
-            records = [log.records(whole=not follow, first_s=first_s) for log in found.values()]
+            for path in _files(folder):
+                if path not in found:
+                    found[path] = RankLog(path, tail=TAIL if follow and not since else None)
+            chosen = [log for log in found.values() if not wanted or log.rank in wanted]
+            records = [log.records(whole=not follow, first_s=first_s) for log in chosen]
             sys.stdout.buffer.writelines(map(shown, folded(records)))
             sys.stdout.buffer.flush()
             if not follow:
@@ -69,8 +68,14 @@ def logs(
 # Which run, ranks, times ----------------------------------------------------------------------------------------------
 
 
-def find_run(runs: Path, name: str, is_run: Callable[[Path], bool]) -> Path:
-    """The folder of the run `name`, which is in the folder `runs`, or is a folder itself. Raises UserError."""
+def find_run(runs: Path, name: str) -> Path:
+    """The folder of the run `name`, which is in the folder `runs`, or is a folder itself; "" stands for the one whose
+    ranks wrote last. Raises UserError where there is none."""
+    if not name:
+        newest = max(runs.glob("*/logs/rank-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is None:
+            raise UserError(f"no run with logs was found in {runs}. Name its folder, or set --run-dir.")
+        return newest.parents[1]
     for folder in (runs / name, Path(name)):
         if is_run(folder):
             return folder
@@ -80,23 +85,13 @@ def find_run(runs: Path, name: str, is_run: Callable[[Path], bool]) -> Path:
     raise UserError(f"RUN must be a run in {runs}/ or its folder, got {name}. {hint}")
 
 
-def find_logs(runs: Path, run: str) -> Path:
-    """The folder with the logs of a run: `run` is its name or folder; "" stands for the one that wrote last.
-
-    Raises UserError where there is none.
-    """
-    if run:
-        return find_run(runs, run, lambda folder: bool(_files(folder / "logs"))) / "logs"
-    newest = max(runs.glob("*/logs/rank-*.log"), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
-        raise UserError(f"no run with logs was found in {runs}. Name its folder, or set --run-dir.")
-    return newest.parent
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(_files(folder))
 
 
-def _files(folder: Path) -> dict[int, Path]:
-    """The logs in a folder by rank, in the order of the ranks."""
-    names = ((path, re.fullmatch(r"rank-(\d+)\.log", path.name)) for path in folder.glob("rank-*.log"))
-    return dict(sorted((int(match[1]), path) for path, match in names if match))
+def _files(folder: Path) -> list[Path]:
+    """The logs of a run, in the order of the ranks."""
+    return sorted((folder / "logs").glob("rank-[0-9]*.log"), key=lambda path: (len(path.name), path.name))
 
 
 def wanted_ranks(text: str) -> Collection[int]:
@@ -137,8 +132,8 @@ def _seconds(stamp: bytes) -> float:
 class RankLog:
     """A file `rank-N.log`: all that it has, or the last `tail` bytes of it, and later what was added to it."""
 
-    def __init__(self, path: Path, rank: int, tail: int | None) -> None:
-        self.path, self.rank, self._offset = path, rank, 0
+    def __init__(self, path: Path, *, tail: int | None) -> None:
+        self.path, self.rank, self._offset = path, int(path.stem.removeprefix("rank-")), 0
         self._stamp = self._host = b""  # of the last line
         if tail is not None and (size := path.stat().st_size) > tail:
             with path.open("rb") as file:

@@ -18,20 +18,16 @@ BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 
 
 class Progress(Protocol):
-    """Where a run stands: the last finished step.
+    """Where a run stands; every rank knows it."""
 
-    `evaluated`: the last step whose evaluation is complete, `metrics`: its outcome. `line`: the last line of training
-    in `metrics.jsonl`, which every rank knows: rank 0 may be killed before it writes it.
-    """
-
-    step: int
-    evaluated: int
-    metrics: dict[str, float] | None
-    line: dict[str, Any] | None
+    step: int  # the last finished one
+    evaluated: int  # the last step whose evaluation is complete
+    metrics: dict[str, float] | None  # its outcome
+    line: dict[str, Any] | None  # the last one of training in `metrics.jsonl`
 
 
 class Metrics:
-    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it only remembers.
+    """Appends to `directory/metrics.jsonl` and `directory/tensorboard/`; without a directory it does nothing.
 
     `progress`: where the run goes on, `saved`: where it stood at its newest checkpoint. What a killed attempt wrote
     past `progress` is cut off, for those steps are done again; what it had no time to write is added. `check_owner`:
@@ -52,7 +48,11 @@ class Metrics:
             path = directory / "metrics.jsonl"
             entries = cut_after(path, progress.step, progress.evaluated, since=saved.step)
             self._file = path.open("a", buffering=1, encoding="utf-8")  # a line is in the file as soon as it is written
-            entries += self._write_missing(entries, progress, saved)
+            there = {(entry["step"], is_evaluation(entry)) for entry in entries}
+            for entry in newest_entries(progress):
+                if entry["step"] >= saved.step and (entry["step"], is_evaluation(entry)) not in there:
+                    self.write(entry)
+                    entries.append(entry)
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # half a second: only where it is used
 
@@ -107,25 +107,6 @@ class Metrics:
             if self._file is not None:
                 self._file.close()
 
-    def _write_missing(
-        self, entries: list[dict[str, Any]], progress: Progress, saved: Progress
-    ) -> list[dict[str, Any]]:
-        """Write the lines of `progress` that a killed rank 0 had no time to write, and return them.
-
-        Up to the last line before the checkpoint all are there: `entries` may begin with that line.
-        """
-        there = max((entry["step"] for entry in entries if entry["step"] < saved.step), default=0)
-        trained = max([there, *(entry["step"] for entry in entries if not is_evaluation(entry))])
-        evaluated = max([there, *(entry["step"] for entry in entries if is_evaluation(entry))])
-        missing = []
-        if progress.line is not None and progress.line["step"] > trained:
-            missing.append(progress.line)
-        if progress.metrics is not None and progress.evaluated > evaluated:
-            missing.append(evaluation(progress.evaluated, progress.metrics))
-        for entry in missing:
-            self.write(entry)
-        return missing
-
     def _show(self, entry: dict[str, Any]) -> None:
         """In TensorBoard."""
         for name, value in entry.items():
@@ -157,42 +138,47 @@ def is_evaluation(entry: dict[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in entry)
 
 
-def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
-    """Remove the lines of training after `step` and of evaluation after step `evaluated`, and any half-written line.
+def newest_entries(progress: Progress) -> list[dict[str, Any]]:
+    """The last lines of training and of evaluation. A killed rank 0 may not have written them."""
+    entries = [progress.line] if progress.line is not None else []
+    if progress.metrics is not None:
+        entries.append(evaluation(progress.evaluated, progress.metrics))
+    return entries
 
-    A killed attempt wrote them past the state that the run goes on from. The steps are done again: without the cut,
-    each would be there twice. All lines to remove stand behind one of a step before `since`: what is before that line
-    is neither read nor written, for a restart of a long run would wait for it. Returns the entries behind it that stay,
-    and some before. Raises OSError.
+
+def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
+    """Cut the file before its first line of training after `step`, or of evaluation after step `evaluated`, or that is
+    damaged: a killed attempt wrote it past the state that the run goes on from, and those steps are done again.
+
+    What stands before a line of a step before `since` is neither read nor judged: a restart of a long run would wait
+    for it. Returns the entries behind that line that stay. Raises OSError.
     """
     if not path.is_file():
         return []
     with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        length = BLOCK
+        size, length = file.seek(0, os.SEEK_END), BLOCK
         while True:
-            file.seek(max(0, size - length))
-            tail = file.read()
-            if length < size:
-                tail = tail[tail.find(b"\n") + 1 :]  # the line before it is not whole
-            lines = [line + b"\n" for line in tail.splitlines()]
-            kept = [(line, entry) for line in lines if (entry := _kept_entry(line, step, evaluated)) is not None]
-            if length >= size or any(entry["step"] < since for _, entry in kept):
+            begin = file.seek(max(0, size - length))
+            begin += len(file.readline()) if begin else 0  # it is not whole
+            lines = file.readlines()
+            found = [_entry(line) for line in lines]
+            before = [number for number, entry in enumerate(found, 1) if entry is not None and entry["step"] < since]
+            if before or length >= size:
                 break
             length *= 4
-        content = b"".join(line for line, _ in kept)
-        if content != tail:
-            # First as long as before: killed between these two, this process leaves empty lines, and loses none
-            file.seek(size - len(tail))
-            file.write(content.ljust(len(tail), b"\n"))
-            file.truncate(size - len(tail) + len(content))
-    return [entry for _, entry in kept]
+        first, kept = max(before, default=0), []
+        for entry in found[first:]:
+            if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
+                break
+            kept.append(entry)
+        file.truncate(begin + sum(map(len, lines[: first + len(kept)])))
+    return kept
 
 
-def _kept_entry(line: bytes, step: int, evaluated: int) -> dict[str, Any] | None:
-    """See `cut_after`; None for a line to remove."""
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """None for a damaged line, or half of one."""
     try:
         entry: dict[str, Any] = json.loads(line)
-        return entry if entry["step"] <= (evaluated if is_evaluation(entry) else step) else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return entry if line.endswith(b"\n") and isinstance(entry["step"], int) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -1,15 +1,15 @@
 """`stacks RUN`: where each rank of a run is now, which ranks are somewhere else than the others, and all their stacks.
 
-It asks the processes of this machine. One that is asked may hang, be stopped, or be another one that has got the
-number: each is asked in a way that can do no harm, for a bounded time, and one that does not answer is described from
-outside. Ranks of other machines are asked by a signal to any agent of the job; their answers are read here where the
-machines share a disk. No torch here.
+It asks the processes of this machine, for a bounded time, and describes one that does not answer from outside. Ranks of
+other machines are asked by a signal to any agent of the job; their answers are read here where the machines share a
+disk. No torch here.
 """
 
 import contextlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -70,10 +70,7 @@ class Answer:
 
 
 def report(run_dir: Path, *, full: bool = False) -> str:
-    """What `stacks` prints. `full`: the stacks of all threads too.
-
-    Raises UserError where no rank has ever said that it can be asked.
-    """
+    """What `stacks` prints. Raises UserError where no rank has ever said that it can be asked."""
     answers = ask(run_dir)
     if not answers:
         raise UserError(
@@ -109,40 +106,37 @@ def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
 
 
 def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
-    """Have the ranks of this run that live on this machine write their stacks, and return what all have written.
+    """Have the ranks of this run on this machine (of `ranks` alone) write their stacks, and return what all ranks have
+    written. Takes ANSWER_STACKS_S at most, beside what the disk takes."""
+    answers = {answer.rank: answer for answer in written(run_dir)}
 
-    `ranks`: only these. Takes ANSWER_STACKS_S at most, beside what the disk takes.
-    """
-    answers = {answer.path: answer for answer in written(run_dir)}
-    sizes = {
-        path: path.stat().st_size for path, answer in answers.items()
-        if answer.alive and (ranks is None or answer.rank in ranks)
-    }
-    for number, patience_s in enumerate(ANSWER_STACKS_S):
-        for path in sizes:
-            _signal(answers[path], number)
-        answers |= _await(sizes, patience_s)
-    for path in sizes:
-        problem = f"does not answer: {_from_outside(answers[path])}"
-        answers[path] = replace(answers[path], text="", problem=problem, fresh=True)
+    def one(asked: Answer) -> None:
+        answers[asked.rank] = _ask(asked)
+
+    chosen = [answer for answer in answers.values() if answer.alive and (ranks is None or answer.rank in ranks)]
+    # Not a pool: its threads would keep this process from its end where a disk hangs
+    threads = [threading.Thread(target=one, args=(answer,), daemon=True) for answer in chosen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return list(answers.values())
 
 
-def _await(sizes: dict[Path, int], patience_s: float) -> dict[Path, Answer]:
-    """The dumps that stand behind that many bytes of each file, which leaves `sizes` then."""
-    found: dict[Path, Answer] = {}
-    before: dict[Path, str] = {}
-    until_s = time.monotonic() + patience_s
-    while sizes and time.monotonic() < until_s:
-        time.sleep(ANSWER_TICK_S)
-        for path, size in list(sizes.items()):
-            answer = read(path, after=size)
+def _ask(asked: Answer) -> Answer:
+    """What one rank of this machine answers, or why it does not."""
+    size = asked.path.stat().st_size
+    for number, patience_s in enumerate(ANSWER_STACKS_S):
+        _signal(asked, number)
+        until_s, before = time.monotonic() + patience_s, ""
+        while time.monotonic() < until_s:
+            time.sleep(ANSWER_TICK_S)
+            answer = read(asked.path, after=size)
             # faulthandler's handler writes word by word: it is over once nothing has come since the last look
-            if answer is not None and answer.text and before.get(path) == answer.text:
-                del sizes[path]
-                found[path] = replace(answer, fresh=True)
-            before[path] = answer.text if answer is not None else ""
-    return found
+            if answer is not None and answer.text and answer.text == before:
+                return replace(answer, fresh=True)
+            before = answer.text if answer is not None else ""
+    return replace(asked, text="", problem=f"does not answer: {_from_outside(asked)}", fresh=True)
 
 
 def _signal(asked: Answer, number: int) -> None:
@@ -159,16 +153,12 @@ def _signal(asked: Answer, number: int) -> None:
 
 def _from_outside(asked: Answer) -> str:
     """What the kernel says of a process that does not answer."""
-    folder, where = Path(f"/proc/{asked.pid}"), ""
     try:
-        state, owner = state_of(asked.pid), folder.stat().st_uid
+        state, owner = state_of(asked.pid), Path(f"/proc/{asked.pid}").stat().st_uid
     except OSError:
         return "it has just ended"
-    if os.geteuid() not in (0, owner):
-        return "it belongs to another user"
-    with contextlib.suppress(OSError):
-        where = (folder / "wchan").read_text().strip("0")
-    return STATES.get(state, f"it is in state {state}") + (f" ({where})" if where else "")
+    own = os.geteuid() in (0, owner)
+    return STATES.get(state, f"it is in state {state}") if own else "it belongs to another user"
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -184,8 +174,7 @@ def written(run_dir: Path) -> list[Answer]:
 
 
 def read(path: Path, *, after: int = 0) -> Answer | None:
-    """The newest whole dump in a file of stacks; only what stands behind its first `after` bytes. None for another
-    file."""
+    """The newest whole dump in a file of stacks, behind its first `after` bytes. None for another file."""
     try:
         data = path.read_bytes()
         answer = Answer(path=path, **json.loads(HEAD.findall(data.decode(errors="replace"))[-1]))

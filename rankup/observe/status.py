@@ -18,9 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rankup.env.rank_env import ranges
 from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
-from rankup.observe.logs import find_run
+from rankup.observe.logs import find_run, is_run
 from rankup.observe.tracker import address_of
 from rankup.places.files import read_json, read_object
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
@@ -30,13 +31,10 @@ MOST_RESTARTS = 5
 
 
 def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
-    """What to print. `runs`: the folder of all runs. `run`: a run's name or folder; all runs where it is empty.
-
-    Raises UserError where there is no such run.
-    """
-    folder, now = find_run(runs, run, _is_run) if run else None, time.time()
+    """What to print of `run`, see `find_run`, or of all runs in the folder `runs`. Raises UserError."""
+    folder, now = find_run(runs, run) if run else None, time.time()
     try:
-        paths = [folder] if folder else sorted(path for path in runs.glob("*") if _is_run(path))
+        paths = [folder] if folder else sorted(path for path in runs.glob("*") if is_run(path))
         # The run that was heard of last stands in front
         found = sorted((look(path, now=now) for path in paths), key=lambda each: float(each["last_sign_s"]))
         if as_json:
@@ -52,25 +50,18 @@ def status(runs: Path, run: str = "", *, as_json: bool = False) -> str:
 
 
 def watch(runs: Path, run: str = "") -> None:
-    """Draw it anew until the run has ended, or until Ctrl-C. In a pipe the last screen alone is printed. Raises as
-    `status`."""
+    """Draw it anew until the run has ended, or until Ctrl-C. In a pipe the last screen alone is printed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal gets its cursor back
     with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
         while True:
             live.update(Text.from_ansi(status(runs, run).rstrip("\n")), refresh=True)
-            if run and _is_over(look(find_run(runs, run, _is_run), now=time.time())):
-                return
+            if run:
+                found = look(find_run(runs, run), now=time.time())
+                silent = found["last_sign_s"] > RUN_SILENT_S
+                # One that failed or was stopped may be going on at once
+                if found["state"] == "finished" or (found["state"] in ("failed", "stopped") and silent):
+                    return
             time.sleep(REPORT_S)
-
-
-def _is_over(run: dict[str, Any]) -> bool:
-    # One that failed or was stopped may be going on at once
-    silent = run["last_sign_s"] > RUN_SILENT_S
-    return run["state"] == "finished" or (run["state"] in ("failed", "stopped") and silent)
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("status.json", "run.json"))
 
 
 # What the files say ---------------------------------------------------------------------------------------------------
@@ -82,13 +73,12 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
     started has reported nothing.
     """
-    summary = read_object(run_dir / "status.json")
-    reports = read_reports(run_dir)
-    newest = reports[-1] if reports else None
+    summary, reports = read_object(run_dir / "status.json"), read_reports(run_dir)
     attempt, state = summary.get("attempt", ""), summary.get("state", "unknown")
+    newest = reports[-1] if reports else None
+    live = newest if newest is not None and newest.attempt == attempt else None
     beats = [_modified(run_dir / "lease.json"), newest.time if newest else 0.0] if state == "running" else [0.0]
     last_sign_s = max(0.0, now - max(_modified(run_dir / "status.json"), *beats))
-    live = newest if newest is not None and newest.attempt == attempt else None
     # An attempt that finished the run was not restarted, though a later one may have looked at it or added epochs
     earlier = [report for report in reports if report is not live and not report.finished]
     return {
@@ -134,8 +124,6 @@ def _end(run_dir: Path, report: Report) -> dict[str, Any]:
 
 # What people see ------------------------------------------------------------------------------------------------------
 
-Row = tuple[Any, ...]
-
 
 def as_text(shown: RenderableType) -> str:
     """As wide as the terminal; in a pipe as wide as it needs to be."""
@@ -144,6 +132,18 @@ def as_text(shown: RenderableType) -> str:
     with console.capture() as captured:
         console.print(shown)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
+    """All runs of the folder `where`, a line each."""
+    table = _table("run", "state", "step", "speed", "left", "restarts", "goodput")
+    for run in runs:
+        state = _state(run).partition(":")[0].partition(";")[0]
+        step = f"{run['step']}/{run['total_steps']}" if run["total_steps"] else run["step"] or ""
+        share = f"{run['goodput']['share']:.0%}" if run["goodput"] else ""
+        restarts = len(run["restarts"]) or ""
+        _add(table, run["run"], state, step, _speed(run), _left(run), restarts, share, style=_style(run))
+    return table if runs else f"no runs in {where}"
 
 
 def screen(run: dict[str, Any], *, now: float) -> RenderableType:
@@ -159,62 +159,50 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     top.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
-            top.add_row(name, str(value), style=_style(run) if name == "state" else None)
-    nodes: list[Row] = [
-        (node["node"], node["host"], node["state"], f"{duration(now - node['since'])} ago", node["ranks"], node["why"])
-        for node in run["nodes"]
-    ]
+            _add(top, name, value, style=_style(run) if name == "state" else "")
+    nodes = _table("node", "host", "state", "since", "ranks", "why")
+    for node in run["nodes"]:
+        since = f"{duration(now - node['since'])} ago"
+        _add(nodes, node["node"], node["host"], node["state"], since, node["ranks"], node["why"])
     ends = run["restarts"]
-    last: list[Row] = [
-        (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end)) for end in ends[-MOST_RESTARTS:]
-    ]
-    tables = (
-        (("rank", "host", "step", "phase", "last sign of life"), _rank_rows(run, now)),
-        (("node", "host", "state", "since", "ranks", "why"), nodes),
-        ((f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", ""), last),
-    )
-    return Group(top, *(part for header, rows in tables if rows for part in ("", _table(header, rows))))
+    restarts = _table(f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", "")
+    for end in ends[-MOST_RESTARTS:]:
+        _add(restarts, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end))
+    tables = [table for table in (_rank_table(run, now), nodes, restarts) if table.row_count]
+    return Group(top, *(part for table in tables for part in ("", table)))
 
 
-def overview(runs: list[dict[str, Any]], *, where: str) -> RenderableType:
-    """All runs of the folder `where`."""
-    rows: list[Row] = []
-    for run in runs:
-        step = f"{run['step']}/{run['total_steps']}" if run["total_steps"] else run["step"] or ""
-        speed = f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else ""
-        share = f"{run['goodput']['share']:.0%}" if run["goodput"] else ""
-        rows.append((run["run"], _state(run, short=True), step, speed, _left(run), len(run["restarts"]) or "", share))
-    header = ("run", "state", "step", "speed", "left", "restarts", "goodput")
-    return _table(header, rows, styles=[_style(run) for run in runs]) if runs else f"no runs in {where}"
-
-
-def _table(header: tuple[str, ...], rows: list[Row], styles: list[str] | None = None) -> Table:
-    """Without the columns that have nothing below their title."""
+def _table(*header: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    shown = [number for number in range(len(header)) if any(row[number] != "" for row in rows)]
-    for number in shown:
-        table.add_column(header[number], overflow="fold")
-    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        table.add_row(*(str(row[number]) for number in shown), style=style)
+    for title in header:
+        table.add_column(title, overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: Any, style: str = "") -> None:
+    table.add_row(*map(str, cells), style=style)
 
 
 def _style(run: dict[str, Any]) -> str:
     return "red" if run["silent"] or run["state"] == "failed" else "green" if run["state"] == "finished" else ""
 
 
-def _state(run: dict[str, Any], *, short: bool = False) -> str:
+def _state(run: dict[str, Any]) -> str:
     state, ago = run["state"], duration(run["last_sign_s"])
     if run["silent"]:
         # Nobody wrote an end: kill -9, a lost machine, or a disk that this machine sees no longer
-        return f"no sign of life for {ago}" + ("" if short else "; nobody wrote down an end")
+        return f"no sign of life for {ago}; nobody wrote down an end"
     if state == "running":
-        return "running" if run["ranks"] or short else "running: it starts, or it runs code that reports no steps"
+        return "running" if run["ranks"] else "running: it starts, or it runs code that reports no steps"
     if state == "unknown":
-        return state if short else "unknown: there is no status.json"
+        return "unknown: there is no status.json"
     code = f" with exit code {run['code']}" if run["code"] not in (0, None) else ""
-    why = f": {run['why']}" if run["why"] and state != "finished" and not short else ""
+    why = f": {run['why']}" if run["why"] and state != "finished" else ""
     return f"{state}{code}, {ago} ago{why}"
+
+
+def _speed(run: dict[str, Any]) -> str:
+    return f"{run['per_s']:,.0f} {run['unit']}/s" if run["per_s"] else ""
 
 
 def _left(run: dict[str, Any]) -> str:
@@ -226,9 +214,7 @@ def _steps(run: dict[str, Any]) -> str:
     if not (step or total):
         return ""
     text = f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
-    if run["per_s"]:
-        text += f", {run['per_s']:,.0f} {run['unit']}/s"
-    return text + (f", about {left} left" if (left := _left(run)) else "")
+    return ", ".join(filter(None, [text, _speed(run), f"about {left} left" if (left := _left(run)) else ""]))
 
 
 def _attempt(run: dict[str, Any]) -> str:
@@ -237,30 +223,23 @@ def _attempt(run: dict[str, Any]) -> str:
     return f"{number}{run['attempt']}{since}" if run["attempt"] else ""
 
 
-def _rank_rows(run: dict[str, Any], now: float) -> list[Row]:
-    """Rank, host, step, phase, sign of life; neighbours that stand alike share a row where there are many ranks."""
-    ranks = run["ranks"]
+def _rank_table(run: dict[str, Any], now: float) -> Table:
+    """Neighbours that stand alike share a row where there are many ranks."""
+    ranks, table = run["ranks"], _table("rank", "host", "step", "phase", "last sign of life")
 
-    def stands(rank: dict[str, Any]) -> Row:
+    def stands(rank: dict[str, Any]) -> tuple[Any, ...]:
         alone = rank["rank"] if len(ranks) <= MOST_ROWS else None
         silent = now - rank.get("seen", now) > RUN_SILENT_S
         return alone, rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
 
-    rows: list[Row] = []
     for _, group in groupby(ranks, key=stands):
         alike = list(group)
         # Of several, the one that was heard of longest ago stands for all
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))
-        numbers, steps = ([rank[name] for rank in alike] for name in ("rank", "step"))
         # A script of the user's own says nothing of its steps
-        step = _span(steps) if run["total_steps"] else ""
-        rows.append((_span(numbers), oldest["host"], step, _phase(oldest), _sign(oldest, now)))
-    return rows
-
-
-def _span(numbers: list[int]) -> str:
-    first, last = min(numbers), max(numbers)
-    return str(first) if first == last else f"{first}-{last}"
+        step = ranges({rank["step"] for rank in alike}) if run["total_steps"] else ""
+        _add(table, ranges(rank["rank"] for rank in alike), oldest["host"], step, _phase(oldest), _sign(oldest, now))
+    return table
 
 
 def _phase(rank: dict[str, Any]) -> str:
@@ -286,7 +265,6 @@ def _sign(rank: dict[str, Any], now: float) -> str:
 def _how(end: dict[str, Any]) -> str:
     """Why an attempt before this one ended."""
     after = f"step {end['step']}" if end["step"] else duration(end["lasted_s"])
-    why = f"{end['why']} (exit code {end['code']})"
-    return f"after {after}: " + (
-        why if end["code"] is not None else "no rank wrote down why: killed, or the machine was lost"
-    )
+    if end["code"] is None:
+        return f"after {after}: no rank wrote down why: killed, or the machine was lost"
+    return f"after {after}: {end['why']} (exit code {end['code']})"

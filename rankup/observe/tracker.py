@@ -1,13 +1,11 @@
 """A run at a tracker, MLflow or W&B: rank 0 starts a process that sends what is new in `metrics.jsonl`.
 
-That file is the queue. So a server that is down costs no memory and loses nothing, and the next attempt sends what this
-one could not. Rank 0 tells the process the facts and how the run ended, and waits for it only in the end. A process and
-not a thread: importing MLflow alone takes two seconds, for which a thread would hold Python's lock.
+That file is the queue. A server that is down costs no memory and loses nothing: the next attempt sends what this one
+could not. It is a process, as importing MLflow takes two seconds, for which a thread would hold Python's lock.
 
-No step is sent twice. After a resume the steps since the checkpoint are done again, with the same result to the bit;
-trackers can't take a point back, so what they have of these steps stays. `tracker/sent.json` has the last step that was
-sent of each curve: a resume cuts the file, so that a place in it says nothing. Points whose answer was lost are sent
-again, unchanged: MLflow keeps an equal point once.
+No step is sent twice. A resume cuts the file and does steps again, with the same result to the bit; trackers can't take
+a point back. So `tracker/sent.json` keeps the last step that was sent of each curve. Points whose answer was lost are
+sent again, unchanged: MLflow keeps an equal point once.
 """
 
 import contextlib
@@ -27,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import rankup
 from rankup.errors import UserError, reason
@@ -37,11 +35,10 @@ from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 # A new tracker is a class below, and an extra in pyproject.toml with the name of its package
 FOLDER = "tracker"  # in the run directory
 KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
-MOST_LINES = 50  # in one request; MLflow takes 1,000 values
+MOST_LINES = 50  # in one request
 Line = dict[str, Any]  # of metrics.jsonl
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 FOR_PACKAGES = {
-    "PYTHONWARNINGS": "ignore",
     # The sender tries again by itself: a request that hangs keeps it from everything else
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -53,16 +50,16 @@ FOR_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What rank 0 tells the sender.
-
-    `run`: the id of the run, which all attempts and checkpoints share. `name`: of the run directory.
-    """
+    """What rank 0 tells the sender. `run`: the id of the run, which all attempts and checkpoints share."""
 
     tracker: str
     run: str
-    name: str
     run_dir: str
     settings: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run_dir)
 
 
 def check(name: str) -> None:
@@ -90,13 +87,13 @@ class Tracker:
     """The sender of one attempt. It begins once `metrics.jsonl` is as this attempt goes on with it."""
 
     def __init__(self, facts: Facts, log: logging.Logger) -> None:
-        self.facts, self.log = facts, log
+        self._name, self._log = facts.tracker, log
         paths = [str(Path(rankup.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._process: Any = subprocess.Popen(
             # -P: a folder `wandb` where the run was started would be taken for the package
             [sys.executable, "-P", "-W", "ignore", "-m", "rankup.observe.tracker"],
-            env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**FOR_PACKAGES, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True,  # it outlives a kill of rank 0 and all its children by a few seconds
         )
         self._tell(json.dumps(asdict(facts)))
@@ -106,11 +103,11 @@ class Tracker:
     def end(self, state: str) -> None:
         """`state`: finished, stopped or failed. Waits a bounded time for what is still to be sent."""
         self._tell(state)
-        if TRACKER_S[state]:
-            self._listener.join(TRACKER_S[state])
+        if timeout_s := TRACKER_S[state]:
+            self._listener.join(timeout_s)
             if self._process.poll() != 0:
-                self.log.warning(f"tracker {self.facts.tracker}: not all could be sent within {TRACKER_S[state]:g} s. "
-                                 "The same command again sends the rest.")
+                self._log.warning(f"tracker {self._name}: not all could be sent within {timeout_s:g} s. "
+                                  "The same command again sends the rest.")
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
@@ -124,7 +121,7 @@ class Tracker:
         with self._process.stdout as lines:
             for line in lines:
                 level, _, text = line.strip().partition(" ")
-                self.log.log(logging.getLevelName(level), text)
+                self._log.log(logging.getLevelName(level), text)
         self._process.wait()
 
 
@@ -143,24 +140,22 @@ class MlflowRun:
         from mlflow.tracking import MlflowClient
 
         self.client = MlflowClient()
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if not experiment:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
-            there = self.client.get_experiment_by_name(name)
-            experiment = there.experiment_id if there is not None else self.client.create_experiment(name)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rankup")
+        there = self.client.get_experiment_by_name(name)
+        experiment = there.experiment_id if there is not None else self.client.create_experiment(name)
         found = self.client.search_runs([experiment], f"tags.`{self.TAG}` = '{facts.run}'", max_results=1)
         if found:
             self.client.update_run(found[0].info.run_id, status="RUNNING")
-        self.run = found[0] if found else self.client.create_run(
-            experiment, tags={self.TAG: facts.run}, run_name=facts.name
+        run = found[0] if found else self.client.create_run(
+            experiment, tags={self.TAG: facts.run}, run_name=facts.folder.name
         )
-        self.id = self.run.info.run_id
+        self.id = run.info.run_id
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
         # As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was
-        texts = {name: (v if isinstance(v, str) else json.dumps(v))[:6000] for name, v in facts.settings.items()}
-        new = [Param(name, text) for name, text in texts.items() if name not in self.run.data.params]
-        for begin in range(0, len(new), 100):  # that a server takes in one request
-            self.client.log_batch(self.id, params=new[begin : begin + 100])
+        self.client.log_batch(self.id, params=[
+            Param(name, (value if isinstance(value, str) else json.dumps(value))[:6000])
+            for name, value in facts.settings.items() if name not in run.data.params
+        ])
 
     def log(self, lines: list[Line]) -> None:
         from mlflow.entities import Metric
@@ -185,8 +180,8 @@ class WandbRun:
         import wandb
 
         self.run = wandb.init(
-            id=facts.run, resume="allow", name=facts.name, project=os.environ.get("WANDB_PROJECT", "rankup"),
-            dir=str(Path(facts.run_dir) / FOLDER),
+            id=facts.run, resume="allow", name=facts.folder.name, project=os.environ.get("WANDB_PROJECT", "rankup"),
+            dir=str(facts.folder / FOLDER),
             settings=wandb.Settings(
                 # Seconds for the server to answer, and for what is left at the end; the rest is for `wandb sync`
                 silent=True, init_timeout=20.0, finish_timeout=12.0,
@@ -219,17 +214,15 @@ class Sender:
     """Sends what is new in the run directory at each `look`."""
 
     def __init__(self, facts: Facts) -> None:
-        self.facts, self.folder = facts, Path(facts.run_dir)
+        self.facts, self._memory = facts, facts.folder / FOLDER / "sent.json"
         self.tracked: Any = None
-        known = read_json(self.folder / FOLDER / "sent.json") or {}
+        known = read_json(self._memory) or {}
         self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
         self._read = 0  # bytes of metrics.jsonl
 
     def look(self, state: str = "") -> None:
-        """Send what is new. `state`: how the run has ended, empty while it goes on.
-
-        Raises whatever the tracker's package raises. Then the next look begins anew, behind what was sent.
-        """
+        """Send what is new. `state`: how the run has ended, empty while it goes on. Raises whatever the package raises;
+        then the next look begins anew, behind what was sent."""
         try:
             if self.tracked is None:
                 self.tracked = RUNS[self.facts.tracker](self.facts)
@@ -248,15 +241,12 @@ class Sender:
         self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
         known = {"run": self.facts.run, "sent": self._sent, "address": without_secrets(self.tracked.address)}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
-            write_json(self.folder / FOLDER / "sent.json", known)
+            write_json(self._memory, known)
 
     def _new_lines(self) -> Iterator[Line]:
-        """What stands behind that which was read before, and was not sent.
-
-        An attempt that resumes cuts off what a killed one wrote past its checkpoint: the killed one's sender, if it is
-        still there, finds nothing more, or is in the middle of a line. Raises ValueError there.
-        """
-        with (self.folder / "metrics.jsonl").open("rb") as file:
+        """What stands behind that which was read before, and was not sent. Raises ValueError in the middle of a line:
+        the next attempt has cut the file, and this is the sender of a killed one."""
+        with (self.facts.folder / "metrics.jsonl").open("rb") as file:
             file.seek(self._read)
             for text in file:
                 if not text.endswith(b"\n"):  # it is being written
@@ -279,50 +269,45 @@ def without_secrets(text: str) -> str:
     return re.sub(r"://(?:[^/\s@]*:\S*|[^/\s]*)@", "://", text)
 
 
-def send(sender: Sender, rank0: BinaryIO, say: Callable[[str, str], None]) -> None:
-    """Look until rank 0 has ended, and once more then. `rank0`: says how it ended; killed, it closes without a word."""
-    pause_s, ended = 0.0, False
-    failing: bool | None = None
-    while not ended:
-        ended = bool(select.select([rank0], [], [], pause_s)[0])
-        state, why = "", ""
-        if ended:
+def main() -> None:
+    """Look until rank 0 says how the run ended, or closes its pipe as it is killed, and once more then."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    # What the packages print goes nowhere: they print addresses with passwords in them
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.nice(10)  # the ranks of this node come first
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # a stop is rank 0's affair: it says when it has saved
+    rank0 = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
+    facts = Facts(**json.loads(rank0.readline()))
+
+    def say(level: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # rank 0 was killed
+            print(level, f"tracker {facts.tracker}: {without_secrets(text)}", file=channel, flush=True)
+
+    with contextlib.suppress(OSError):  # some network file systems have no such locks
+        (facts.folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        # One sender of a run at a time, to the end of this process: that of a killed rank 0 may still be at work
+        lock = os.open(facts.folder / FOLDER / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    sender, pause_s, state = Sender(facts), 0.0, ""
+    works: bool | None = None
+    while not state:
+        if select.select([rank0], [], [], pause_s)[0]:
             state = rank0.readline().decode().strip() or "failed"
             signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
         try:
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            why = f"{reason(error)[:200].rstrip('. ')}. "
-        if why and ended:
-            say("WARNING", f"{why}Not all of metrics.jsonl is there. The same command again sends the rest.")
-        elif why and not failing:
-            say("WARNING", f"{why}Training goes on; what is missing is sent once this works.")
-        elif not why and failing is not False:
-            say("INFO", sender.tracked.address)
-        failing, pause_s = bool(why), SENDER_PAUSE_S if why else SENDER_LOOK_S
-
-
-def main() -> None:
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    # What the packages print goes nowhere: they print addresses with passwords in them
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    os.nice(10)  # the ranks of this node come first
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # a stop is rank 0's affair: it says when it has saved
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    rank0 = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
-    facts = Facts(**json.loads(rank0.readline()))
-
-    def say(level: str, text: str) -> None:
-        line = without_secrets(" ".join(text.split()))
-        with contextlib.suppress(OSError):  # rank 0 was killed
-            print(level, f"tracker {facts.tracker}: {line}", file=channel, flush=True)
-
-    folder = Path(facts.run_dir) / FOLDER
-    with contextlib.suppress(OSError):  # some network file systems have no such locks
-        folder.mkdir(parents=True, exist_ok=True)
-        # One sender of a run at a time, to the end of this process: that of a killed rank 0 may still be at work
-        fcntl.flock(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666), fcntl.LOCK_EX)
-    send(Sender(facts), rank0, say)
+            why = f"{reason(error)[:200].rstrip('. ')}."
+            if state:
+                say("WARNING", f"{why} Not all of metrics.jsonl is there. The same command again sends the rest.")
+            elif works is not False:
+                say("WARNING", f"{why} Training goes on; what is missing is sent once this works.")
+            works, pause_s = False, SENDER_PAUSE_S
+        else:
+            if not works:
+                say("INFO", sender.tracked.address)
+            works, pause_s = True, SENDER_LOOK_S
     os._exit(0)  # past what the packages do at the end of a process
 
 

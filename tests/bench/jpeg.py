@@ -36,42 +36,42 @@ from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
 
+IMAGES, BATCH = 1280, 64
 PICTURES = 64  # different ones; the files are copies of them, each read and decoded by itself
 SIZE, CPU = 224, torch.device("cpu")
 Batches = Iterator[torch.Tensor]  # float32 [B, 3, 224, 224]
-Side = Callable[[Path, str, int, int], Batches]
+Side = Callable[[Path, str, int], Batches]
 
 # Recipe -> the value of `augment`, and what torchvision does with PIL's picture for the same
 MIDDLE = [transforms.Resize(SIZE), transforms.CenterCrop(SIZE)]
 FLIP = transforms.RandomHorizontalFlip()
-SHIFTED = "the same, shift, flip"
 RECIPES: dict[str, tuple[Any, list[Any]]] = {
     "resize, centre crop": (False, MIDDLE),
-    SHIFTED: (True, [*MIDDLE, transforms.RandomCrop(SIZE, padding=SIZE // 8), FLIP]),
+    "the same, shift, flip": (True, [*MIDDLE, transforms.RandomCrop(SIZE, padding=SIZE // 8), FLIP]),
     "ImageNet's recipe": ("imagenet", [transforms.RandomResizedCrop(SIZE), FLIP]),
 }
 
 
-def make_files(root: Path, count: int) -> None:
-    """`count` JPEG files to train on, in ten class folders, and ten to test on."""
+def make_files(root: Path) -> None:
+    """JPEG files to train on, in ten class folders, and ten to test on."""
     folder = root / "pictures"
     folder.mkdir(parents=True)
     for number in range(PICTURES):
         size = {"width": 500, "height": 375} if number % 2 == 0 else {"width": 375, "height": 500}
         photograph(number, **size).save(folder / f"{number}.jpg", quality=90)
-    for half, images_of_half in (("train", count), ("val", 10)):
+    for half, images_of_half in (("train", IMAGES), ("val", 10)):
         for number in range(images_of_half):
             target = root / half / f"class{number % 10}" / f"{number:06}.jpg"
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / f"{number % PICTURES}.jpg", target)
 
 
-def torchvisions(root: Path, recipe: str, batch_size: int, workers: int) -> Batches:
+def torchvisions(root: Path, recipe: str, workers: int) -> Batches:
     """One epoch, as torchvision's documentation loads ImageNet."""
     normalize = transforms.Normalize(MEAN, STD)
     transform = transforms.Compose([*RECIPES[recipe][1], transforms.ToTensor(), normalize])
     found = torchvision.datasets.ImageFolder(str(root / "train"), transform)
-    loader = DataLoader(found, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
+    loader = DataLoader(found, batch_size=BATCH, shuffle=True, drop_last=True, num_workers=workers)
 
     def epoch() -> Batches:  # the first batch that is asked for starts the workers
         for batch, _ in loader:
@@ -80,12 +80,12 @@ def torchvisions(root: Path, recipe: str, batch_size: int, workers: int) -> Batc
     return epoch()
 
 
-def ours(root: Path, recipe: str, batch_size: int, workers: int) -> Batches:
+def ours(root: Path, recipe: str, workers: int) -> Batches:
     """One epoch, as training takes it."""
     augment = RECIPES[recipe][0]
-    config = Config(dataset="imagefolder", data_dir=str(root), augment=augment, batch_size=batch_size, model="cnn")
+    config = Config(dataset="imagefolder", data_dir=str(root), augment=augment, batch_size=BATCH, model="cnn")
     samples, normalize = images.build(config).train, images.normalizer(MEAN, STD)
-    order = Order(len(samples), batch_size, seed=0)
+    order = Order(len(samples), BATCH, seed=0)
 
     def epoch() -> Batches:
         for ((_, batch),) in Workers(load_batches(samples, order, accumulate=1, num_workers=workers, device=CPU)):
@@ -94,41 +94,37 @@ def ours(root: Path, recipe: str, batch_size: int, workers: int) -> Batches:
     return epoch()
 
 
-def images_per_s(batches: Batches, steps: int) -> float:
-    """Over the next `steps` batches; for the first, with the start of the workers."""
+def images_per_s(batches: Batches) -> float:
+    """Over an epoch, with the start of the workers."""
     began_s = time.perf_counter()
-    count = sum(len(batch) for batch in islice(batches, steps))
+    count = sum(len(batch) for batch in islice(batches, IMAGES // BATCH))
     return count / (time.perf_counter() - began_s)
 
 
-def measure(root: Path, repeats: int, steps: int, batch_size: int, workers: int) -> list[list[str]]:
-    """By recipe: the medians of torchvision's and of our images/s in an epoch of so many steps."""
+def measure(root: Path, repeats: int, workers: int) -> list[list[str]]:
+    """By recipe: the medians of torchvision's and of our images/s."""
     sides = defaultdict[tuple[str, Side], list[float]](list)
     for repeat, recipe, side in product(range(repeats), RECIPES, (torchvisions, ours)):
         print(f"{workers} workers, {recipe}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-        sides[recipe, side].append(images_per_s(side(root, recipe, batch_size, workers), steps))
+        sides[recipe, side].append(images_per_s(side(root, recipe, workers)))
     found = {recipe: [statistics.median(sides[recipe, side]) for side in (torchvisions, ours)] for recipe in RECIPES}
     return [[name, f"{theirs:,.0f}", f"{own:,.0f}", f"{own / theirs:.2f}"] for name, (theirs, own) in found.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--images", type=int, default=1280)
-    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", default="0,2", help="numbers of workers, a table for each")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as training does; torchvision's side gains from it too
-    about, size = conditions(), arguments.batch_size
+    about = conditions()
     with tempfile.TemporaryDirectory() as folder:
-        make_files(Path(folder), arguments.images)
-        tables = {
-            number: measure(Path(folder), arguments.repeats, arguments.images // size, size, number)
-            for number in map(int, arguments.workers.split(","))
-        }
-    print(f"{about}, torchvision {torchvision.__version__}, one thread a process, batch {size}, "
-          f"{arguments.images} files of 500 x 375.")
+        make_files(Path(folder))
+        tables = {number: measure(Path(folder), arguments.repeats, number)
+                  for number in map(int, arguments.workers.split(","))}
+    print(f"{about}, torchvision {torchvision.__version__}, one thread a process, batch {BATCH}, "
+          f"{IMAGES} files of 500 x 375.")
     for number, rows in tables.items():
         print("", *markdown_table([f"images/s, {number} workers", "torchvision", "rankup", "ratio"], rows), sep="\n")
 

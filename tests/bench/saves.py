@@ -25,10 +25,8 @@ from tests.bench.machine import conditions, markdown_table, run, step_ends
 from tests.rigs import places
 from tests.rigs.jobs import MAIN, ROOT
 
-EVERY = 15
-BATCH = 32
-WARM = 5  # steps, the first of which are slower
-HOWS = ("sync", "async", "none")
+EVERY, BATCH = 15, 32
+WARM, STEPS = 5, 4 * EVERY + 5  # the first steps are slower
 LINE = (
     "--dataset=fake", "--fake-samples=512", "--image-size=32", "--model=resnet50", f"--batch-size={BATCH}",
     "--limit-eval=32", "--evaluate-every-epochs=1000", "--tensorboard=false", "--progress=none", "--fresh",
@@ -36,20 +34,20 @@ LINE = (
 )
 
 
-def train(how: str, world_size: int, steps: int, folder: Path) -> dict[str, float]:
+def train(how: str, world_size: int, folder: Path) -> dict[str, float]:
     """One training in processes of its own, and what rank 0 measured."""
-    save = ("--save=sync", f"--save-every-steps={10 * steps}") if how == "none" else (
+    save = ("--save=sync", f"--save-every-steps={10 * STEPS}") if how == "none" else (
         f"--save={how}", f"--save-every-steps={EVERY}")
     launch = ["-m", "rankup", "launch", f"--nproc={world_size}", "--max-restarts=0"] if world_size > 1 else []
     # Python runs it in each process as it starts
     (folder / "sitecustomize.py").write_text("from tests.bench.saves import install\n\ninstall()\n")
-    run(sys.executable, *launch, MAIN, "train", *LINE, *save, f"--max-steps={steps}", f"--run-dir={folder}",
+    run(sys.executable, *launch, MAIN, "train", *LINE, *save, f"--max-steps={STEPS}", f"--run-dir={folder}",
         env={"PYTHONPATH": f"{folder}:{ROOT}", "MEASURED": str(folder / "blocked.json")})
     ends_s = step_ends(folder / "run")
     result, blocked_s = json.loads((folder / "run" / "result.json").read_text()), json.loads(
         (folder / "blocked.json").read_text())
     return {"blocked_s": blocked_s, "peak_mb": result["peak_memory_mb"],
-            "images_per_s": (steps - WARM) * BATCH / (ends_s[steps] - ends_s[WARM])}
+            "images_per_s": (STEPS - WARM) * BATCH / (ends_s[STEPS] - ends_s[WARM])}
 
 
 def install() -> None:
@@ -90,14 +88,12 @@ def measure(loop: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4 * EVERY + 5, help="of each training")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="numbers of processes")
-    given = parser.parse_args()
+    repeats = parser.parse_args().repeats
     about, found = conditions(), defaultdict[tuple[int, str], list[dict[str, float]]](list)
-    for repeat, world_size, how in product(range(given.repeats), given.worlds, HOWS):
-        print(f"{repeat + 1} of {given.repeats}: {world_size} x {how}", file=sys.stderr, flush=True)
+    for repeat, world_size, how in product(range(repeats), (1, 2), ("sync", "async", "none")):
+        print(f"{repeat + 1} of {repeats}: {world_size} x {how}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            found[world_size, how].append(train(how, world_size, given.steps, Path(folder)))
+            found[world_size, how].append(train(how, world_size, Path(folder)))
 
     medians = {case: {what: statistics.median(entry[what] for entry in entries) for what in entries[0]}
                for case, entries in found.items()}

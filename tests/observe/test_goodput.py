@@ -68,7 +68,7 @@ def test_reports_of_an_earlier_run_in_the_folder_and_damaged_ones_are_passed_ove
     write_json(tmp_path / "run.json", {"run": "r"})
     kept = [report(10, 20, began=9, lasted_s=1), report(0, 10, began=1, lasted_s=1)]
     for each in [*kept, replace(kept[0], run="of an earlier run", attempt="b")]:
-        each.write(tmp_path, "0a")
+        each.write(tmp_path)
     (tmp_path / "status" / "half").mkdir()
     (tmp_path / "status" / "half" / "progress-0a.json").write_text('{"run": "r", "att')
     assert read_reports(tmp_path) == [kept[1], kept[0]]

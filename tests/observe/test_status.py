@@ -122,7 +122,7 @@ def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, di
                   "seen": now} for rank in range(40)]
         for rank, differs in (odd or {}).items():
             ranks[rank] |= differs
-        replace(own, attempt=f"a-{number}", ranks=ranks, remaining_s=30.0).write(run, f"{number}")
+        replace(own, attempt=f"a-{number}", ranks=ranks, remaining_s=30.0).write(run)
     StatusFile(run, RankEnv(attempt=f"a-{attempts - 1}")).write_summary([])
     os.utime(run / "status.json", (now, now))
 
@@ -130,14 +130,6 @@ def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, di
 def shown(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     assert main(["status", *map(str, words)]) == 0
     return capsys.readouterr().out
-
-
-def test_status_of_a_run_that_was_killed_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stage(tmp_path / "run", ago_s=215)
-    text = shown(capsys, tmp_path / "run")
-    assert "no sign of life for 3 min " in text
-    assert "left" not in text
-    assert re.search(r"^0-39 +here +12 +step +none for 3 min", text, re.MULTILINE)
 
 
 def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(
@@ -158,7 +150,7 @@ def test_status_shows_the_last_attempts_and_ranks_that_stand_alike_in_a_row(
     assert "restarts (7, the last ones)" in text
     assert text.count("after step 12: no rank wrote down why: killed, or the machine was lost") == 5
     # An attempt that finished the run was not restarted: more epochs were asked for
-    replace(read_reports(run)[0], finished=True).write(run, "0")
+    replace(read_reports(run)[0], finished=True).write(run)
     assert len(json.loads(shown(capsys, run, "--json"))["restarts"]) == 6
 
 
@@ -190,6 +182,10 @@ def test_status_of_all_runs_is_a_line_each_and_the_newest_first(
         ["run", "state", "step", "speed"], ["training", "running", "12/100", "1 images/s"],
         ["old", "failed with exit code 2, 2 h ago"],
     ]
+    text = shown(capsys, tmp_path / "killed")
+    assert "no sign of life for 3 min " in text
+    assert "left" not in text
+    assert re.search(r"^0-39 +here +12 +step +none for 3 min", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "damage", "said"), [

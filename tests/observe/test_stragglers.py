@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from torch.autograd import Variable
 
 from rankup.loop.batches import part_of
 from rankup.observe import stragglers
-from rankup.observe.stragglers import COMPUTE, ROW, WAITING, WIDTH, RankReports, StepClock, Window
+from rankup.observe.stragglers import COMPUTE, ROW, WAITING, RankReports, StepClock
 from tests.rigs.fork_server import Forks
 
 STEPS = 50  # of a window
@@ -22,13 +21,14 @@ RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
 HOSTS = ["node0", "node0", "node1", "node1"]
 
 
-def windows(*ranks: tuple[float, float], first: int = 1, count: int = 1) -> Iterator[Window]:
-    """Windows of steps in which each rank takes (data, compute) seconds, and waits for the slowest."""
+Window = tuple[int, torch.Tensor]  # its first step, and the seconds of data, compute and waiting by rank
+
+
+def windows(*ranks: tuple[float, float], first: int = 1, count: int = 20) -> list[Window]:
+    """Of steps in which each rank takes (data, compute) seconds, and waits for the slowest."""
     longest = max(sum(rank) for rank in ranks)
-    seconds = [[data, compute, round(longest - data - compute, 9)] for data, compute in ranks]
-    for number in range(count):
-        begin = first + number * STEPS
-        yield Window(begin, seconds)
+    seconds = torch.tensor([[data, compute, longest - data - compute] for data, compute in ranks], dtype=torch.float64)
+    return [(first + number * STEPS, seconds) for number in range(count)]
 
 
 def compared(hosts: list[str]) -> RankReports:
@@ -36,8 +36,8 @@ def compared(hosts: list[str]) -> RankReports:
     return RankReports(group, StepClock(torch.device("cpu"), world_size=1), step=0)
 
 
-def said(ranks: RankReports, found: Iterator[Window]) -> list[str]:
-    return [line for window in found for line in ranks.look(window)]
+def said(ranks: RankReports, found: list[Window]) -> list[str]:
+    return [line for window in found for line in ranks.look(*window)]
 
 
 USUAL = (0.002, 0.05)
@@ -46,18 +46,18 @@ USUAL = (0.002, 0.05)
 def test_lasting_slowness_is_said_once_with_its_reason_and_its_beginning() -> None:
     ranks = compared(HOSTS)
     assert said(ranks, windows(*[USUAL] * 4, count=10)) == []
-    slow = list(windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50))
-    assert said(ranks, iter(slow[: ROW - 1])) == []
-    assert said(ranks, iter(slow[ROW - 1 :])) == [
+    slow = windows(USUAL, USUAL, USUAL, (0.002, 0.0594), first=501, count=50)
+    assert said(ranks, slow[: ROW - 1]) == []
+    assert said(ranks, slow[ROW - 1 :]) == [
         "rank 3 (node1) is 18 % slower than the median, since step 501: compute takes 59.4 ms of a step, median 50"
     ]
-    assert said(ranks, windows(*[USUAL] * 4, count=20)) == ["rank 3 (node1) keeps up again"]
+    assert said(ranks, windows(*[USUAL] * 4)) == ["rank 3 (node1) keeps up again"]
 
 
 def test_a_rank_that_does_not_hold_up_the_others_is_not_slow() -> None:
     """On a GPU data may come late and still in time: the host is ahead of the GPU."""
-    late = Window(1, [[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
-    assert said(compared(["node0"] * 3), iter([late] * 20)) == []
+    late = torch.tensor([[0.002, 0.05, 0.01], [0.03, 0.05, 0.01], [0.002, 0.05, 0.01]])
+    assert said(compared(HOSTS[:3]), [(1, late)] * 20) == []
 
 
 def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
@@ -65,13 +65,13 @@ def test_a_rank_that_takes_a_sample_more_is_not_slow() -> None:
     load = [part_of([0, 0, 0, 0], rank, 3)[1] for rank in range(3)]
     assert load == [1.5, 0.75, 0.75]
 
-    def of(*own: float) -> list[str]:
-        seconds = [[0.0, each, max(own) - each] for each in own]
-        found = [replace(window, load=load) for window in [Window(1, seconds)] * 20]
-        return said(compared(["node0"] * 3), iter(found))
+    def of(first: float) -> list[str]:
+        ranks = compared(HOSTS[:3])
+        ranks.load = load
+        return said(ranks, windows((0.0, first), (0.0, 0.05), (0.0, 0.05)))
 
-    assert of(0.1, 0.05, 0.05) == []
-    (line,) = of(0.13, 0.05, 0.05)
+    assert of(0.1) == []
+    (line,) = of(0.13)
     assert line.startswith("rank 0 (node0) is 30 % slower than the median")
 
 
@@ -80,7 +80,7 @@ def recorded(number: int) -> tuple[str, list[Window]]:
     case = json.loads(RECORDED.read_text().splitlines()[number])
     steps = [0, *(last for last, *_ in case["windows"])]
     pairs = zip(steps, case["windows"], strict=False)
-    return case["case"], [Window(before + 1, ranks) for before, (_, *ranks) in pairs][1:]
+    return case["case"], [(before + 1, torch.tensor(ranks)) for before, (_, *ranks) in pairs][1:]
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -88,8 +88,8 @@ def test_recorded_windows_of_busy_machines_name_the_slow_rank_alone(number: int)
     """Two healthy jobs; then the last of two ranks is slow by a tenth, and that of three by a fifth."""
     part, found = recorded(number)
     assert len(found) > 80 or part != "healthy"
-    slow = len(found[0].seconds) - 1
-    lines = said(compared(HOSTS[: slow + 1]), iter(found))
+    slow = len(found[0][1]) - 1
+    lines = said(compared(HOSTS[: slow + 1]), found)
     assert len(lines) == (part != "healthy")
     for line in lines:
         assert re.match(rf"rank {slow} \({HOSTS[slow]}\) is \d+ % slower .*, since step \d+: {part} takes ", line)
@@ -109,30 +109,6 @@ def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_siz
         (line,) = re.findall(r"rank \d \(.*slower than .*", job.output)
     others = "the median" if world_size > 2 else "the other"
     assert re.match(rf"rank 1 \(\S+\) is \d+ % slower than {others}, since step \d+: {part} takes ", line)
-
-
-def test_first_window_and_saves_call_no_rank_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two, with a clock that the test sets: each report is a window later. The sum brings the other's row."""
-    now, spoken = SimpleNamespace(s=100.0), list[str]()
-    monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: now.s))
-
-    def add(numbers: torch.Tensor) -> None:
-        numbers[0] += 3.0
-        numbers[1:].view(2, WIDTH)[1] += torch.tensor([0.1, 0.5, 0.4], dtype=torch.float64)
-
-    group: Any = SimpleNamespace(
-        rank=0, world_size=2, is_rank0=True, hosts=["node0", "node1"], sum=add, log=SimpleNamespace(info=spoken.append)
-    )
-    clock: Any = SimpleNamespace(take=lambda: [0.1, 0.9, 0.0])  # it writes a checkpoint beside its steps
-    reports = RankReports(group, clock, step=0)
-    for number in range(1, 5 * ROW + 1):
-        assert spoken == []
-        now.s += 5.0
-        # A save that begins in a window ends in the next
-        means, _ = reports.exchange([1.0], step=10 * number, saving=number < 4 * ROW and number % 2 == 1)
-        assert means == [2.0]
-    (line,) = spoken
-    assert line.startswith("rank 0 (node0) is 67 % slower than the other, since step ")
 
 
 # Where the time of a step goes, on a clock that the test sets ---------------------------------------------------------
@@ -174,17 +150,15 @@ def a_step(steps: StepClock, later: Callable[[float], None]) -> None:
     steps.mark(COMPUTE)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleNamespace, world_size: int) -> None:
-    """One process is compared with nobody, and measures nothing."""
+def test_a_step_is_split_where_backward_has_computed_and_waits(clock: SimpleNamespace) -> None:
     def later(seconds: float) -> None:
         clock.s += seconds
 
-    steps = StepClock(torch.device("cpu"), world_size=world_size)
+    steps = StepClock(torch.device("cpu"), world_size=2)
     a_step(steps, later)
     later(50.0)  # an evaluation
     a_step(steps, later)
-    assert steps.take() == ([2 * 1.0, 2 * (4 + 5 + 6.0), 2 * 7.0] if world_size > 1 else [0.0, 0.0, 0.0])
+    assert steps.take() == [2 * 1.0, 2 * (4 + 5 + 6.0), 2 * 7.0]
     assert steps.take() == [0.0, 0.0, 0.0]
 
 

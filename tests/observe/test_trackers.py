@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,75 +185,51 @@ def test_wandb_without_a_key_is_one_line(forks: Forks, tmp_path: Path) -> None:
 # Units --------------------------------------------------------------------------------------------------------
 
 
-class Recorded:
-    """A tracker that remembers, and fails when it is told to."""
-
-    address = "nowhere"
-
-    def __init__(self) -> None:
-        self.lines: list[Line] = []
-        self.failing = False
-
-    def log(self, lines: list[Line]) -> None:
-        if self.failing:
-            raise TimeoutError
-        self.lines += lines
-
-    def end(self, state: str) -> None:
-        pass
-
-
-@pytest.fixture
-def tracked(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    recorded = Recorded()
-    monkeypatch.setitem(tracker.RUNS, "mlflow", lambda facts: recorded)
-    return recorded
-
-
 def line(step: int, **values: float) -> str:
     values = values or {"train/loss": 1 / step, "ranks/data_s/0": 1.0}
     return json.dumps({"step": step, "time": 1.0, **values}) + "\n"
 
 
-def test_lines_are_sent_once_by_a_tracker_that_fails(
-    tmp_path: Path, tracked: Recorded, monkeypatch: pytest.MonkeyPatch
+def test_each_line_is_sent_once_where_the_tracker_fails_and_the_next_attempt_cuts_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tracked = SimpleNamespace(sent=[], fails=False, address="nowhere", end=lambda state: None)
+
+    def log(lines: list[Line]) -> None:
+        if tracked.fails:
+            raise TimeoutError
+        tracked.sent += lines
+
+    tracked.log = log
+    monkeypatch.setitem(tracker.RUNS, "mlflow", lambda facts: tracked)
     monkeypatch.setattr(tracker, "MOST_LINES", 2)
-    path, one = tmp_path / "metrics.jsonl", Sender(Facts("mlflow", RUN, "run", str(tmp_path), {}))
+    path, facts = tmp_path / "metrics.jsonl", Facts("mlflow", RUN, str(tmp_path), {})
+    one = Sender(facts)
     path.write_text(line(1))
     one.look()
     path.write_text(line(1) + line(2) + line(3)[:20])
-    tracked.failing = True
+    tracked.fails = True
     with pytest.raises(TimeoutError):
         one.look()
     # job.log may be called for each of several data sets
     both = [line(4, **{"eval/clean": 0.9}), line(4, **{"eval/noisy": 0.7})]
-    path.write_text("".join([line(1), line(2), line(3), line(4), *both]))
-    tracked.failing = False
+    path.write_text("".join([line(1), line(2), line(3), line(4), *both, line(5), line(6), line(7), line(8)]))
+    tracked.fails = False
     one.look()
-    expected = [{"step": step, "time": 1.0, "train/loss": 1 / step} for step in range(1, 5)]
-    assert tracked.lines == [*expected, *map(json.loads, both)]
 
-
-def test_sender_of_a_killed_rank_sends_no_line_twice(tmp_path: Path, tracked: Recorded) -> None:
-    """The next attempt cuts the file while the last lines are still being sent."""
-    path, facts = tmp_path / "metrics.jsonl", Facts("mlflow", RUN, "run", str(tmp_path), {})
-    path.write_text("".join(line(step) for step in range(1, 9)))
-    old = Sender(facts)
-    old.look()
-    cut_after(path, 4, 4)
+    cut_after(path, 4, 4)  # by the attempt after a kill of this sender's rank
     with path.open("a") as file:
         file.write(line(5) + line(6))
-    old.look()
+    one.look()
     new = Sender(facts)
     new.look("stopped")
-    assert [sent["step"] for sent in tracked.lines] == list(range(1, 9))
     with path.open("a") as file:  # longer than before: the old one is in the middle of a line
-        file.write(line(70) + line(80) + line(90))
+        file.write("".join(line(step) for step in range(70, 76)))
     with contextlib.suppress(ValueError):
-        old.look("failed")
+        one.look("failed")
     new.look("stopped")
-    assert [sent["step"] for sent in tracked.lines] == [*range(1, 9), 70, 80, 90]
+    curve = [{"step": step, "time": 1.0, "train/loss": 1 / step} for step in (*range(1, 9), *range(70, 76))]
+    assert tracked.sent == [*curve[:4], *map(json.loads, both), *curve[4:]]
 
 
 def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
