@@ -24,7 +24,7 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share o
 
 @dataclass(eq=False)
 class FileSamples:
-    """Image files. Without augmentation the shorter side is resized, and the middle is cut out. `augment`, for training:
+    """Image files. Without augmentation the shorter side is resized, and the middle is cut out. `augment`, in training:
     True shifts and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one
     random change of colour or shape to that part besides (TrivialAugmentWide)."""
 
