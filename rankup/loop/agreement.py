@@ -22,7 +22,7 @@ from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, random_state_kept, seed_everything
-from rankup.state import parts
+from rankup.state import memory
 from rankup.state.run import Run
 from rankup.timing import SHARE
 
@@ -204,7 +204,7 @@ class Agreement:
         """This rank rescues nothing from now on, and its parts in memory go. While `deciding` is held."""
         self.wrong = True
         self._parts.wait()
-        parts.remove(self._run)
+        memory.remove(self._run, parts=True)
 
     def _names(self, ranks: list[int], between: str = ", ") -> str:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)

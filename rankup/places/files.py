@@ -106,7 +106,7 @@ def cache_roots() -> list[Path]:
     it is set, else the user's cache, and one in the temporary directory. Raises UserError where another user may have
     prepared all of them."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
+    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues
     # For a user without a home directory ~ stays as it is
     roots = [shared] if base.startswith("~") else [Path(base, "rankup"), shared]
     roots = [Path(wanted)] if (wanted := cache_folder()) else roots

@@ -17,9 +17,8 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
-from rankup.state import rescue
 from rankup.state.copies import STATE, Check, list_copies, looks_whole, passed_over, step_of
-from rankup.state.parts import PartsInMemory
+from rankup.state.memory import PartsInMemory, list_held
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
@@ -186,7 +185,7 @@ def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
 
 def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
     """What this rank's node holds in memory of this run with these settings."""
-    for path in rescue.found():
+    for path in list_held():
         record: Any = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
