@@ -24,12 +24,9 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share o
 
 @dataclass(eq=False)
 class FileSamples:
-    """Image files, prepared by DataLoader workers, as many as `num_workers` says.
-
-    Without augmentation the shorter side is resized, and the middle is cut out. `augment`, for training: True shifts
-    and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one random
-    change of colour or shape to that part besides (TrivialAugmentWide).
-    """
+    """Image files. Without augmentation the shorter side is resized, and the middle is cut out. `augment`, in training:
+    True shifts and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one
+    random change of colour or shape to that part besides (TrivialAugmentWide)."""
 
     paths: Sequence[str]
     labels: torch.Tensor  # int64 [N]
@@ -40,7 +37,8 @@ class FileSamples:
     origin: str  # one line
     image_size: int = 224  # the height and width that they get
     margin: bool = False  # of a middle: the shorter side is 8/7 of it first, as in ImageNet's recipe (256 for 224)
-    contents: Callable[[int], bytearray] | None = None  # reads image n out of something else; `paths` are names then
+    # Reads image n out of something else; `paths` are names then. Torch warns of memory that can't be written, as bytes
+    contents: Callable[[int], bytearray] | None = None
     augment: Augment = False
     seed: int = 0
     channels: int = 3  # or 1: colours are averaged, for a model that was trained on grey images
@@ -151,11 +149,8 @@ def read_file(path: str) -> bytearray:
 
 def decode(path: str, data: bytearray | None = None, *, at_least: int | None = None) -> torch.Tensor:
     """The image in the file, or in `data`: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are
-    those of [H, W, 3]. A bytearray, since torch warns of memory that can't be written, such as bytes.
-
-    With `at_least`, a JPEG may be decoded at 1/2, 1/4 or 1/8, neither side below so many pixels: of large photographs
-    that takes a third of the time. Raises UserError if it is truncated, no image, or too large to be decoded.
-    """
+    those of [H, W, 3]. With `at_least`, a JPEG may be decoded at 1/2, 1/4 or 1/8, neither side below so many pixels: of
+    large photographs that takes a third of the time. Raises UserError for what can't be decoded safely."""
     data = read_file(path) if data is None else data
     try:
         # PIL reads the head alone here, 25 µs. It says what the file is, and refuses one that would fill the memory.

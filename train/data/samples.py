@@ -31,10 +31,8 @@ class Samples(Protocol):
 
 @dataclass(eq=False)
 class TensorSamples:
-    """Images held in memory and batched by index: 75 times faster, as measured, than torchvision's sample by sample.
-
-    A batch is normalised on the device: a quarter of the bytes are copied there. Own workloads need the first two only.
-    """
+    """Images held in memory and batched by index: 75 times faster, as measured, than torchvision's sample by sample. A
+    batch is normalised on the device: a quarter of the bytes are copied. Own workloads need the first two only."""
 
     images: torch.Tensor  # uint8 [N, C, H, W]
     labels: torch.Tensor  # int64 [N]
@@ -135,10 +133,8 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """A batch sampler: the whole global batches of an epoch, whose order depends on the seed and the epoch alone.
-
-    It gives the number of a sample in the whole run, epoch * num_samples + sample: augmentation depends on both.
-    """
+    """A batch sampler: the whole global batches of an epoch, whose order depends on the seed and the epoch alone. It
+    gives a sample's number in the whole run, epoch * num_samples + sample: augmentation depends on both."""
 
     num_samples: int
     batch_size: int

@@ -82,12 +82,9 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
 
 
 def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """Have the folder `target` fetched and checked by this process or by another on this node.
-
-    If that fails, the processes that waited raise the same reason, instead of trying the same one after the other.
-    Raises NotFetched if no source gives the data, UserError if `target` cannot be written or the process that downloads
-    does not finish within `timeout_s`.
-    """
+    """Have the folder `target` fetched and checked by this process or by another on this node. Those who waited for one
+    that failed raise the same reason. Raises NotFetched if no source gives the data, UserError if `target` cannot be
+    written or the process that downloads does not finish within `timeout_s`."""
     from filelock import FileLock, Timeout  # here: for what downloads nothing
 
     root, failed, began_s = target.parent, target.with_name(f".{target.name}.failed"), time.time()
