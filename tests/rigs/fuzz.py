@@ -256,7 +256,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
     node = NodeEnv(node_rank=1, num_nodes=2, nproc=2, master_addr="127.0.0.1", master_port=1, limits=Limits(1, 2))
-    agent = Agent(Options(node=node, script=Script(["s.py"], None), run_dir=folder / "run"))
+    agent = Agent(Options(node=node, script=Script(["s.py"], [], None, "s.py", "s"), run_dir=folder / "run"))
     agent._over, ready = asyncio.get_running_loop().create_future(), asyncio.Event()
     ready.set()
     server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
