@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rankup.places.files import cache_roots as cache_roots
     from rankup.process import Program as Program
     from rankup.state.reading import Copy as Copy
-    from rankup.state.stored_run import fetched as fetched
+    from rankup.state.second_place import fetched as fetched
 
 # Name -> the module that has it, imported when it is asked for: `python -m rankup.errors`, which shell files run, must
 # find it not imported yet, and a command line must not wait for torch
@@ -37,7 +37,7 @@ _HOMES = {
     # A program of your own, with settings and a command line
     "Program": "process", "RankEnv": "env.rank_env", "Group": "group.group",
     "Settings": "loop.record", "open_job": "job", "open_checkpoint": "job", "Copy": "state.reading",
-    "fetched": "state.stored_run", "cache_roots": "places.files", "Workers": "loop.workers",
+    "fetched": "state.second_place", "cache_roots": "places.files", "Workers": "loop.workers",
     # Modules
     "cli": "cli", "seeds": "seeds", "urls": "urls",
 }

@@ -1,7 +1,7 @@
 """`rankup COMMAND`: start ranks, see how a run stands, find out why a job failed. No torch here.
 
-Each command imports what it needs inside, so that help takes milliseconds. The commands of the training program beside
-this library (`rankup train`) are handed to it as they are.
+Each command imports what it needs inside, so that help takes milliseconds. `rankup train` and its like are handed to
+the program beside this library.
 """
 
 import argparse
@@ -52,14 +52,14 @@ class Parser(argparse.ArgumentParser):
         )
         for names, details in options:
             self.add_argument(*names, **details)
+        self.flags = [flag for action in self._actions for flag in action.option_strings]
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Raises UserError, and SystemExit once help has been printed."""
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
         if unknown and unknown[0].startswith("-"):
-            known = [option for action in self._actions for option in action.option_strings]
-            self.error(_unknown("option", unknown[0].partition("=")[0], known))
+            self.error(_unknown("option", unknown[0].partition("=")[0], self.flags))
         if unknown:
             self.error(f'unexpected argument "{unknown[0]}"')
         return given
@@ -68,7 +68,6 @@ class Parser(argparse.ArgumentParser):
         """In the words of all other mistakes."""
         for theirs, ours in (
             (r"^argument (\S+?)(?:/\S+)?: ", r"\1 "), ("expected one argument", "must be followed by a value"),
-            (r"invalid choice: '(.*)' \(choose from (.*)\)", r"must be one of \2, got \1"),
             (r"the following arguments are required: (\w+).*", r"\1 must be given"),
             (r"invalid (\w+) value: (.*)", lambda found: f"must be {TYPES[found[1]]}, got {found[2][1:-1]}"),
         ):
@@ -112,7 +111,7 @@ def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable
 
 
 def codes(text: str) -> frozenset[int]:
-    """Raises ValueError for what --restart-on does not take."""
+    """Of --restart-on."""
     found = frozenset(int(code) for code in text.split(",") if code)
     if not all(0 < code < 256 for code in found) or found & {USER_MISTAKE, STOPPED}:
         raise ValueError(text)
@@ -120,10 +119,10 @@ def codes(text: str) -> frozenset[int]:
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Raises ValueError for what --nnodes does not take."""
-    least, colon, most = text.partition(":")
-    found = int(least), int(most if colon else least)
-    if colon and not 1 <= found[0] <= found[1]:
+    """Of --nnodes: the fewest and the most."""
+    least, _, most = text.partition(":")
+    found = int(least), int(most or least)
+    if not 1 <= found[0] <= found[1]:
         raise ValueError(text)
     return found
 
@@ -149,8 +148,7 @@ def nodes(text: str) -> tuple[int, int]:
     option("--work-dir", "DIR", "run the script there; made if missing (here)"),
     option("--name", "NAME", "name of the run (the script's)"),
     RUN_DIR,
-    option("--start", "HOW", "fork ranks from a process that has torch, or start fresh interpreters", default="fork",
-           choices=["fork", "fresh"]),
+    option("--no-fork", bool, "start fresh interpreters, not forks of a process that has torch"),
     option("--replay", "RUN", "train again as this run, whose nodes came and went: with as many ranks at each step"),
     option("--preflight", bool, "check this machine first; if not fit, start nothing"),
     option("-m --module", bool, "SCRIPT is a module"),
@@ -164,7 +162,17 @@ def launch(given: argparse.Namespace) -> int:
     from rankup.agent.logs import guard
 
     guard("stdout", "stderr")
-    return _replay(given) if given.replay else _launch(given)
+    if not given.replay:
+        return _launch(given)
+    if given.nnodes or given.spares or given.nproc:
+        raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
+    changes, code = _changes(given.replay, given.run_dir), FINISHED
+    for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
+        log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
+        given.nproc = ranks
+        if code := _launch(given, stop_after=last):
+            break
+    return code
 
 
 def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
@@ -178,10 +186,9 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     from rankup.observe.stacks import where
 
     least, most = given.nnodes or (0, 0)
-    limits = None
-    if least and (least < most or given.spares):
-        limits = Limits(least, most, given.wait_for_node, given.lost_after_s)
-    elif given.spares:
+    changing = least < most or bool(least and given.spares)
+    limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if changing else None
+    if given.spares and not given.nnodes:
         raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
     if given.max_failures_per_node is not None and (limits is None or given.max_failures_per_node < 1):
         raise UserError("--max-failures-per-node must be 1 or more, with --nnodes 2:4 or --spares. Give these too.")
@@ -203,10 +210,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
-        restart_args=tuple(given.restart_args), work_dir=given.work_dir, start=given.start,
+        restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
     )
-    for warning in node.warnings:
-        log.warning("%s", warning)
     if given.preflight:
         from rankup.doctor import preflight
 
@@ -223,25 +228,17 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 
 
-def _replay(given: argparse.Namespace) -> int:
-    """Train as a run whose nodes came and went did: with as many ranks from the same steps on."""
+def _changes(run: str, run_dir: str) -> list[tuple[int, int]]:
+    """From which step on that run had how many ranks."""
     from rankup.places.files import read_json
     from rankup.state.copies import STATE, list_copies, looks_whole
 
-    if given.nnodes or given.spares or given.nproc:
-        raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
-    path = next((path for path in (Path(given.replay), Path(given.run_dir, given.replay)) if path.is_dir()), None)
-    whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)] if path is not None else []
-    changes = (read_json(whole[-1] / STATE) or {}).get("changes") if whole else None
+    path = next((path for path in (Path(run), Path(run_dir, run)) if path.is_dir()), Path(run))
+    whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
+    changes: list[tuple[int, int]] | None = (read_json(whole[-1] / STATE) or {}).get("changes") if whole else None
     if not changes:
-        raise UserError(f"--replay must be a run whose number of nodes could change, got {given.replay}.")
-    code = FINISHED
-    for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
-        log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
-        given.nproc = ranks
-        if code := _launch(given, stop_after=last):
-            break
-    return code
+        raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")
+    return changes
 
 
 # Watch, explain, use --------------------------------------------------------------------------------------------------
@@ -381,11 +378,10 @@ def overview() -> str:
 
 def completion() -> str:
     """What `rankup completion` prints: a script for bash, and for zsh with bashcompinit."""
-    options = {
-        name: [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+    cases = "".join(
+        f"    {name}) words='{' '.join(flag for flag in command.flags if flag.startswith('--'))}' ;;\n"
         for name, command in COMMANDS.items()
-    }
-    cases = "".join(f"    {name}) words='{' '.join(found)}' ;;\n" for name, found in options.items())
+    )
     return (
         f"_rankup() {{\n  local words='{' '.join([*COMMANDS, *OF_PROGRAM, 'help'])}'\n"
         f"  ((COMP_CWORD == 1)) || case ${{COMP_WORDS[1]}} in\n    help) ;;\n{cases}    *) words= ;;\n  esac\n"
@@ -394,9 +390,15 @@ def completion() -> str:
     )
 
 
-def parser(name: str = "launch") -> Parser:
-    """Of that command."""
-    return COMMANDS[name]
+def version() -> str:
+    """What `rankup --version` prints."""
+    found = {each.name: each.version for name in ("rankup", "torch") for each in metadata.distributions(name=name)}
+    rankup, torch = (found.get(name, "(not installed)") for name in ("rankup", "torch"))
+    return f"rankup {rankup}, torch {torch}, Python {sys.version.split()[0]}\n"
+
+
+TEXTS = {"": overview, "help": overview, "-h": overview, "--help": overview, "-V": version, "--version": version,
+         "completion": completion}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -404,15 +406,9 @@ def main(words: Sequence[str] | None = None) -> int:
     first, *rest = list(sys.argv[1:] if words is None else words) or [""]
     if first == "help" and rest:
         first, *rest = rest[0], "--help"
-    if first in ("", "help", "-h", "--help"):
-        print_whole(overview())
+    if first in TEXTS:
+        print_whole(TEXTS[first]())
         return FINISHED if first else USER_MISTAKE
-    if first in ("-V", "--version"):
-        print_whole(f"rankup {_version('rankup')}, torch {_version('torch')}, Python {sys.version.split()[0]}\n")
-        return FINISHED
-    if first == "completion":
-        print_whole(completion())
-        return FINISHED
     from rankup.agent.logs import setup_logging
     from rankup.process import Program
 
@@ -435,16 +431,12 @@ def _run(name: str, words: Sequence[str]) -> int:
             raise UserError(f"`rankup {name}` needs {error.name}: pip install 'rankup[train]'.") from None
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
-    given = parser(name).parse(words)
+    given = COMMANDS[name].parse(words)
     if name != "launch":
         given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)
-
-
-def _version(package: str) -> str:
-    return next((found.version for found in metadata.distributions(name=package)), "(not installed)")
 
 
 def entry() -> NoReturn:

@@ -4,9 +4,7 @@ Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode polic
 `python -m rankup.errors [--stopped] [--rest-stopped] CODE...`. Only the standard library is imported here.
 """
 
-import contextlib
 import errno
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,12 +109,8 @@ def reason(error: BaseException) -> str:
 
 def disk_error(what: str, directory: Path, error: OSError) -> UserError:
     """The user's error for a directory that can't be written to. `what` failed, in a few words."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        problem = "has no space left"
-        with contextlib.suppress(OSError):
-            problem += f", {shutil.disk_usage(directory).free / 2**20:.0f} MiB free"
-    else:
-        problem = f"can't be written ({error.strerror})"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    problem = "has no space left" if full else f"can't be written ({error.strerror})"
     return UserError(
         f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
         "and run the same command again."

@@ -29,7 +29,7 @@ from rankup.seeds import derive_seed, seed_everything
 from rankup.state.copies import Check, no_check
 from rankup.state.reading import Copy, share
 from rankup.state.run import open_run
-from rankup.state.stored_run import find_copy
+from rankup.state.second_place import find_copy
 
 log = logging.getLogger("rankup")
 

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rankup.agent.logs import RankLog, copy_prints, guard, host_name, setup_logging
 from rankup.agent.processes import die_with_parent, finish
-from rankup.group.stop import StopRequest
+from rankup.env.rank_env import RankEnv, describe, read_rank_env, with_options
+from rankup.errors import USER_MISTAKE, ExpectedError, Stopped, UserError, exit_code, reason
+from rankup.group.stop import StopRequest, open_stacks
 
 if TYPE_CHECKING:
-    from rankup.env.rank_env import RankEnv
-    from rankup.errors import UserError
     from rankup.group.group import Group
     from rankup.group.watchdog import Watchdog
 
@@ -32,12 +33,10 @@ class Program:
     describes none.
     """
 
-    found: "RankEnv | UserError"
-
     def __init__(self) -> None:
         self.stop, self.log = StopRequest(), logging.getLogger("rankup")
+        self.found: RankEnv | UserError = RankEnv()
         self._run_dir = Path()
-        self._agent: Mapping[str, Any] | None = None  # how to reach it, of a rank that our agent has started
         self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
 
     def begin(self) -> "Program":
@@ -60,22 +59,15 @@ class Program:
     def read_rank(self, *, alone: bool = False, **options: Any) -> None:
         """Find out which rank this is: `rank_env` raises a mistake in the environment. `options`: init_method, rank and
         world_size, in place of variables. `alone`: it is no rank, whoever has started it."""
-        from rankup.agent.logs import setup_logging
-        from rankup.env.rank_env import read_rank_env, with_options
-        from rankup.errors import UserError
-
         try:
             given = with_options(os.environ, **options)
             self.found = launch = read_rank_env({} if alone else given)
         except UserError as error:
-            self.found = error
-            setup_logging()
-        else:
-            self._agent = launch.agent
-            setup_logging(rank=launch.rank, world_size=launch.world_size)
+            self.found, launch = error, RankEnv()
+        setup_logging(rank=launch.rank, world_size=launch.world_size)
 
     @property
-    def rank_env(self) -> "RankEnv":
+    def rank_env(self) -> RankEnv:
         """Which rank this is. Raises LaunchError where the environment describes none."""
         if isinstance(self.found, Exception):
             raise self.found
@@ -96,12 +88,8 @@ class Program:
         an effect on this process. `stacks`: the run is this process's, so that `rankup stacks` asks it.
         Raises UserError where nothing can be written.
         """
-        from rankup.agent.logs import RankLog, copy_prints, guard, setup_logging
-        from rankup.env.rank_env import describe
-        from rankup.group.stop import open_stacks
-
         guard(*guarded)
-        if not isinstance(self.found, Exception) and self.found.parent_pid:
+        if isinstance(self.found, RankEnv) and self.found.parent_pid:
             die_with_parent(self.found.parent_pid)
         if run_dir is None:
             return
@@ -110,8 +98,6 @@ class Program:
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
         if "stdout" not in guarded:  # a script's own
             copy_prints(file)
-        for warning in launch.warnings:
-            self.log.warning(warning)
         if launch.distributed:
             self.log.info(describe(launch))
         if stacks:
@@ -123,9 +109,9 @@ class Program:
     ) -> "Group":
         """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
-        Returns a context manager. A block that ends well leaves the group together with all other ranks. A block that
-        ends with an error reports it to the others first. If another rank caused the error, that cause is raised
-        instead. Whoever uses no block calls `Group.close()` or `Group.fail(error)`.
+        Returns a context manager. A block that ends well leaves the group together with all other ranks; one that ends
+        with an error reports it to them first. If another rank caused the error, that cause is raised instead. Whoever
+        uses no block calls `Group.close()` or `Group.fail(error)`.
 
         `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the
         backend, are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
@@ -171,14 +157,12 @@ class Program:
         """Print an end that is no success, as its kind deserves, tell it to torchrun or our agent, and return the exit
         code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
-        from rankup.agent.logs import host_name
-        from rankup.errors import USER_MISTAKE, ExpectedError, Stopped, exit_code, reason
         from rankup.group.watchdog import tell_agent
 
         tell_torchrun(error)
-        code = exit_code(error)
-        if self._agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            tell_agent(self._agent, End(self.rank_env.rank, host_name(), code, reason(error)))
+        code, agent = exit_code(error), getattr(self.found, "agent", None)
+        if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
+            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)))
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

@@ -96,8 +96,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
         if not method.replicates_state and config.memory_every_steps != 0:
             since = "part that each rank keeps in its node's memory"
         log.info(f"rescue none: no rank has the whole state, so a lost rank costs the steps since the newest {since}")
-    if line := run.second_copies(replicated=method.replicates_state):
-        log.info(line)
     job.saving.about = {
         "steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()
     }

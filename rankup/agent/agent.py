@@ -29,12 +29,12 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.attendance import Attendance, elect, who_leads
-from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, attempt_of, new_job
+from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
 from rankup.agent.processes import within
-from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
+from rankup.agent.protocol import AGENTS, CHANGING, KILLED, VERSION, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.votes import same_job
 from rankup.env.launchers import free_port
@@ -67,17 +67,13 @@ async def id_of(shared_dir: str) -> str:
     return found
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
-
-
 class Lead:
-    """What node 0's agent does beside: it leads the meeting, and decides what the ends of ranks mean."""
+    """What the agent that leads does beside: it decides what the ends of ranks mean, and writes down how a script ends.
+    """
 
     def __init__(self, agent: "Agent") -> None:
-        """Decide from now on."""
-        self.agent, self.options, self.node, self.limits = agent, agent.options, agent.node, agent.limits
-        options = self.options
+        options = self.options = agent.options
+        self.agent, self.node, self.limits = agent, agent.node, agent.limits
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
         self.leader = Leader(
             agent.attendance.me, say=log.info, prepare=self._prepare, hear=self._hear,
@@ -87,36 +83,18 @@ class Lead:
         self.job = self.status.attempt if self.status is not None else new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
-        works = [self.leader.watch(master="" if options.alone or self.node.node_rank else self.node.master_addr)]
+        works = [self.leader.watch(master="" if agent.alone or self.node.node_rank else self.node.master_addr)]
         works += [self._report(self.status)] if self.status is not None else []
         works += [self._call()] if self.limits is not None else []
         self._tasks = [agent.begin(work) for work in works]
 
     def give_up(self) -> None:
-        """Another one leads."""
+        self.agent.lead = None
         for task in self._tasks:
             task.cancel()
         self.leader.dismiss()
         if self.status is not None:
-            self.status.release()
-
-    async def _call(self) -> None:
-        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
-        that is started anew where it was before, and does not find node 0, hears of this leader too."""
-        node, me = self.node, self.leader.me
-        while True:
-            await asyncio.sleep(timing.CALL_S)
-            here = {(member.ip, member.serves) for member in self.leader.members}
-            known = {(node.master_addr, node.master_port), *self.agent.places.values()}
-            await asyncio.gather(*(self._call_one(*place) for place in known - here - {(me.ip, me.serves)}))
-
-    async def _call_one(self, ip: str, port: int) -> None:
-        leader = self.leader
-        words = {"n": leader.knows, "running": leader.running, "token": leader.me.token, "port": leader.me.serves,
-                 "job": leader.basis["job"]}
-        other = await who_leads(ip, port, answer=words)
-        if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
-            self.agent.yield_to(ip, port)
+            self.status.held.close()
 
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
@@ -124,7 +102,7 @@ class Lead:
         while len(self.leader.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(timing.POLL_S)
         if self.status is not None:
-            within(timing.LAST_WORD_S, self.status.release)
+            within(timing.LAST_WORD_S, self.status.held.close)
 
     async def _report(self, status: ScriptStatus) -> None:
         while True:
@@ -132,6 +110,23 @@ class Lead:
             if self.leader.running or self.limits is not None:
                 report = functools.partial(status.report, nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
+
+    async def _call(self) -> None:
+        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
+        that is started anew where it was before, and does not find node 0, hears of this leader too."""
+        while True:
+            await asyncio.sleep(timing.CALL_S)
+            here = {(member.ip, member.serves) for member in self.leader.members}
+            known = {(self.node.master_addr, self.node.master_port), *self.agent.places.values()}
+            await asyncio.gather(*(self._call_one(*place) for place in known - here))
+
+    async def _call_one(self, ip: str, port: int) -> None:
+        leader, own = self.leader, self.leader.me.token
+        words = {"n": leader.knows, "running": leader.running, "token": own, "port": leader.me.serves,
+                 "job": leader.basis["job"]}
+        other = await who_leads(ip, port, answer=words)
+        if other and not other["over"] and other["token"] != own and leader.yields_to(other):
+            self.agent.yield_to(ip, port)
 
     async def _claim(self, job: str, number: int) -> bool:
         """Own what follows that membership: be the first to write in the shared folder that this member does."""
@@ -153,7 +148,7 @@ class Lead:
         if self.options.knows_us:
             server = self.agent.ranks.server
             await server.ready.wait()
-            with open_port("127.0.0.1" if self.options.alone else "", 0) as listener:
+            with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
                 server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
@@ -162,7 +157,7 @@ class Lead:
         if self.limits is not None:  # whoever leads counts the attempts the same way
             self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
-            attempt = attempt_of(self.job, self.ends.restarts)
+            attempt = f"{self.job}-{self.ends.restarts}"
             if self.status.owner is None:
                 self.again = await asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
             self.status.begin(attempt, self.leader.chosen)
@@ -173,9 +168,9 @@ class Lead:
 
     async def _blame(self, verdict: Verdict) -> Verdict:
         """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
-        if self.options.max_failures is None or verdict.cause is None or verdict.rank is None:
+        if self.options.max_failures is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
-        token = self.leader.basis["ran"][verdict.rank // self.node.nproc]
+        token = self.leader.basis["ran"][rank // self.node.nproc]
         self.failures[token] += 1
         if self.failures[token] < self.options.max_failures:
             return verdict
@@ -190,13 +185,14 @@ class Lead:
             self.leader.lose_by(member, message)
         elif message["is"] == "end":
             end = End.read(message, member.host)
-            if self.ends.add(end) and self.leader.running:
-                if self.ends.all_finished:
-                    self._end(self.ends.judge())
-                else:
-                    self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
+            was_last = self.ends.add(end)
+            if end.code:
+                self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
+            elif was_last and self.leader.running:
+                self._end(self.ends.judge())
         elif message["is"] == "lost":
-            self.ends.lose(member.ranks, member.host, message["why"])
+            for rank in member.ranks:
+                self.ends.add(End(rank, member.host, KILLED, message["why"]))
         elif message["is"] == "stacks":
             self.leader.tell("stacks")
         elif message["is"] == "stop":
@@ -215,8 +211,9 @@ class Agent:
     """Runs this node's part of the job to its end."""
 
     def __init__(self, options: Options) -> None:
-        self.options, self.node, self.limits, self.alone = options, options.node, options.node.limits, options.alone
-        self.ranks = Ranks(options, say=self.say, hear_stop=self._hear_stop, begin=self.begin, finish=self.finish)
+        self.options, self.node, self.limits = options, options.node, options.node.limits
+        self.alone = self.node.num_nodes == 1
+        self.ranks = Ranks(options, say=self.say, hear_stop=self._hear_signal, begin=self.begin, finish=self.finish)
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
         self._given = dict(os.environ)
@@ -227,36 +224,16 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None  # the ranks of a membership, once the server is ready
         self._asked_s = 0.0  # when a signal came to this agent
-        self._over: asyncio.Future[Verdict]
+        self._over: asyncio.Future[Verdict]  # set once the job is over for this agent
 
     async def run(self) -> Verdict:
-        """Be one of the agents to the end. Returns its exit code and why. Raises JoinError and UserError."""
+        """Be one of the agents to the end. Returns its exit code and why. Raises UserError, JoinError and PeerLost."""
         self._over = asyncio.get_running_loop().create_future()
         self.options.script.check(os.environ, world_size=self.node.world_size)
-        settings = self.options.script.must_match()
-        if self.limits is not None:
-            settings |= {"--nnodes": f"{self.limits.least}:{self.limits.most}"}
-        arguments = self.options.script.arguments
         place = await id_of(self.options.shared_dir) if self.options.shared_dir else ""
         if self.node.node_rank == 0 or self.limits is not None:
             await self._listen()
-        me = Member(
-            place=place,
-            token=secrets.token_hex(8), first_rank=self.node.first_rank, num_ranks=self.node.nproc,
-            world_size=self.node.world_size, host=host_name(), pid=os.getpid(),
-            digest=_digest(json.dumps(settings, sort_keys=True)),
-            left_s=self.options.join_timeout_s, ip="" if self.alone else chosen_address(os.environ),
-            serves=self.port if self.limits is not None else 0, arguments=_digest(arguments),
-        )
-        if len(arguments) > MOST:  # a message has room for no more
-            arguments = f"{len(arguments)}-characters"
-        self.attendance = Attendance(
-            me, settings | {"arguments": arguments}, self._find_leader,
-            notice=log.warning,
-            records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
-            silent_s=self.limits.silent_s if self.limits is not None else timing.SILENT_S,
-            commit=AGENTS | (CHANGING if self.limits is not None else {}),
-        )
+        self.attendance = self._introduce(place)
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
@@ -278,6 +255,46 @@ class Agent:
                 self._listener.close()
             await self.ranks.close()
 
+    def _introduce(self, place: str) -> Attendance:
+        """`place`: the id of what it shares with other nodes."""
+        node, limits, arguments = self.node, self.limits, self.options.script.arguments
+        settings = self.options.script.must_match()
+        if limits is not None:
+            settings |= {"--nnodes": f"{limits.least}:{limits.most}"}
+        me = Member(
+            place=place, token=secrets.token_hex(8), first_rank=node.first_rank, num_ranks=node.nproc,
+            world_size=node.world_size, host=host_name(), pid=os.getpid(), arguments=_digest(arguments),
+            digest=_digest(json.dumps(settings, sort_keys=True)), left_s=self.options.join_timeout_s,
+            ip="" if self.alone else chosen_address(os.environ), serves=self.port if limits is not None else 0,
+        )
+        said = arguments if len(arguments) <= MOST else f"{len(arguments)}-characters"  # a message has room for no more
+        return Attendance(
+            me, settings | {"arguments": said}, self._find_leader, notice=log.warning,
+            records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
+            silent_s=limits.silent_s if limits is not None else timing.SILENT_S,
+            commit=AGENTS | (CHANGING if limits is not None else {}),
+        )
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task. A fault of ours in it ends the agent: nobody else would notice it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
+            self._over.set_exception(error)
+
+    def finish(self, verdict: Verdict) -> None:
+        if not self._over.done():
+            self._over.set_result(verdict)
+
+    def say(self, kind: str, **values: Any) -> bool:
+        """To the leader. Returns False where there is none just now."""
+        return self.attendance.say(kind, **values)
+
     # Who leads ------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
@@ -293,7 +310,6 @@ class Agent:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever connects to this agent."""
         if self.lead is not None:
             await self.lead.leader.attend(reader, writer)
             return
@@ -311,11 +327,11 @@ class Agent:
         link.close()
 
     def yield_to(self, ip: str, port: int) -> None:
-        """There is a leader that knows a newer membership: be a member there."""
+        """There is a leader that knows a newer membership."""
         if self.lead is not None:
             log.warning("another node leads, at %s:%d: this one becomes a member there", ip, port)
-            lead, self.lead, self._elsewhere = self.lead, None, (ip, port)
-            lead.give_up()
+            self._elsewhere = ip, port
+            self.lead.give_up()
 
     async def _find_leader(self) -> tuple[str, int]:
         if self.lead is not None:
@@ -328,61 +344,36 @@ class Agent:
             self.lead = Lead(self)
         return found or ("127.0.0.1", self.port)
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task. A fault of ours in it ends the agent: nobody else would notice it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
-            self._over.set_exception(error)
-
-    def say(self, kind: str, **values: Any) -> bool:
-        """To the leader. Returns False where there is none just now."""
-        return self.attendance.say(kind, **values)
-
     # The leader's words ---------------------------------------------------------------------------------------------
 
     async def _attend(self) -> None:
         async for event in self.attendance.events():
-            if event["is"] == "propose":
+            kind = event["is"]
+            if kind == "propose":
                 self.begin(self._get_ready(event))
-            elif event["is"] == "commit":
+            elif kind == "commit":
                 known = event["basis"]["known"] if self.limits is not None else []
                 self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
                 if self.ranks.server.ready.is_set() or self.limits is not None:
                     self.ranks.start(event, token=self.attendance.me.token)
                 else:  # beside this loop: the leader may say meanwhile that the job is over
                     self._starting = self.begin(self._start_later(event))
-            elif event["is"] in ("lost", "gone", "ranks", "leave"):
-                self.ranks.links.tell(event["is"], **{name: value for name, value in event.items() if name != "is"})
-                if event["is"] in ("lost", "gone"):
+            elif kind in ("lost", "gone", "ranks", "leave"):
+                self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
+                if kind in ("lost", "gone"):
                     if self._starting is not None:
                         self._starting.cancel()
-                    self.ranks.leave_soon(node_lost=event["is"] == "gone" or bool(event.get("node")))
-            elif event["is"] == "stop":
+                    self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
+            elif kind == "stop":
                 self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
-            elif event["is"] == "spare":
+            elif kind == "spare":
                 log.info("this node is a spare: it waits until a node is needed")
-            elif event["is"] == "left_out" and not self._leaves:
-                self._leaves = True
-                self.begin(self._leave(Verdict(LEFT_OUT, f"this node is left out: {event['why']}")))
-            elif event["is"] == "stacks":
+            elif kind == "left_out" and not self._leaves:
+                self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
+            elif kind == "stacks":
                 self.begin(self.ranks.show_stacks())
-            elif event["is"] in ("over", "refused"):
+            elif kind in ("over", "refused"):
                 self.finish(Verdict(event["code"], event["text"]))
-
-    async def _start_later(self, commit: dict[str, Any]) -> None:
-        await self.ranks.server.ready.wait()
-        self.ranks.start(commit, token=self.attendance.me.token)
-
-    def finish(self, verdict: Verdict) -> None:
-        """The job is over for this agent."""
-        if not self._over.done():
-            self._over.set_result(verdict)
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
         """Answer a proposal once no rank of an earlier membership runs."""
@@ -393,31 +384,33 @@ class Agent:
         mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
         self.attendance.ready(event["n"], mistake=mistake)
 
+    async def _start_later(self, commit: dict[str, Any]) -> None:
+        await self.ranks.server.ready.wait()
+        self.ranks.start(commit, token=self.attendance.me.token)
+
     # Stops ----------------------------------------------------------------------------------------------------------
 
     def _hear_signal(self, name: str) -> None:
-        """The first one is told to all agents. One that comes again later is meant."""
-        now_s = time.monotonic()
-        if self._asked_s and name != "SIGUSR1" and now_s - self._asked_s > timing.REPEAT_S:
-            why = f"{name} again, {now_s - self._asked_s:.0f} s after the first: leaving at once"
-            self.finish(Verdict(STOPPED, why))
+        """To this agent, or one of its ranks. The first one is told to all agents. One that comes again later is meant.
+        """
         if name != "SIGUSR1":
-            self._asked_s = self._asked_s or now_s
+            after_s = time.monotonic() - self._asked_s
+            if self._asked_s and after_s > timing.REPEAT_S:
+                self.finish(Verdict(STOPPED, f"{name} again, {after_s:.0f} s after the first: leaving at once"))
+            self._asked_s = self._asked_s or time.monotonic()
         if self.limits is not None and name == "SIGTERM" and (self._leaves or self.say("leaving")):
             if not self._leaves:
-                self._leaves = True
                 log.info("SIGTERM: this node leaves, and the job goes on without it")
-                self.begin(self._leave(Verdict(STOPPED, "this node was asked to leave")))
+                self._leave_for_good(Verdict(STOPPED, "this node was asked to leave"))
             return
         self.say("stop", signal=name)
         if not self.ranks.running:
             self.finish(Verdict(STOPPED, f"{name} before the first step: nothing new to save."))
         self.ranks.pass_on(name)
 
-    def _hear_stop(self, name: str) -> None:
-        """A rank got a signal itself."""
-        if not self._leaves:  # else it was ours
-            self._hear_signal(name)
+    def _leave_for_good(self, verdict: Verdict) -> None:
+        self._leaves = True
+        self.begin(self._leave(verdict))
 
     async def _leave(self, verdict: Verdict) -> None:
         """Once this node's ranks have ended with the others."""
@@ -429,11 +422,13 @@ class Agent:
         self.say("left")
         await asyncio.sleep(timing.ENDING_S)
         if self.lead is not None:
-            lead, self.lead = self.lead, None
-            lead.give_up()
+            self.lead.give_up()
         self.finish(verdict)
 
     def _ask_for_stacks(self) -> None:
-        """Somebody wants to know where the ranks are, those of all nodes."""
         if not self.say("stacks"):
             self.begin(self.ranks.show_stacks())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

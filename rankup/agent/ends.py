@@ -1,7 +1,7 @@
-"""How ranks and jobs end: what an end means for the job, and what the files say of it. No torch here.
+"""How ranks and jobs end: what an end means for the job, and what the files of a run say of it. No torch here.
 
-The ranks of a job end together. The first one that ends badly ends the membership: every agent has its ranks leave, and
-says how each of them ended. Only then is it known why: a rank that lost its peer often ends before the peer itself.
+The first rank that ends badly ends the membership: every agent has its ranks leave, and says how each of them ended.
+Only then is it known why: a rank that lost its peer often ends before the peer itself.
 
 | status.json                         | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
 | status/<attempt>/rank-N.json        | how each rank ended: by its agent, or by the rank itself                 |
@@ -13,7 +13,6 @@ never be read as today's.
 """
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -24,11 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.protocol import KILLED, Member
-from rankup.agent.record import PhaseClock
+from rankup.agent.protocol import Member
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
-from rankup.places.files import read_json, write_atomically, write_json
+from rankup.places.files import read_json, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
 
@@ -41,9 +39,15 @@ LOST_PEER = re.compile(
 )
 
 
-def state_of(code: int) -> str:
-    """The word for an exit code, as status files have it."""
-    return {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+def new_job() -> str:
+    """A new id of a job; that of its restart N, the attempt, ends in -N. Ids sort by time, and two made in one second
+    differ."""
+    return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
+
+
+def job_of(attempt: str) -> str:
+    """The job part of an attempt's id."""
+    return "-".join(attempt.split("-")[:2])
 
 
 # Ends of ranks --------------------------------------------------------------------------------------------------------
@@ -51,40 +55,40 @@ def state_of(code: int) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How one rank ended. `cause`: in a few words, or empty. `step`: the last one it finished, 0 where it never said.
-    `told`: it had been told to leave before, so its code explains nothing. `suspect`: the rank that it lost, if it
-    knows."""
+    """How one rank ended."""
 
     rank: int
     host: str
     code: int
-    cause: str = ""
-    step: int = 0
-    told: bool = False
-    suspect: int | None = None
+    cause: str = ""  # in a few words
+    step: int = 0  # the last one it finished, 0 where it never said
+    told: bool = False  # to leave, so that its code explains nothing
+    suspect: int | None = None  # the rank that it lost, if it knows
 
     @property
     def explains(self) -> bool:
-        """Whether its code says why the job ended: not of a rank that only lost another one, or was told to leave."""
+        """Why the job ended: not of a rank that only lost another one, or was told to leave."""
         return not self.told and self.code != PEER_LOST and not LOST_PEER.search(self.cause)
+
+    @property
+    def blamed(self) -> int | None:
+        """The rank whose machine may be at fault, None where nobody knows."""
+        return self.rank if self.explains else self.suspect
 
     def entry(self) -> dict[str, Any]:
         """What the files of a run say of it."""
         return {
-            "rank": self.rank, "host": self.host, "state": state_of(self.code), "code": self.code, "why": self.cause,
+            "rank": self.rank, "host": self.host, "state": _state_of(self.code), "code": self.code, "why": self.cause,
             "step": self.step, "suspect": self.suspect,
         }
 
     @staticmethod
     def read(message: Mapping[str, Any], host: str) -> "End":
-        """Raises ValueError for what no agent says."""
-        try:
-            return End(
-                int(message["rank"]), host, int(message["code"]), str(message["cause"]), int(message["step"]),
-                bool(message["told"]), message.get("suspect"),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no end of a rank: {error}") from None
+        """Raises LookupError, TypeError and ValueError for what no rank says."""
+        return End(
+            int(message["rank"]), host, int(message["code"]), str(message["cause"]), int(message["step"]),
+            bool(message["told"]), message.get("suspect"),
+        )
 
     def message(self) -> dict[str, Any]:
         """What `read` reads; the host is that of the member who sends it."""
@@ -94,29 +98,26 @@ class End:
         return f"rank {self.rank} on {self.host} ended with {self.code}" + (f" ({self.cause})" if self.cause else "")
 
 
+def _state_of(code: int) -> str:
+    return {FINISHED: "finished", STOPPED: "stopped"}.get(code, "failed")
+
+
 @dataclass
 class Verdict:
-    """What is decided: another membership where `code` is None, else the job's end with that code. `text` says why.
-
-    `cause`: the end that explains another membership. `rank`: whose machine may be at fault, None where nobody knows.
-    """
+    """What is decided: another membership where `code` is None, else the job's end with that code."""
 
     code: int | None
-    text: str = ""
-    cause: End | None = None
-    rank: int | None = None
+    text: str = ""  # why
+    cause: End | None = None  # of another membership
 
 
 @dataclass
 class Ends:
-    """The ends of a membership's ranks, and what they mean.
-
-    `max_restarts`: in a row without a new step. `restart_on`: codes below 128 that are worth a restart too.
-    """
+    """The ends of a membership's ranks, and what they mean."""
 
     world_size: int
-    max_restarts: int
-    restart_on: Collection[int] = ()
+    max_restarts: int  # in a row without a new step
+    restart_on: Collection[int] = ()  # codes below 128 that are worth a restart too
     restarts: int = 0  # of all memberships so far
     without_progress: int = 0  # restarts since a new step was finished
     furthest_step: int = 0
@@ -125,25 +126,14 @@ class Ends:
     _ends: dict[int, End] = field(default_factory=dict)  # the first that ended first
 
     def add(self, end: End) -> bool:
-        """Take note of an end. Returns whether it ends the membership: it is bad, or the last one."""
+        """Take note of an end. Returns whether it was the last one."""
         self._ends.setdefault(end.rank, end)
-        return end.code != FINISHED or len(self._ends) == self.world_size
-
-    @property
-    def all_finished(self) -> bool:
-        """Whether every rank has ended with 0."""
-        return [end.code for end in self._ends.values()] == [FINISHED] * self.world_size
-
-    def lose(self, ranks: Iterable[int], host: str, why: str) -> None:
-        """Their agent is gone, and they with it."""
-        for rank in ranks:
-            self._ends.setdefault(rank, End(rank, host, KILLED, why))
+        return len(self._ends) == self.world_size
 
     def judge(self, *, changing: bool = False) -> Verdict:
-        """Decide, once every rank has ended. The next membership begins without ends. `changing`: the ranks were asked
-        to stop for it."""
-        ends, self._ends = list(self._ends.values()), {}
-        self.latest = ends
+        """Decide, once every rank has ended. `changing`: the ranks were asked to stop for another membership."""
+        ends = self.latest = list(self._ends.values())
+        self._ends = {}
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
         explaining = [end for end in ends if end.explains]
@@ -152,7 +142,7 @@ class Ends:
         if code == FINISHED and any(end.code != FINISHED or end.told for end in ends):
             # Ranks lost each other, and none of them says why
             code = STOPPED if self.stopped_by or changing else PEER_LOST
-        cause = next((end for end in ends if end.code == code), ends[0])
+        cause = next((end for end in [*explaining, *ends] if end.code == code), ends[0])
         if code == STOPPED and changing and not self.stopped_by:
             self.restarts += 1
             return Verdict(None)
@@ -169,31 +159,10 @@ class Ends:
         self.without_progress += 1
         # Of the attempts since then: the one that reached the newest step is none of them
         vain = self.without_progress - (self.furthest_step > 0)
-        rank = next((end.rank for end in explaining if end.code == code), cause.suspect)
-        return Verdict(
-            None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause, rank
-        )
+        return Verdict(None, f"{cause}, restarted ({vain} of {self.max_restarts} attempts without progress)", cause)
 
 
-# Attempts -------------------------------------------------------------------------------------------------------------
-
-
-def new_job() -> str:
-    """A new id of a job. Ids sort by time, and two made in one second differ."""
-    return time.strftime("%Y%m%dT%H%M%S-") + secrets.token_hex(3)
-
-
-def attempt_of(job: str, restart: int) -> str:
-    """The id of restart N of a job."""
-    return f"{job}-{restart}"
-
-
-def job_of(attempt: str) -> str:
-    """The job part of an attempt's id, which all its restarts share."""
-    return "-".join(attempt.split("-")[:2])
-
-
-# The status of a run --------------------------------------------------------------------------------------------------
+# The files of a run ---------------------------------------------------------------------------------------------------
 
 
 def write_end(run_dir: Path, attempt: str, end: End) -> None:
@@ -203,9 +172,8 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
 
 
 class StatusFile:
-    """`status.json` of a run directory that other attempts may use too. Rank 0 writes it. `attempt`: its id; the ranks
-    take over rank 0's when they meet. `begun`: before, a mistake of the user is that of a command, and no end of the
-    run."""
+    """`status.json` of a run directory, which rank 0 writes. `attempt`: its id; the ranks take over rank 0's when they
+    meet. `begun`: before, a mistake of the user is that of a command, and no end of the run."""
 
     def __init__(self, run_dir: Path, launch: RankEnv, *, shared: bool = True) -> None:
         """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
@@ -225,16 +193,19 @@ class StatusFile:
         """Write it, on rank 0 and where it may: without ends while the run goes on, then with all. `code`, `why`: of
         the run. By default those of the rank that ended it, not of the ranks that lost that rank."""
         earlier = self._earlier() if self.rank == 0 else {}
-        if self.rank != 0 or not self._may_write(earlier):
+        theirs = earlier.get("attempt") != self.attempt
+        # Before ownership is settled: a second attempt that is refused must leave no trace in the status of a live one
+        denied = self.shared and theirs and earlier.get("state") == "running"
+        if self.rank != 0 or (denied if self.owner is None else not self.owner.is_ours()):
             return
-        if earlier.get("state") in ("finished", "stopped") and earlier.get("attempt") != self.attempt:
+        if theirs and earlier.get("state") in ("finished", "stopped"):
             self._ended = earlier
         ends = sorted(ends, key=lambda end: end.rank)
         if code is None and ends:
             code = root_cause([end.code for end in ends])
             why = next(end.cause for end in ends if end.code == code)
         summary = {
-            "attempt": self.attempt, "state": "running" if code is None else state_of(code),
+            "attempt": self.attempt, "state": "running" if code is None else _state_of(code),
             "world_size": self.world_size, "code": code, "why": why, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "ranks": {str(end.rank): end.entry() for end in ends},
         }
@@ -248,12 +219,45 @@ class StatusFile:
         found = read_json(self.run_dir / "status.json")
         return found if isinstance(found, dict) else {}
 
-    def _may_write(self, earlier: dict[str, Any]) -> bool:
-        """Only the owner writes. Before ownership is settled, overwrite only what a finished attempt left: a second
-        attempt that is refused must leave no trace in the status of the one that is alive."""
-        if self.owner is not None:
-            return self.owner.is_ours()
-        return not self.shared or earlier.get("state") != "running" or earlier.get("attempt") == self.attempt
+
+class ScriptStatus(StatusFile):
+    """That of a script which does not import rankup, and how it goes, by its leader. `held`: the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, RankEnv())
+        self.begun, self.held = True, contextlib.ExitStack()
+        self._hosts: list[str] = []
+        self._began = time.time()
+
+    def take(self, attempt: str, *, agreed: bool) -> bool:
+        """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
+        `agreed`: see `Lease`. Returns whether an earlier job of it was killed, or ended with a code from 128 on."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.owner = self.held.enter_context(Lease(self.run_dir, attempt, agreed=agreed))
+        code = self._earlier().get("code", FINISHED)
+        return code is None or int(code) >= 128
+
+    def begin(self, attempt: str, members: Iterable[Member]) -> None:
+        self._hosts = [member.host for member in members for _ in member.ranks]
+        self.attempt, self.world_size, self._began = attempt, len(self._hosts), time.time()
+        self.write_summary([])
+
+    def end(self, code: int, why: str, ends: Iterable[End]) -> None:
+        self.write_summary(ends, code=code, why=why)
+        self.report(finished=code == FINISHED)
+
+    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
+        now = time.time()
+        row = {"phase": "script", "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
+        report = {
+            "run": job_of(self.attempt), "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
+            "finished": finished, "seconds": {}, "metrics": {}, "nodes": list(nodes),
+            "first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None,
+            "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
+        }
+        with contextlib.suppress(OSError):
+            write_json(self.run_dir / "status" / self.attempt / "progress-agent.json", report)
 
 
 def tell_torchrun(error: BaseException) -> None:
@@ -273,56 +277,3 @@ def tell_torchrun(error: BaseException) -> None:
 def what_next(run_dir: Path) -> str:
     """What to type after a script has failed."""
     return f"`rankup explain {run_dir}` says why, `rankup logs {run_dir}` has all lines"
-
-
-# The run of a script --------------------------------------------------------------------------------------------------
-
-
-class ScriptStatus(StatusFile):
-    """The same of a script that does not import rankup, and how it goes. Node 0's agent alone."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir, RankEnv())
-        self.begun = True
-        self._clock, self._began = PhaseClock("start"), time.time()
-        self._hosts: list[str] = []
-        self._stack = contextlib.ExitStack()
-
-    def take(self, attempt: str, *, agreed: bool) -> bool:
-        """Own the run from now on. Raises UserError where another live attempt does, and OSError. Takes up to 10 s.
-        `agreed`: see `Lease`. Returns whether an earlier job of it was killed, or ended with a code from 128 on."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.owner = self._stack.enter_context(Lease(self.run_dir, attempt, agreed=agreed))
-        code = self._earlier().get("code", FINISHED)
-        return code is None or int(code) >= 128
-
-    def release(self) -> None:
-        self._stack.close()
-
-    def begin(self, attempt: str, members: Iterable[Member]) -> None:
-        """Its ranks start now."""
-        if self._hosts:  # else the time until now is the first attempt's start
-            self._clock, self._began = PhaseClock("script"), time.time()
-        self._clock.enter("script")
-        self._hosts = [member.host for member in members for _ in member.ranks]
-        self.attempt, self.world_size = attempt, len(self._hosts)
-        self.write_summary([])
-
-    def end(self, code: int, why: str, ends: Iterable[End]) -> None:
-        """How the job ended."""
-        self.write_summary(ends, code=code, why=why)
-        self.report(finished=code == FINISHED)
-
-    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
-        now, seconds = time.time(), {phase: round(spent, 3) for phase, spent in self._clock.seconds().items()}
-        row = {"phase": self._clock.present()[0], "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
-        report = {
-            "run": job_of(self.attempt), "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
-            "finished": finished, "seconds": seconds, "metrics": {}, "nodes": list(nodes),
-            "first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None,
-            "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
-        }
-        with contextlib.suppress(OSError):
-            path = self.run_dir / "status" / self.attempt / "progress-agent.json"
-            write_atomically(path, json.dumps(report) + "\n")

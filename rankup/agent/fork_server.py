@@ -1,20 +1,11 @@
 """The process from which the ranks of a node are forked: it has imported torch, so a rank starts in tenths of a second.
 
-The agent runs this file as a program and talks to it through a socket, one JSON object a line:
-
-| to the server                                                 | from the server                                |
-|---------------------------------------------------------------|------------------------------------------------|
-| start: a local rank; name, argv (as behind `python`), cwd,    | ready: its imports are done                    |
-|   env, descriptors: how many come along, stdout and stderr.   | started: the local rank, pid                   |
-|   Or start: STORE, with a listener, in place of the last      | ended: the local rank or STORE, code (as a     |
-|   store                                                       |   shell's)                                     |
-| signal: a number, rank: to its process, SIGKILL to all of it  | warning: a text                                |
+The agent runs this file as a program. They talk through a socket, one JSON object a line: `ForkServer` asks (start,
+signal), `Server` tells (ready, started, ended, warning).
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
 imports nothing and starts fresh interpreters, as it does from the beginning for a script that does not import rankup.
-
-A forked rank returns to the end of this file, and becomes the script there.
 """
 
 import asyncio
@@ -77,8 +68,7 @@ class ForkServer:
     ) -> None:
         """`modules` and `preload` are imported first, beside torch; `preload` also from `folder`. The rank repeats an
         import that fails, and reports it. `env`: of the server; its OMP_NUM_THREADS and Python's own variables
-        hold for the ranks. `fork`: False starts ranks as fresh interpreters.
-        """
+        hold for the ranks. `fork`: False starts ranks as fresh interpreters."""
         self._received = b""
         self.ready.clear()
         self._channel, theirs = socket.socketpair()
@@ -134,8 +124,7 @@ class ForkServer:
             self._burial = asyncio.create_task(self._bury())
             return
         *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
-            news = json.loads(line)
+        for news in map(json.loads, lines):
             if "ready" in news:
                 self.ready.set()
             elif "warning" in news:
@@ -208,13 +197,9 @@ class Server:
             # A parallel operation before the fork would start threads, and a rank would wait for them without end
             self.num_threads = torch.get_num_threads()
             torch.set_num_threads(1)
-        for name in ("torch._dynamo", *order["modules"]):  # an optimizer's first step imports the former
-            with contextlib.suppress(Exception):
-                pkgutil.resolve_name(name)
+        _import_all("torch._dynamo", *order["modules"])  # an optimizer's first step imports the former
         sys.path.insert(0, order["folder"])
-        for name in order["preload"]:
-            with contextlib.suppress(Exception):
-                pkgutil.resolve_name(name)
+        _import_all(*order["preload"])
         sys.path.remove(order["folder"])
         # OpenBLAS, which numpy brings along, starts threads while it is loaded, and ends them before each fork
         if (pid := os.fork()) == 0:
@@ -241,11 +226,10 @@ class Server:
                 passed += descriptors
                 *lines, received = (received + data).split(b"\n")
                 for request in map(json.loads, lines):
-                    if "start" not in request:
-                        self._signal(request["rank"], request["signal"])
-                        continue
                     own, passed = passed[: request["descriptors"]], passed[request["descriptors"] :]
-                    if self._start(request, own):
+                    if "signal" in request:
+                        self._signal(request["rank"], request["signal"])
+                    elif self._start(request, own):
                         argv: list[str] = request["argv"]
                         return argv
             self._report_ends()
@@ -259,12 +243,11 @@ class Server:
             self.channel.sendall(json.dumps(news).encode() + b"\n")
 
     def _signal(self, local_rank: int, number: int) -> None:
-        for pid, each in self._running.items():
-            if each == local_rank:
-                if number == signal.SIGKILL:
-                    kill_session(pid)
-                else:
-                    send_signal(pid, number)
+        for pid in [pid for pid, each in self._running.items() if each == local_rank]:
+            if number == signal.SIGKILL:
+                kill_session(pid)
+            else:
+                send_signal(pid, number)
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> bool:
         """Whether this is the rank that was started."""
@@ -273,8 +256,9 @@ class Server:
             self._signal(STORE, signal.SIGKILL)
             self._running = {pid: each for pid, each in self._running.items() if each != STORE}  # nobody waits for it
         if (pid := self._fork(request["name"])) == 0:
+            self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
             if which == STORE:
-                self._serve_store(socket.socket(fileno=descriptors[0]))
+                _serve_store(socket.socket(fileno=descriptors[0]))
             self._become(request, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -288,23 +272,20 @@ class Server:
         """As os.fork. The child has a session of its own, ends with the server, and has the signals blocked: one that
         comes before the child can notice it waits until it can."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
-        pid = os.fork()
-        if pid:
+        if pid := os.fork():
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        else:
-            os.setsid()
-            die_with_parent(self.pid)
-            signal.set_wakeup_fd(-1)
-            self._woken.close()
-            self._waker.close()
-            # Let `ps` and the kernel tell the forks apart: all show the command line of the server
-            with contextlib.suppress(OSError):
-                Path("/proc/self/comm").write_text(name)
-        return pid
+            return pid
+        os.setsid()
+        die_with_parent(self.pid)
+        signal.set_wakeup_fd(-1)
+        self._woken.close()
+        self._waker.close()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(name)  # all show the command line of the server
+        return 0
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
         """In the child: find what a fresh interpreter finds, but for what `run` does; or be one."""
-        self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
         for name in {*self._given} - request["env"].keys():  # what imports have set stays, as where they are anew
@@ -324,33 +305,38 @@ class Server:
             torch.default_generator.seed()
             torch.set_num_threads(self.num_threads)
 
-    def _serve_store(self, listener: socket.socket) -> NoReturn:
-        """In a child, never in this process: it would get a thread. All signals but SIGKILL stay blocked: whoever stops
-        a whole job stops the ranks first."""
-        self.channel.close()
-        try:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-            # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would
-            # wait for a resolver that does not answer. With glibc the files of this machine can answer alone
-            if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
-                configure(b"hosts", b"files")
-            port = listener.getsockname()[1]
-            store = TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-            while store:
-                signal.pause()
-        except BaseException as error:
-            print(f"the store can't be served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(FAULT)
-
     def _report_ends(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 which, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
                 if which is not None:
                     self.tell(ended=which, code=code)
+
+
+def _import_all(*names: str) -> None:
+    """Modules, or what is in them. What fails, fails again in the rank."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            pkgutil.resolve_name(name)
+
+
+def _serve_store(listener: socket.socket) -> NoReturn:
+    """In a child, never in the server: it would get a thread. All signals but SIGKILL stay blocked: whoever stops a
+    whole job stops the ranks first."""
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would
+        # wait for a resolver that does not answer. With glibc the files of this machine can answer alone
+        if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
+            configure(b"hosts", b"files")
+        port = listener.getsockname()[1]
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        while store:
+            signal.pause()
+    except BaseException as error:
+        print(f"the store can't be served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(FAULT)
 
 
 def main() -> list[str]:

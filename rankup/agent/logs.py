@@ -35,7 +35,6 @@ from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
 STACKS = "stacks"  # the folder in that of the run
-MOST_BYTES = 2**20  # of a file of stacks: nobody reads those of a hundred attempts ago
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
@@ -72,45 +71,42 @@ class Output(io.RawIOBase):
     def write(self, data: Any) -> int:
         if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
             self._pid, self._lock = os.getpid(), threading.Lock()
+        whole = False
         if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
             try:
-                with contextlib.suppress(OSError):
-                    self._write(bytes(data))
+                whole = self._write(bytes(data))
+            except OSError:
+                whole = True  # there is nobody to read it
             finally:
                 self._lock.release()
-        else:
-            self._dropped += max(1, bytes(data).count(b"\n"))
+        self._dropped += 0 if whole else max(1, bytes(data).count(b"\n"))
         return len(data)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> bool:
+        """Returns False where it did not fit in time. Raises OSError."""
         if stat.S_ISREG(os.fstat(self._number).st_mode):
             os.write(self._number, data)
             self._dropped = 0
-            return
+            return True
         dropped, room = self._dropped, select.poll()
         until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
-        notice = f"\n[{dropped} lines were not printed: nobody read them]\n" if dropped else ""
-        rest = notice.encode() + data
-        number, most = self._open()
+        if dropped:
+            data = f"\n[{dropped} lines were not printed: nobody read them]\n".encode() + data
+        try:  # once more: opened anew it does not block, and the usual one is shared with other processes
+            number, most = os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
+        except OSError:  # a socket, another user's terminal
+            number, most = os.dup(self._number), select.PIPE_BUF  # so much fits where it has room
         try:
             room.register(number, select.POLLOUT)
-            while rest:
+            while data:
                 if not room.poll(1000 * max(0.0, until_s - time.monotonic())):
-                    self._dropped += max(1, data.count(b"\n"))
-                    return
+                    return False
                 with contextlib.suppress(BlockingIOError):  # another process has taken the room
-                    rest = rest[os.write(number, rest[:most]) :]
+                    data = data[os.write(number, data[:most]) :]
         finally:
             os.close(number)
         self._dropped -= dropped
-
-    def _open(self) -> tuple[int, int]:
-        """The file once more, and how many bytes fit where it has room. Opened anew it does not block: the usual one
-        is shared with other processes, and to change it would change it for them."""
-        try:
-            return os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
-        except OSError:  # a socket, another user's terminal
-            return os.dup(self._number), select.PIPE_BUF
+        return True
 
 
 def guard(*names: str) -> None:
@@ -143,12 +139,7 @@ class RankLog(Output):
     def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
         """`time_s`: of `time.time()`, by default now."""
         head = time.strftime(self._head, time.localtime(time_s))
-        self.write(headed(head, lines).encode(errors="backslashreplace"))
-
-
-def headed(head: str, lines: Sequence[str]) -> str:
-    """`head` before each line."""
-    return "".join([f"{head}{line}\n" for line in lines])
+        self.write("".join([f"{head}{line}\n" for line in lines]).encode(errors="backslashreplace"))
 
 
 class _Copied:
@@ -165,8 +156,6 @@ class _Copied:
         return self.plain.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plain":  # of one that is only being made, as by copy.copy
-            raise AttributeError(name)
         return getattr(self.plain, name)
 
 
@@ -180,11 +169,9 @@ def copy_prints(file: RankLog) -> None:
 
 
 def setup_logging(*, rank: int | None = 0, world_size: int = 1, file: RankLog | None = None) -> None:
-    """Send records to the terminal and to `file`, each line of a text with its host and rank. See the table above.
-
-    An agent's `rank` is None, and its `world_size` the number of nodes. It may be called again. Where the user has
-    configured logging before, only our own records are printed here.
-    """
+    """Send records to the terminal and to `file`, see the table above. An agent's `rank` is None, and its `world_size`
+    the number of nodes. It may be called again. What the user has configured before stays: then only our own records
+    are printed here."""
     logging.raiseExceptions = False
     logging.captureWarnings(True)
     root, ours = logging.getLogger(), logging.getLogger("rankup")
@@ -232,16 +219,16 @@ class _Handler(logging.Handler):
         if self._file is not None:
             self._file.add(lines, record.created)
         elif warns or (self._prints_info and record.levelno >= logging.INFO and not is_library):
-            show(headed(self._head, lines), sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
+            show(self._head, lines, sys.stderr if warns else getattr(sys.stdout, "plain", sys.stdout))
 
 
-def show(text: str, stream: TextIO) -> None:
+def show(head: str, lines: Sequence[str], stream: TextIO) -> None:
     """Print whole lines at once. A bar of tqdm's on the terminal is taken away before and comes back after."""
     with contextlib.suppress(Exception), contextlib.ExitStack() as stack:
         with contextlib.suppress(Exception):
             # Without tqdm's lock, which somebody may hold for as long as the terminal is full
             stack.enter_context(sys.modules["tqdm"].tqdm.external_write_mode(stream, nolock=True))
-        stream.write(text)
+        stream.write("".join([f"{head}{line}\n" for line in lines]))
         stream.flush()
 
 
@@ -249,8 +236,7 @@ def show(text: str, stream: TextIO) -> None:
 
 
 def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What has a script write its stacks where it gets SIGRTMAX: Python imports `sitecustomize` from the first folder
-    of PYTHONPATH before the script, and ours puts all back."""
+    """What has a script write its stacks where it gets SIGRTMAX, see `script_site`."""
     path = run_dir.resolve() / STACKS / f"rank-{rank}.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,18 +249,15 @@ def announce_stacks(
     signals: Iterable[int] = (signal.SIGRTMAX,),
 ) -> Path:
     """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
-
-    `thread`: the kernel's number of a thread that never hangs, and takes the signals. `main`: the main thread, as
-    faulthandler writes it, "" where nobody knows. `signals`: to try in turn.
-    """
+    `thread`: the kernel's number of one that never hangs, and takes the signals. `main`: the main thread, as
+    faulthandler writes it, "" where nobody knows. `signals`: to try in turn."""
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
         "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
     }
     path = run_dir / STACKS / f"rank-{rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    large = path.exists() and path.stat().st_size > MOST_BYTES
-    with path.open("w" if large else "a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(f"# {json.dumps(writer)}\n")
     return path
 
@@ -284,18 +267,21 @@ def announce_stacks(
 
 class Pump:
     """Reads what a rank prints, its two pipes in one thread: to its file with a time, to the terminal with rank and
-    host. A rank that prints faster than these take it waits at its full pipe."""
+    host. A rank that prints faster than these take it waits at its full pipe. `outputs`: for the rank; the caller
+    closes its own."""
 
-    def __init__(self, stdout: int, stderr: int, *, rank: int, world_size: int, file: RankLog) -> None:
-        """`stdout`, `stderr`: the reading ends of the pipes. They and the file are closed here."""
-        self._tail: deque[str] = deque(maxlen=TAIL)
-        self._alone, self._file, self._head = world_size == 1, file, line_head(rank, world_size)
+    def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
+        """Raises UserError where its file can't be written."""
+        self._head, self._file = line_head(rank, world_size), RankLog(run_dir, rank)
+        self._tail = deque[str](maxlen=TAIL)
+        (stdout, out), (stderr, error) = os.pipe(), os.pipe()
+        self.outputs = [out, error]
         self._thread = threading.Thread(target=self._read, args=({stdout: "stdout", stderr: "stderr"},), daemon=True)
         self._thread.start()
 
     @property
     def tail(self) -> str:
-        """The last lines that it printed."""
+        """The last lines."""
         return "\n".join(self._tail.copy())
 
     def drained(self, timeout_s: float) -> bool:
@@ -326,11 +312,11 @@ class Pump:
     def _take(self, data: bytes, lines: list[str], name: str) -> None:
         self._tail.extend(line[:LONGEST] for line in lines[-TAIL:])
         self._file.add(lines)
-        if self._alone:
+        if not self._head:
             with contextlib.suppress(OSError, ValueError):
                 getattr(sys, name).buffer.write(data)  # as it is: a bar stays a bar
         elif lines:
-            show(headed(self._head, lines), getattr(sys, name))
+            show(self._head, lines, getattr(sys, name))
 
 
 def last_exception(tail: str) -> str:

@@ -1,12 +1,8 @@
-"""How processes start and end: those of an agent, and this one. No torch here.
+"""How processes start and end, and what a container or a batch job grants them. No torch here.
 
 A process of ours ends by `os._exit`, never by returning from its main module: at the interpreter's own end Python waits
 for threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a rank
-that is dead.
-
-`main` ends by `finish` when its command is over; whatever cannot wait (a signal before there are steps, a deadline, a
-lost peer) ends by `leave`. Where no thread of Python can run, the kernel ends the process (`set_hard_deadline`: 142,
-or 1 where SIGALRM is taken), and it kills a process whose parent has ended (`die_with_parent`: 137).
+that is dead. `main` ends by `finish`; whatever cannot wait (a deadline, a lost peer) ends by `leave`.
 """
 
 import contextlib
@@ -17,15 +13,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path, PurePosixPath
 from typing import NoReturn, TypeVar
 
-from rankup.agent.limits import read
 from rankup.timing import DUMP_S
 
+ROOT = Path("/")
 T = TypeVar("T")
 
-# Other processes ----------------------------------------------------------------------------------------------------
+# Other processes ------------------------------------------------------------------------------------------------------
 
 
 def state_of(pid: int) -> str:
@@ -34,8 +31,7 @@ def state_of(pid: int) -> str:
 
 
 def start_of(pid: int) -> str:
-    """When it was started, in the kernel's ticks: tells it from a later process with that number. "" once it has ended.
-    """
+    """When it was started, in the kernel's ticks, which no later process with that number has; "" once it has ended."""
     fields = _stat_of(pid)
     return "" if not fields or fields[0] in "ZX" else fields[19]
 
@@ -46,6 +42,11 @@ def began(pid: int) -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(start_of(pid)) / os.sysconf("SC_CLK_TCK")
 
 
+def _stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name."""
+    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
 def has_handler(pid: int, number: int) -> bool | None:
     """Whether it has a handler for that signal; None where nobody knows."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read(f"/proc/{pid}/status"), re.MULTILINE)
@@ -53,10 +54,8 @@ def has_handler(pid: int, number: int) -> bool | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends. A fork does not inherit it.
-
-    A launcher that dies of SIGKILL cannot end its ranks: they would train on and hold their GPUs (torch issue 5736).
-    """
+    """Have the kernel kill this process when `parent` ends: the ranks of a launcher that was killed would train on, and
+    hold their GPUs (pytorch 5736). A fork does not inherit it."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -65,11 +64,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to the process alone, which is not reaped yet, SIGTERM in place of a SIGUSR1 that it has no handler
-    for. Where it has changed its user the signal is lost."""
+    """To the process alone, which is not reaped yet; SIGTERM in place of a SIGUSR1 that it has no handler for."""
     if number == signal.SIGUSR1 and has_handler(pid, number) is False:
         number = signal.SIGTERM
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have changed its user
         os.kill(pid, number)
 
 
@@ -95,12 +93,7 @@ def reap_orphans(keep: Container[int] = ()) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def _stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name."""
-    return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-
-
-# The end of this process --------------------------------------------------------------------------------------------
+# The end of this process ----------------------------------------------------------------------------------------------
 
 
 def finish(code: int) -> NoReturn:
@@ -112,16 +105,14 @@ def finish(code: int) -> NoReturn:
 def leave(code: int, last_word: Callable[[], int | None] = lambda: None, *, timeout_s: float = 0.0) -> NoReturn:
     """End this process, from any thread, with `code` or the one that `last_word` returns. That and the flushing of what
     was printed get `timeout_s` seconds: a full pipe, a stuck disk or a store must not keep a process that has to go."""
-
     def speak() -> int:
         changed = last_word()
         _flush()
         return code if changed is None else changed
 
     try:
-        if timeout_s > 0:
-            said = within(timeout_s, speak)
-            code = code if said is None else said
+        if timeout_s > 0 and (said := within(timeout_s, speak)) is not None:
+            code = said
     finally:
         os._exit(code)  # even where no thread can be started any more
 
@@ -149,16 +140,15 @@ def within(timeout_s: float, work: Callable[[], T]) -> T | None:
 
 
 def set_hard_deadline(timeout_s: float) -> None:
-    """Have the kernel end this process in `timeout_s` seconds, unless this is called again before; the stacks of all
-    threads are dumped first. The last resort for a hang that holds the interpreter's lock. Where the user's code has
-    taken SIGALRM, faulthandler's own thread ends the process; it knows no code but 1."""
-    if _alarm_is_free():
+    """Have the kernel end this process in `timeout_s` seconds with 142, after a dump of all stacks: the last resort for
+    a hang that holds the interpreter's lock. Another call moves it. Where the user's code has taken SIGALRM,
+    faulthandler's own thread ends the process; it knows no code but 1."""
+    if free := _alarm_is_free():
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    faulthandler.dump_traceback_later(max(0.1, timeout_s - DUMP_S), exit=not _alarm_is_free())
+    faulthandler.dump_traceback_later(max(0.1, timeout_s - DUMP_S), exit=not free)
 
 
 def clear_hard_deadline() -> None:
-    """Take the hard deadline away."""
     faulthandler.cancel_dump_traceback_later()
     if _alarm_is_free():
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -166,3 +156,89 @@ def clear_hard_deadline() -> None:
 
 def _alarm_is_free() -> bool:
     return signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+# What is granted: control groups (v1 and v2) say it; os.cpu_count() and psutil see the whole machine ------------------
+# `root` takes the place of the file system's root
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
+    found = [float(len(os.sched_getaffinity(0)))]
+    for group, version in _groups("cpu", root):
+        if version == 2:
+            quota, period = (read(group / "cpu.max").split() or ["max", "1"])[:2]
+        else:
+            quota, period = (read(group / f"cpu.cfs_{name}_us").strip() or "-1" for name in ("quota", "period"))
+        if quota not in ("max", "-1"):  # no limit, in v2 and v1
+            found.append(int(quota) / int(period))
+    return min(found)
+
+
+def memory_limit(root: Path) -> int | None:
+    """Bytes that this process may use, the least of its groups' limits; None where there is no limit."""
+    return min((limit for limit, _ in memory(root)), default=None)
+
+
+def memory_available() -> int:
+    """Bytes that this process can take without swapping, of the machine and of its container or job."""
+    import psutil  # 20 ms that others do without
+
+    return min([psutil.virtual_memory().available, *(left for _, left in memory(ROOT))])
+
+
+def memory(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit in bytes of each group that has one, and how many are left. Files that were not touched of late count
+    as free, as in Kubernetes' "working set": a data set that was read once would fill any limit."""
+    for group, version in _groups("memory", root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (read(group / name).strip() for name in names)
+        if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
+            entry = "inactive_file" if version == 2 else "total_inactive_file"
+            cached = re.search(rf"^{entry} (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+            yield int(limit), max(0, int(limit) - int(used or 0) + (int(cached[1]) if cached else 0))
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
+    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
+    for group, version in _groups("memory", root):
+        counted = read(group / ("memory.events" if version == 2 else "memory.oom_control"))
+        if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def explain_sigkill(before: int | None) -> str:
+    """Who may have sent it. `before`: what `oom_kills` returned when the process was started."""
+    now = oom_kills()
+    if now is None or before is None:
+        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
+    if now == before:
+        return "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine ran out"
+    kills = "kills were" if now - before > 1 else "kill was"
+    return (
+        f"{now - before} out-of-memory {kills} counted in this container or job meanwhile: give it more memory, or "
+        "lower --num-workers or --batch-size"
+    )
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2. Inside a
+    container the path may be the host's, and does not exist: the mount point is then the container's own group."""
+    mount = root / "sys/fs/cgroup"
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = PurePosixPath(path.strip("/"))
+        if not controllers:
+            yield from ((mount / group, 2) for group in (own, *own.parents))
+        elif controller in controllers.split(","):
+            mounts = (mount / controller, mount / controllers)
+            yield from ((place / group, 1) for place in mounts for group in (own, *own.parents))
+
+
+def read(path: str | Path) -> str:
+    """The file's text, "" where it cannot be read. The kernel cuts a process's name, also within a character."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

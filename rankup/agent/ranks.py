@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rankup import timing
-from rankup.agent.ends import End, Verdict, attempt_of, write_end
+from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.limits import cpu_quota, explain_sigkill, oom_kills
-from rankup.agent.logs import STACKS, Pump, RankLog, announce_stacks, host_name, last_exception, stacks_environment
+from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import has_handler, reap_orphans, state_of, within
+from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Records, RecordWriter
 from rankup.agent.script import Script
@@ -32,16 +31,13 @@ log = logging.getLogger("rankup")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `rankup launch` was asked for; `rankup launch --help` explains most of it.
-
-    `advice`: on a script's last lines, or "". `where`: asks these ranks of a run for their stacks, and returns a line
-    for each place where they are. Both are of layers above.
-    """
+    """What `rankup launch` was asked for, see its help. `advice` and `where` are of layers above."""
 
     node: NodeEnv  # as the agent was started
     script: Script
     run_dir: Path
-    advice: Callable[[str], str] = lambda tail: ""
+    advice: Callable[[str], str] = lambda tail: ""  # on a script's last lines
+    # Asks these ranks of a run for their stacks, and returns a line for each place where they are
     where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address where all nodes can write
@@ -51,18 +47,13 @@ class Options:
     restart_args: tuple[str, ...] = ()
     stop_grace_s: float = 110.0
     work_dir: str = ""
-    start: str = "fork"  # or fresh: of a script that imports rankup
+    fork: bool = True  # a script that imports rankup
     stop_after: int | None = None  # a part of a replay ends after this step
 
     @functools.cached_property
     def knows_us(self) -> bool:
         """Whether the script imports rankup."""
         return self.script.imports_rankup()
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other node."""
-        return self.node.num_nodes == 1
 
 
 @dataclass(eq=False)
@@ -71,6 +62,7 @@ class Rank:
 
     local_rank: int
     number: int
+    record: RecordWriter
     running: bool = True
     told: bool = False
     said: End | None = None  # how it ends, in its own words
@@ -79,7 +71,7 @@ class Rank:
 
 
 class Ranks:
-    """Those of the membership that runs, and the server that forks them. `node`: its numbers in that one.
+    """Those of the last membership that this node was in, and the server that forks them. `node`: its numbers there.
     `all_ended`: none runs."""
 
     def __init__(
@@ -88,7 +80,9 @@ class Ranks:
     ) -> None:
         """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
-        self.knows_us = options.knows_us
+        self.knows_us, self.host = options.knows_us, host_name()
+        local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
+        self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
         self.ranks: list[Rank] = []
         self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
@@ -106,7 +100,6 @@ class Ranks:
         self._oom_kills = oom_kills()
 
     async def open(self) -> None:
-        """Get ready to start them."""
         self._start_server()
         if self.knows_us:
             await self.links.open()
@@ -117,17 +110,20 @@ class Ranks:
         self.links.close()
 
     @property
-    def stopping(self) -> bool:
-        """Whether they were asked to stop for good."""
+    def stopping(self) -> bool:  # for good
         return bool(self._passed_on) and not self._for_change
 
     @property
-    def running(self) -> int:
-        return sum(rank.running for rank in self.ranks)
+    def running(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.running]
+
+    def running_records(self) -> Mapping[int, RecordWriter]:
+        """Of those that run, by rank."""
+        return {rank.number: rank.record for rank in self.running}
 
     def _start_server(self) -> None:
         """It imports torch while the agents meet."""
-        fork, (preload, folder) = self.knows_us and self.options.start == "fork", self.script.own_imports()
+        fork, (preload, folder) = self.knows_us and self.options.fork, self.script.own_imports()
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.server.start(self.script.safe_imports(), env=env, preload=preload, folder=folder, fork=fork)
 
@@ -138,51 +134,49 @@ class Ranks:
         else:  # it has not even imported torch: nor would the next
             self.finish(Verdict(KILLED, f"starting the ranks: SIGKILL: {explain_sigkill(self._oom_kills)}"))
 
+    # The start of a membership --------------------------------------------------------------------------------------
+
     def start(self, commit: dict[str, Any], *, token: str) -> None:
-        """A membership begins. `token`: this member's."""
-        if commit["why"]:
-            log.warning("%s", commit["why"])
+        """`token`: this member's."""
+        for text in (commit["why"], commit.get("change")):
+            if text:
+                log.warning("%s", text)
         if self._for_change:
             self._passed_on, self._for_change = "", False
-        if self.node.limits is not None and not self._take_place(commit, token):
-            return
-        # A spare keeps the last one: a rank of it may still run, whose end is no news of this one
+        if self.node.limits is not None:
+            used = commit["basis"]["used"]
+            if token not in used:  # its last ranks may still run: their ends are no news of this membership
+                log.info("this node is a spare: it waits until a node is needed")
+                return
+            self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
         self._commit, self._oom_kills = commit, oom_kills()
         self.links.lost = b""
         self.all_ended.clear()
-        self.ranks = [Rank(local_rank, self.node.first_rank + local_rank) for local_rank in range(self.node.nproc)]
+        first = self.node.first_rank
+        self.ranks = [Rank(local, first + local, self.records.of(local)) for local in range(self.node.nproc)]
         for rank in self.ranks:
-            record = self.records.of(rank.local_rank)
-            record.clear(rank.number)
-            if self.options.stop_after is not None:
-                record.ask_to_stop(self.options.stop_after)
-                record.confirm_stop(self.options.stop_after)
-            words = self.script.command(local_rank=self.node.local_rank + rank.local_rank)
-            if commit["again"]:
-                words += self.options.restart_args
-            env, outputs = self._environment(rank), list[int]()
-            if not self.knows_us:
-                record.enter("script")
-                outputs = self._open_outputs(rank)
-                env |= stacks_environment(self.run_dir, rank.number, env)
-            self.server.start_rank(
-                rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
-            )
-            for output in outputs:
-                os.close(output)
+            self._start(rank)
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
 
-    def _take_place(self, commit: Mapping[str, Any], token: str) -> bool:
-        """The numbers of this node's ranks in a membership. Returns False for a spare."""
-        if commit["change"]:
-            log.warning("%s", commit["change"])
-        used = commit["basis"]["used"]
-        if token not in used:
-            log.info("this node is a spare: it waits until a node is needed")
-            return False
-        self.node = replace(self.node, node_rank=used.index(token), num_nodes=len(used), master_addr=commit["ip"])
-        return True
+    def _start(self, rank: Rank) -> None:
+        rank.record.clear(rank.number)
+        if self.options.stop_after is not None:
+            rank.record.ask_to_stop(self.options.stop_after)
+            rank.record.confirm_stop(self.options.stop_after)
+        words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit["again"] else ())]
+        env, outputs = self._environment(rank), list[int]()
+        if not self.knows_us:
+            rank.record.enter("script")
+            env |= stacks_environment(self.run_dir, rank.number, env)
+            log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
+            rank.pump = Pump(self.run_dir, rank.number, self.node.world_size)
+            outputs = rank.pump.outputs
+        self.server.start_rank(
+            rank.local_rank, words, env=env, name=f"rank {rank.number}", cwd=self.options.work_dir, outputs=outputs
+        )
+        for output in outputs:
+            os.close(output)
 
     def _environment(self, rank: Rank) -> dict[str, str]:
         """What a rank finds: all that torchrun sets, with torchrun's meaning, and one variable of ours. All else stays.
@@ -215,25 +209,33 @@ class Ranks:
         }
         ours = {}
         if self.knows_us:
-            place, address = self.records.place(rank.local_rank), self.links.address
-            if self.node.limits is not None:  # of many nodes it would be too long for a variable
+            if node.limits is not None:  # of many nodes it would be too long for a variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
-            agent = {"commit": commit, "record": place, "socket": address, "local_rank": rank.local_rank}
-            ours["RANKUP_AGENT"] = json.dumps(agent)
+            ours["RANKUP_AGENT"] = json.dumps({
+                "commit": commit, "record": self.records.place(rank.local_rank), "socket": self.links.address,
+                "local_rank": rank.local_rank,
+            })
         return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
-
-    def _open_outputs(self, rank: Rank) -> list[int]:
-        """Where a script that does not import rankup prints to."""
-        log.info("starting %s as rank %d of %d", self.script.name, rank.number, self.node.world_size)
-        (stdout, ours), (stderr, ours_too) = os.pipe(), os.pipe()
-        file = RankLog(self.run_dir, rank.number)
-        rank.pump = Pump(stdout, stderr, rank=rank.number, world_size=self.node.world_size, file=file)
-        return [ours, ours_too]
 
     def _announce(self, local_rank: int, pid: int) -> None:
         if not self.knows_us:
             with contextlib.suppress(OSError):  # it costs only that nobody can ask
                 announce_stacks(self.run_dir, self.ranks[local_rank].number, self.node.world_size, pid)
+
+    # What is heard of them ------------------------------------------------------------------------------------------
+
+    def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
+        """What a rank says that imports rankup."""
+        rank = self.ranks[local_rank]
+        if message["is"] == "end" and rank.running:
+            # At once: its process may take a while to end, and the others wait for it
+            rank.said = End.read(message, self.host)
+            if rank.said.code != FINISHED:
+                self.say("ending", n=self._commit["n"], **rank.said.message())
+        elif message["is"] == "ask":
+            self.say("ask")
+        elif message["is"] == "stop" and message["signal"] in SIGNALS and not (self._passed_on or rank.told):
+            self.hear_stop(message["signal"])  # else it was our SIGTERM
 
     async def _hear_end(self, rank: Rank, code: int) -> None:
         if (pump := rank.pump) is not None:
@@ -241,28 +243,10 @@ class Ranks:
             await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
         self._ended(rank, code)
 
-    def _hear_rank(self, local_rank: int, message: Mapping[str, Any]) -> None:
-        """What a rank says that imports rankup."""
-        rank = self.ranks[local_rank]
-        asked = self._passed_on or rank.told  # its signal was our SIGTERM
-        if message["is"] == "end" and rank.running:
-            # At once: its process may take a while to end, and the others wait for it
-            rank.said = End.read(message, host_name())
-            if rank.said.code != FINISHED:
-                self.say("ending", n=self._commit["n"], **rank.said.message())
-        elif message["is"] == "ask":
-            self.say("ask")
-        elif message["is"] == "stop" and message["signal"] in SIGNALS and not asked:
-            self.hear_stop(message["signal"])
-
-    def running_records(self) -> Mapping[int, RecordWriter]:
-        """Of this node's ranks that run."""
-        return {rank.number: self.records.of(rank.local_rank) for rank in self.ranks if rank.running}
-
     def _ended(self, rank: Rank, code: int) -> None:
         if not rank.running:
             return
-        rank.running, record = False, self.records.read(rank.local_rank)
+        rank.running, record = False, rank.record.read()
         if code == FINISHED and self.knows_us and record.phase != "start" and not record.finished:
             log.warning("rank %d ended with 0, but it did not say that it finished", rank.number)
             code = FAULT
@@ -271,15 +255,32 @@ class Ranks:
             cause = f"SIGKILL: {explain_sigkill(self._oom_kills)}"
         elif rank.pump is not None and code != FINISHED:
             cause = last_exception(rank.pump.tail)
-        end = End(rank.number, host_name(), code, cause, record.step, rank.told, suspect)
+        end = End(rank.number, self.host, code, cause, record.step, rank.told, suspect)
         if rank.pump is not None:
-            attempt = attempt_of(self._commit["job"], self._commit["restarts"])
+            attempt = f"{self._commit['job']}-{self._commit['restarts']}"
             within(timing.LAST_WORD_S, lambda: write_end(self.run_dir, attempt, end))
             if end.explains and code != FINISHED and (advice := self.options.advice(rank.pump.tail)):
                 log.warning("%s", advice)
         self.say("end", n=self._commit["n"], **end.message())
         if not self.running:
             self.all_ended.set()
+
+    async def watch(self) -> None:
+        """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
+        while True:
+            await asyncio.sleep(timing.TICK_S)
+            reap_orphans({self.server.pid})
+            now_s = time.monotonic()
+            for rank in self.running:
+                if rank.record.read().phase in ("start", "script"):  # nobody in its process gives signs of life
+                    rank.record.give_sign()
+                pid = self.server.pids.get(rank.local_rank, 0)
+                if not pid or state_of(pid) != "T":
+                    rank.stopped_since_s = now_s
+                elif now_s - rank.stopped_since_s > timing.STOPPED_S:
+                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, timing.STOPPED_S)
+                    rank.stopped_since_s = now_s
+                    self.server.signal(rank.local_rank, signal.SIGKILL)
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
@@ -296,18 +297,22 @@ class Ranks:
             settle_s += self.options.stop_grace_s
         elif not await self.ended_within(notice_s):
             self._signal("SIGTERM", told=True)
-        if not await self.ended_within(settle_s):
-            for rank in self.ranks:
-                if rank.running:
-                    log.warning("rank %d did not end within %g s after the others: killed", rank.number, settle_s)
-            await self.end()
+        await self._kill_after(settle_s, "the others")
+
+    async def _kill_after(self, settle_s: float, event: str) -> None:
+        if await self.ended_within(settle_s):
+            return
+        for rank in self.running:
+            log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
+        await self.end()
 
     async def end(self) -> None:
         """Kill those that still run, and return once all have ended."""
-        for rank in self.ranks:
-            self._kill(rank)
+        for rank in self.running:
+            rank.told = True
+            self.server.signal(rank.local_rank, signal.SIGKILL)
         if not await self.ended_within(timing.KILL_S):
-            for rank in self.ranks:  # it waits for a dead disk, and ends when the disk answers
+            for rank in self.running:  # it waits for a dead disk, and ends when the disk answers
                 self._ended(rank, PEER_LOST)
 
     async def ended_within(self, timeout_s: float) -> bool:
@@ -315,78 +320,37 @@ class Ranks:
             await asyncio.wait_for(self.all_ended.wait(), timeout_s)
         return self.all_ended.is_set()
 
-    def _signal(self, name: str, *, told: bool) -> None:
-        """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
-        asked to stop; one that imports rankup says by its code what became of that."""
-        for rank in self.ranks:
-            if rank.running:
-                rank.told = rank.told or told
-                # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
-                self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
-
-    def _kill(self, rank: Rank) -> None:
-        if rank.running:
-            rank.told = True
-            self.server.signal(rank.local_rank, signal.SIGKILL)
-
     def pass_on(self, name: str, *, change: bool = False) -> None:
+        """Somebody asks the job to stop by that signal; with `change` only for another membership."""
         self._for_change = change and (self._for_change or not self._passed_on)
         if self._passed_on in (name, "SIGTERM", "SIGINT"):
             return
-        self._passed_on = name
-        if self.running or not change:  # a spare has none
+        self._passed_on, running = name, len(self.running)
+        if running or not change:  # a spare has none
             why = "nodes change: " if change else ""
-            log.info("%s%s: passed on to %d rank%s", why, name, self.running, "" if self.running == 1 else "s")
+            log.info("%s%s: passed on to %d rank%s", why, name, running, "" if running == 1 else "s")
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
-            self.begin(self._oversee_stop(name))
+            self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
 
-    async def _oversee_stop(self, name: str) -> None:
-        """Say every NOTICE_S where the script's ranks are that do not end; kill them once their grace is over."""
-        began_s, grace_s = time.monotonic(), self.options.stop_grace_s
-        while (left_s := began_s + grace_s - time.monotonic()) > 0:
-            if await self.ended_within(min(timing.NOTICE_S, left_s)):
-                return
-            where = "; ".join(await self._where(timeout_s=began_s + grace_s - time.monotonic()))
-            said = f"{time.monotonic() - began_s:.0f} s after {name} the script still runs"
-            log.warning("%s", f"{said}: {where}" if where else said)
-        log.warning("the script did not end within %g s of %s: killed (--stop-grace-s)", grace_s, name)
-        await self.end()
+    def _signal(self, name: str, *, told: bool) -> None:
+        """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
+        asked to stop; one that imports rankup says by its code what became of that."""
+        for rank in self.running:
+            rank.told = rank.told or told
+            # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
+            self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
 
-    # Looks ----------------------------------------------------------------------------------------------------------
+    # Stacks ---------------------------------------------------------------------------------------------------------
 
     async def show_stacks(self) -> None:
-        """Those that import rankup write it down themselves."""
-        if self.knows_us:
+        if self.knows_us:  # they write them down themselves
             for local_rank, pid in self.server.pids.items():
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
-        for line in await self._where(timeout_s=timing.NOTICE_S):
-            log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
-
-    async def _where(self, *, timeout_s: float) -> Sequence[str]:
-        running = [rank.number for rank in self.ranks if rank.running]
+        running = [rank.number for rank in self.running]
         with contextlib.suppress(OSError):  # a TimeoutError too
-            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timeout_s)
-        return ()
-
-    async def watch(self) -> None:
-        """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
-        while True:
-            await asyncio.sleep(timing.TICK_S)
-            reap_orphans({self.server.pid})
-            pids = {rank: self.server.pids.get(rank.local_rank, 0) for rank in self.ranks if rank.running}
-            now_s = time.monotonic()
-            for rank, pid in pids.items():
-                record = self.records.of(rank.local_rank)
-                if record.read().phase in ("start", "script"):  # nobody in its process gives signs of life
-                    record.give_sign()
-                if not pid or state_of(pid) != "T":
-                    rank.stopped_since_s = now_s
-                elif now_s - rank.stopped_since_s > timing.STOPPED_S:
-                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, timing.STOPPED_S)
-                    rank.stopped_since_s = now_s
-                    self._kill(rank)
-                    rank.told = False
+            for line in await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S):
+                log.info("%s", line)
+        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)

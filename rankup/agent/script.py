@@ -29,25 +29,22 @@ SAFE = {
 
 @dataclass(frozen=True)
 class Script:
-    """`words`: the script and its arguments, or -m, a module and those. `file`: None where only Python can find it."""
+    """`program`: -m and a module, or a file that any folder finds; `words`: its arguments. `file`: None where only
+    Python can find it. `name`: for messages. `run_name`: of a run that got no other one."""
 
+    program: Sequence[str]
     words: Sequence[str]
     file: Path | None
+    name: str
+    run_name: str
 
     @staticmethod
     def find(words: Sequence[str]) -> "Script":
-        """`words`: as in the class."""
-        return Script(words, _file_of(words[1]) if words[0] == "-m" else Path(words[0]))
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"-m {self.words[1]}" if self.words[0] == "-m" else Path(self.words[0]).name
-
-    @property
-    def run_name(self) -> str:
-        """Of a run that got no other name."""
-        return self.words[1] if self.words[0] == "-m" else Path(self.words[0]).stem
+        """`words`: the script and its arguments, or -m, a module and those."""
+        if words[0] == "-m":
+            return Script(words[:2], words[2:], _file_of(words[1]), f"-m {words[1]}", words[1])
+        file = Path(words[0])
+        return Script([str(file.absolute())], words[1:], file, file.name, file.stem)
 
     def check(self, environ: Mapping[str, str], *, world_size: int) -> None:
         """Raises UserError where there is none, and where its ranks would not find each other: Horovod without
@@ -55,7 +52,7 @@ class Script:
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises where it may not look
             raise UserError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
-        imports = _imports_of(_body(self.file))  # under a condition it may be one that never runs
+        imports = _imports_of(self._body)  # under a condition it may be one that never runs
         if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in _packages(imports):
             raise UserError(
                 f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
@@ -65,14 +62,13 @@ class Script:
 
     def imports_rankup(self) -> bool:
         """Whether it, or a file of its own that it imports directly, imports rankup outside of functions."""
-        files = [self.file, *(file for file in self._neighbours if b"rankup" in _read(file))]
-        return any("rankup" in _packages(_imports_of(_outside_functions(_body(file)))) for file in files)
+        bodies = [self._body, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]
+        return any("rankup" in _packages(_imports_of(_outside_functions(body))) for body in bodies)
 
     def must_match(self) -> dict[str, str]:
         """What all nodes must have in common, by name: the script and its own imports."""
         torch = next((found.version for found in importlib.metadata.distributions(name="torch")), "not installed")
-        script = (self.file or Path()).resolve()
-        root = self._roots[0] if self._roots[0] in script.parents else script.parent
+        root = self._root if self._root in self._path.parents else self._path.parent
         return {
             "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
             "rankup's code": _digest(*sorted(Path(__file__).parents[1].rglob("*.py"))),
@@ -83,29 +79,26 @@ class Script:
     @property
     def arguments(self) -> str:
         """As a shell would take them."""
-        return shlex.join(self.words[2 if self.words[0] == "-m" else 1:])
+        return shlex.join(self.words)
 
     def command(self, *, local_rank: int) -> list[str]:
-        """Python's words for it, with the local rank where it declares such an argument. The file's name works in any
-        folder."""
-        script = ["-m", self.words[1]] if self.words[0] == "-m" else [str(Path(self.words[0]).absolute())]
-        arguments = self.words[len(script):]
+        """Python's words for it, with the local rank where it declares such an argument."""
         found = DECLARES_LOCAL_RANK.search(_read(self.file).decode(errors="replace"))
-        if found and not any(re.match(r"--local[_-]rank(=|$)", word) for word in arguments):
-            arguments = [f"--{found[1]}={local_rank}", *arguments]
-        return [*script, *arguments]
+        is_given = any(re.match(r"--local[_-]rank(=|$)", word) for word in self.words)
+        more = [f"--{found[1]}={local_rank}"] if found and not is_given else []
+        return [*self.program, *more, *self.words]
 
     def safe_imports(self) -> list[str]:
         """What the server may import in its place: of its first imports, up to another statement, those of SAFE, also a
         class of a module. A package is left out where the script would find one of the user's: in its folder, or in
         the current one."""
         names: list[str] = []
-        for statement in _body(self.file):
+        for statement in self._body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 names += [name.removesuffix(".*") for level, name in _imports_of([statement]) if level == 0]
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 break
-        folders = [str((self.file or Path()).resolve().parent), os.getcwd()]
+        folders = [str(self._path.parent), os.getcwd()]
         safe = {package for package in SAFE if PathFinder.find_spec(package, folders) is None}
         return list(dict.fromkeys(name for name in names if name.partition(".")[0] in safe))
 
@@ -113,38 +106,38 @@ class Script:
         """What it lets the server import itself, by a line `__preload__ = ["package.module"]`, ".module" for one beside
         it in a package; and the folder of the script, or of the package that it is part of."""
         names: list[str] = []
-        for statement in _body(self.file):
+        for statement in self._body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
                 with contextlib.suppress(ValueError):
                     names = [str(name) for name in ast.literal_eval(statement.value)]
-        folder, package = (self.file or Path()).resolve().parent, ""
-        while (folder / "__init__.py").is_file():
+        folder, package = self._path.parent, ""
+        while os.path.isfile(folder / "__init__.py"):
             folder, package = folder.parent, f"{folder.name}.{package}"
-        return [package + name.removeprefix(".") if name.startswith(".") else name for name in names], str(folder)
+        return [package + name[1:] if name.startswith(".") else name for name in names], str(folder)
 
     @functools.cached_property
-    def _roots(self) -> list[Path]:
-        """The first folder of Python's path, and the folder of the package that the script is a part of, if any: such a
-        script may put that on the path."""
-        file = (self.file or Path()).resolve()
-        package = [folder for folder in file.parents if os.path.isfile(folder / "__init__.py")][-1:]
-        return [Path.cwd() if self.words[0] == "-m" else file.parent, *package]
+    def _body(self) -> list[ast.stmt]:
+        return _parse(self.file)
+
+    @functools.cached_property
+    def _path(self) -> Path:
+        return (self.file or Path()).resolve()
+
+    @property
+    def _root(self) -> Path:
+        """The first folder of Python's path."""
+        return Path.cwd() if self.program[0] == "-m" else self._path.parent
 
     @functools.cached_property
     def _neighbours(self) -> list[Path]:
-        """The files below the script's folder, or below its package, that the script's own imports run."""
-        script, found = (self.file or Path()).resolve(), set[Path]()
-        above = [self._roots[0], *(package.parent for package in self._roots[1:])]
-        for level, name in _imports_of(_outside_functions(_body(self.file))):
-            for folder in script.parents[level - 1 : level] if level else above:
+        """The files of its own, below that folder or in its package, that its imports run."""
+        found = set[Path]()
+        for level, name in _imports_of(_outside_functions(self._body)):
+            for folder in self._path.parents[level - 1 : level] if level else [self._root]:
                 for part in name.split("."):
                     folder /= part
-                    places = (folder / "__init__.py", folder.with_name(f"{part}.py"))
-                    files = [file for file in places if os.path.isfile(file)]
-                    found |= {file for file in files if any(file.is_relative_to(root) for root in self._roots)}
-                    if not files and not os.path.isdir(folder):
-                        break
-        return sorted(found - {script})
+                    found |= {folder / "__init__.py", folder.with_name(f"{part}.py")}
+        return sorted(file for file in found - {self._path} if os.path.isfile(file))
 
 
 def _read(file: Path | None) -> bytes:
@@ -161,7 +154,7 @@ def _digest(*files: Path) -> str:
         return "can't be read"
 
 
-def _body(file: Path | None) -> list[ast.stmt]:
+def _parse(file: Path | None) -> list[ast.stmt]:
     """Its statements; none where Python itself says what is wrong with it."""
     with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when the script runs

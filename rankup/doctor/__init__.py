@@ -22,9 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from rankup.agent.limits import cpu_quota, memory_limit, oom_kills
 from rankup.agent.logs import host_name
-from rankup.agent.processes import within
+from rankup.agent.processes import cpu_quota, memory_limit, oom_kills, within
 from rankup.env.rank_env import ranges
 from rankup.errors import FINISHED
 from rankup.places.files import write_json

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import StatusFile
-from rankup.agent.limits import read
 from rankup.agent.logs import host_name
+from rankup.agent.processes import read
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, WARNING, Finding, Report, check_machine, problem
+from rankup.doctor import NOTE, OK, Finding, Report, check_machine, problem
 from rankup.env.rank_env import RankEnv, describe, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -88,7 +88,6 @@ class Doctor:
         """All stages."""
         launch, report = self.launch, self.report
         report.add(Finding("environment", OK, describe(launch)))
-        report.add(*(Finding("environment", WARNING, text) for text in launch.warnings))
         check_machine(
             report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
             num_workers=self.num_workers, has_gpus=not (self.device or "").startswith("cpu"),

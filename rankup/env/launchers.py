@@ -1,6 +1,6 @@
 """What launchers say of a rank: Slurm, mpirun and horovodrun, Kubeflow's operator. And ports that do not collide.
 
-`Variables` is RANK and its companions as strings, before they are checked.
+`adopt` and `complete` return RANK and its companions as strings; what is set explicitly beats them.
 """
 
 import contextlib
@@ -9,54 +9,63 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from rankup.errors import LaunchError
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "torchrun -m train.main train ..."
-# Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours.
+# Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Launchers whose ranks we adopt by a prefix: name, prefix, variables of which one names the job, what several nodes
 # lack. horovodrun may run inside mpirun, so it comes first
 BY_PREFIX = (
     ("horovodrun", "HOROVOD_", ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
      "Set MASTER_ADDR=<rank 0's host> and MASTER_PORT=<a free port> before it."),
-    ("open mpi", "OMPI_COMM_WORLD_", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ("mpirun", "OMPI_COMM_WORLD_", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
      "Give mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=<a free port>."),
 )
 # What counts the processes of launchers whose ranks we do not adopt: MPICH's and Intel MPI's, MVAPICH2's, jsrun
 FOREIGN = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
 
-@dataclass(slots=True)
-class Variables:
-    """What `launcher` gave, and what is derived from it."""
+def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+    """RANK is not set: the launcher that started this process ("python" for one process alone), and what it says; None
+    where none did. Raises LaunchError where a launcher of several processes does not say which rank this is."""
+    refuse_pod(environ)
+    # mpirun's daemons are Slurm tasks: the inner launcher's ranks are ours. srun sets PMI_SIZE for its tasks too
+    if found := _adopt_mpi(environ) or adopt_slurm(environ):
+        return found
+    for name in FOREIGN:
+        if (count(environ, name) or 1) > 1:
+            raise LaunchError(
+                f"{name}={environ[name]} but RANK is not set: that launcher is not supported. Start with {TORCHRUN}."
+            )
+    if count(environ, "JOB_COMPLETION_INDEX"):  # it is 0 in a Job of one pod, too
+        raise LaunchError(
+            f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} but RANK is not set: each pod would train alone. "
+            "k8s/job.yaml shows how an Indexed Job supplies RANK and WORLD_SIZE. For a single process unset it."
+        )
+    return None
 
-    launcher: str
-    values: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
 
-    @staticmethod
-    def given(environ: Mapping[str, str], launcher: str) -> "Variables":
-        """Those that are set already."""
-        return Variables(launcher, {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE") if name in environ})
+def complete(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """RANK is set, by `launcher`: what Slurm or Kubeflow add about this node. Raises LaunchError where they show that
+    RANK and WORLD_SIZE do not count what they should."""
+    step, tasks, _ = _slurm_step(environ)
+    if launcher != "environment":
+        if environ.get("GROUP_WORLD_SIZE") != str(tasks):  # else each task is an agent: it simulates nodes by tasks
+            refuse_multiplied(environ, launcher)
+    elif step is not None and (environ["RANK"], environ.get("WORLD_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks)):
+        own = {"LOCAL_RANK": environ["SLURM_LOCALID"]} if "SLURM_LOCALID" in environ else {}
+        return own | _tasks_of_node(environ)
+    return _complete_pod(environ)
 
-    def add(self, name: str, value: object) -> None:
-        """Set `name` unless it is set: an explicit value beats a derived one. None sets nothing."""
-        if value is not None:
-            self.values.setdefault(name, str(value))
 
-    def adopt(self, environ: Mapping[str, str], names: Mapping[str, str]) -> None:
-        """Take each variable (key) from the launcher's own one (value). Raises LaunchError where an explicit value
-        contradicts it."""
-        for name, theirs in names.items():
-            if theirs in environ and self.values.get(name, environ[theirs]) != environ[theirs]:
-                raise LaunchError(
-                    f"{name}={self.values[name]} but {theirs}={environ[theirs]}, and RANK is not set: two launchers "
-                    f"are mixed. Unset {name}, or set {' '.join(FIVE)} all."
-                )
-            self.add(name, environ.get(theirs))
+def run_name(environ: Mapping[str, str]) -> str | None:
+    """The job's number, which a requeue keeps; in an array the array's number and the task's."""
+    if index := environ.get("SLURM_ARRAY_TASK_ID"):
+        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
+    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
 def count(environ: Mapping[str, str], name: str) -> int | None:
@@ -68,10 +77,23 @@ def count(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
+def _values(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Our variables (keys) as the launcher's own ones (values) say. Raises LaunchError where one of ours contradicts.
+    """
+    theirs = {name: own for name, own in names.items() if own in environ}
+    for name, own in theirs.items():
+        if environ.get(name, environ[own]) != environ[own]:
+            raise LaunchError(
+                f"{name}={environ[name]} but {own}={environ[own]}, and RANK is not set: two launchers are mixed. "
+                f"Unset {name}, or set {' '.join(FIVE)} all."
+            )
+    return {name: environ[own] for name, own in theirs.items()}
+
+
 # Slurm: inside a step the number of a task is a rank; in a batch shell it is not --------------------------------------
 
 
-def _slurm(environ: Mapping[str, str]) -> tuple[int | None, int | None, int | None]:
+def _slurm_step(environ: Mapping[str, str]) -> tuple[int | None, int | None, int | None]:
     """The step that this process is a task of, and how many tasks and nodes are meant: the step's, else the job's."""
     step, nodes, tasks = (count(environ, f"SLURM_{name}") for name in ("STEP_ID", "NNODES", "NTASKS"))
     if step is not None and step < FIRST_SPECIAL_STEP:
@@ -81,111 +103,71 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int | None, int | None, int | No
     return None, tasks, nodes
 
 
-def adopt_slurm(environ: Mapping[str, str]) -> Variables | None:
-    """RANK is not set: the rank that this task of a step is, or None where Slurm did not start several tasks. Raises
-    LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
-    step, tasks, nodes = _slurm(environ)
+def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+    """As `adopt`. Raises LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
+    step, tasks, nodes = _slurm_step(environ)
     if tasks is None:
         return None
     if tasks == 1:
         # A batch script may export MASTER_ADDR and MASTER_PORT whatever its size
-        alone = not any(name in environ for name in ("LOCAL_RANK", "WORLD_SIZE"))
-        return Variables("python") if alone else None
+        return None if {"LOCAL_RANK", "WORLD_SIZE"} & environ.keys() else ("python", {})
     if step is None:
         raise LaunchError(
             f"Slurm gave this job {tasks} tasks, but this process is not one of them (no SLURM_STEP_ID: a batch "
             "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
             "process: srun -n 1."
         )
-    found = Variables.given(environ, "slurm")
-    found.adopt(
-        environ, {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-    )
-    _add_share(environ, found)
+    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+    found = _values(environ, names) | _tasks_of_node(environ)
     if nodes == 1:
-        # A container may not resolve its host's name
-        found.add("MASTER_ADDR", "127.0.0.1")
+        found["MASTER_ADDR"] = "127.0.0.1"  # a container may not resolve its host's name
     elif hosts := environ.get("SLURM_STEP_NODELIST"):
-        found.add("MASTER_ADDR", first_host(hosts))
+        # "n[08-11,20],m05" -> n08. Slurm's own command for it does not exist inside containers
+        found["MASTER_ADDR"] = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", hosts).partition(",")[0]
     # From the job's own id, not the array's: the last task of an array has the array's id as its own
     if (job_id := count(environ, "SLURM_JOB_ID")) is not None:
         restart = count(environ, "SLURM_RESTART_COUNT") or 0
-        found.add("MASTER_PORT", port_for(job_id, restart=restart, step=step))
-    return found
+        found["MASTER_PORT"] = str(port_for(job_id, restart=restart, step=step))
+    return "slurm", found
 
 
-def complete_slurm(environ: Mapping[str, str], found: Variables) -> None:
-    """An explicit RANK beats Slurm's. If both are the same task, Slurm may add what it knows about this node."""
-    step, tasks, nodes = _slurm(environ)
-    if step is None or tasks is None:
-        return
-    if found.launcher != "environment":
-        # torchrun or `launch` started this process. In each of several tasks of a node it starts n times n processes,
-        # and ranks share devices; one group in which each task is an agent simulates nodes by tasks
-        if nodes is not None and tasks > nodes and environ.get("GROUP_WORLD_SIZE") != str(tasks):
-            raise LaunchError(
-                f"{found.launcher} runs in each of {tasks} Slurm tasks on {nodes} nodes: that multiplies the "
-                "processes. Use --ntasks-per-node=1 with torchrun or launch, or srun without them (slurm/task.sh)."
-            )
-    elif (environ.get("SLURM_PROCID"), str(tasks)) == (environ["RANK"], environ.get("WORLD_SIZE")):
-        found.add("LOCAL_RANK", environ.get("SLURM_LOCALID"))
-        _add_share(environ, found)
-    elif tasks > 1:
-        found.warnings.append(
-            f"RANK={environ['RANK']} WORLD_SIZE={environ.get('WORLD_SIZE', '')} from the environment beat Slurm's "
-            f"task {environ.get('SLURM_PROCID', '?')} of {tasks}. If this is not meant, unset RANK before srun."
+def refuse_multiplied(environ: Mapping[str, str], what: str) -> None:
+    """Raise LaunchError where `what` starts n processes in each of several tasks of a node: ranks would share devices.
+    """
+    step, tasks, nodes = _slurm_step(environ)
+    if step is not None and tasks and nodes and tasks > nodes:
+        raise LaunchError(
+            f"{what} runs in each of {tasks} Slurm tasks on {nodes} nodes: that multiplies the processes. Use "
+            "--ntasks-per-node=1 with torchrun and launch --nproc, or srun without them (slurm/task.sh)."
         )
 
 
-def run_name(environ: Mapping[str, str]) -> str | None:
-    """The job's number, which a requeue keeps; in an array the array's number and the task's."""
-    if index := environ.get("SLURM_ARRAY_TASK_ID"):
-        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
-    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
-
-
-def _add_share(environ: Mapping[str, str], found: Variables) -> None:
-    """The tasks of each node where all have as many."""
-    if share := re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        found.add("LOCAL_WORLD_SIZE", share[1])
-
-
-def first_host(nodelist: str) -> str:
-    """Of a compressed list: "n[08-11,20],m05" -> n08. Slurm's own command for it does not exist inside containers."""
-    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
+def _tasks_of_node(environ: Mapping[str, str]) -> dict[str, str]:
+    """Where all nodes have as many."""
+    share = re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return {"LOCAL_WORLD_SIZE": share[1]} if share else {}
 
 
 # mpirun and horovodrun ------------------------------------------------------------------------------------------------
 
 
-def adopt_mpi(environ: Mapping[str, str]) -> Variables | None:
-    """The rank that horovodrun or mpirun gives. Raises LaunchError on several nodes without MASTER_ADDR."""
+def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     for launcher, prefix, jobs, way_out in BY_PREFIX:
         size = count(environ, f"{prefix}SIZE")
         if size is None or size == 1:
             continue
-        found = Variables.given(environ, launcher)
         theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-        found.adopt(environ, {ours: prefix + name for ours, name in theirs.items()})
-        if found.values.get("LOCAL_WORLD_SIZE") == str(size):
-            found.add("MASTER_ADDR", "127.0.0.1")
-        elif "MASTER_ADDR" not in found.values:
+        found = _values(environ, {ours: prefix + name for ours, name in theirs.items()})
+        if found.get("LOCAL_WORLD_SIZE") == str(size):
+            found["MASTER_ADDR"] = "127.0.0.1"
+        elif "MASTER_ADDR" not in environ:
             raise LaunchError(
                 f"{prefix}SIZE={size} on several nodes, but {launcher} does not say where rank 0 is. {way_out}"
             )
-        for job in (job for job in jobs if environ.get(job)):
-            found.add("MASTER_PORT", port_for(zlib.crc32(environ[job].encode())))
-        return found
+        if job := next(filter(None, map(environ.get, jobs)), None):
+            found["MASTER_PORT"] = str(port_for(zlib.crc32(job.encode())))
+        return launcher, found
     return None
-
-
-def refuse_foreign(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError below a launcher of several processes whose ranks we can't read."""
-    for name in FOREIGN:
-        if (count(environ, name) or 1) > 1:
-            raise LaunchError(
-                f"{name}={environ[name]} but RANK is not set: that launcher is not supported. Start with {TORCHRUN}."
-            )
 
 
 # Kubeflow: the operator counts pods, and sets PET_*, which are torchrun's defaults ------------------------------------
@@ -195,32 +177,29 @@ def refuse_pod(environ: Mapping[str, str]) -> None:
     """Raise LaunchError in one pod of several without RANK. Trainer v2, elastic jobs and Workers without a Master set
     PET_* alone, which only torchrun can read."""
     shown = {name: environ[name] for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if environ.get(name)}
-    if not {*shown.values()} <= {"1", "1:1", "auto", "gpu", "cpu"}:
+    if "RANK" not in environ and not {*shown.values()} <= {"1", "1:1", "auto", "gpu", "cpu"}:
         raise LaunchError(
             f"{' '.join(f'{name}={text}' for name, text in shown.items())} but RANK is not set: plain python would "
             f"train alone in every pod. Kubeflow sets PET_* for torchrun: let the command be {TORCHRUN}."
         )
 
 
-def complete_pod(environ: Mapping[str, str], found: Variables) -> None:
+def _complete_pod(environ: Mapping[str, str]) -> dict[str, str]:
     """PyTorchJob: RANK counts pods, WORLD_SIZE counts processes. They agree only with one process in each pod."""
     per_pod = environ.get("PET_NPROC_PER_NODE", "")
     if not per_pod or "LOCAL_RANK" in environ:
-        return  # not in a pod of Kubeflow's, or below torchrun there
+        return {}  # not in a pod of Kubeflow's, or below torchrun there
     if per_pod.isdecimal() and int(per_pod) > 1:
         raise LaunchError(
             f"RANK={environ['RANK']} counts pods but WORLD_SIZE={environ.get('WORLD_SIZE', '')} counts processes, "
             f'since PET_NPROC_PER_NODE={per_pod}. Let the command be {TORCHRUN}, or set nprocPerNode: "1".'
         )
-    if environ.get("PET_NODE_RANK") == environ["RANK"]:
-        found.launcher = "kubeflow"
-        found.add("LOCAL_WORLD_SIZE", 1)
+    return {"LOCAL_WORLD_SIZE": "1"} if environ.get("PET_NODE_RANK") == environ["RANK"] else {}
 
 
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
     """For an agent: `environ`, in which RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
-    `num_nodes`: what an option says. Raises LaunchError where pods come and go and no option says how many, and where
-    nobody says which pod this is."""
+    `num_nodes`: what an option says. Raises LaunchError where nobody says how many pods there are, or which this is."""
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
     if nodes is None or "LOCAL_RANK" in environ:
         return environ, None
@@ -234,7 +213,7 @@ def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Ma
         # PyTorchJob sets the same address twice; Trainer v2 only its own
         left |= {name: environ[f"PET_{name}"] for name in ("MASTER_ADDR", "MASTER_PORT") if f"PET_{name}" in environ}
         left |= {"RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": nodes}
-    elif "RANK" not in environ and num_nodes is None and nodes != "1":
+    elif num_nodes is None and nodes != "1":
         refuse_pod(environ)
     # auto, gpu and cpu are torchrun's
     return left, int(per_pod) if re.fullmatch(r"[1-9][0-9]{0,6}", per_pod) else None
@@ -242,13 +221,12 @@ def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Ma
 
 # Ports ----------------------------------------------------------------------------------------------------------------
 
-# torchrun's default too. The nodes of a launch by hand must agree on a port without talking to each other first.
+# torchrun's default too. The nodes of a launch by hand must agree on a port without talking to each other first
 PORT_OF_LAUNCH = 29400
-# Services one meets on cluster nodes: Webmin, node agents, memcached, Ollama, RabbitMQ, API servers, the default of a
-# training operator, GlusterFS, Redis Sentinel, FlexLM, MongoDB and torch's own defaults.
-_TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, PORT_OF_LAUNCH, 29500}
-_TAKEN |= set(range(27000, 27020))
-# Below those that Linux gives to outgoing connections, from 32768 on; above the ports that need root.
+# Services one meets on cluster nodes, and torch's own defaults
+_TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, PORT_OF_LAUNCH, 29500,
+          *range(27000, 27020)}
+# Below those that Linux gives to outgoing connections, from 32768 on; above the ports that need root
 _PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
 
 

@@ -7,7 +7,7 @@ that finds LOCAL_RANK was started once for each rank, so it starts one.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankup.env.launchers import PORT_OF_LAUNCH, adopt_slurm, count, count_pods
+from rankup.env.launchers import BY_PREFIX, PORT_OF_LAUNCH, adopt_slurm, count, count_pods, refuse_multiplied
 from rankup.env.rank_env import read_rank_env, who_set_rank
 from rankup.errors import LaunchError
 
@@ -35,7 +35,6 @@ class NodeEnv:
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 only for a single node, which chooses one
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
-    warnings: tuple[str, ...] = ()
     limits: Limits | None = None  # `num_nodes` are then all that may be there, spares too
 
     @property
@@ -63,17 +62,12 @@ def read_node_env(
         if number is not None and not least <= number <= most:
             raise LaunchError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
     _refuse_launcher_of_ranks(environ)
-    variables, per_pod = count_pods(environ, num_nodes=nnodes)
-    if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
-        variables = {**variables, "WORLD_SIZE": str(max(nnodes or 1, (count(variables, "RANK") or 0) + 1))}
-    if (given := 1 if "LOCAL_RANK" in environ else per_pod) and nproc and nproc != given:
-        who = f"PET_NPROC_PER_NODE={per_pod}" if per_pod else "LOCAL_RANK: each rank has an agent of its own"
-        raise LaunchError(f"--nproc must be {given}, as the environment has {who}, got {nproc}. Leave --nproc out.")
-    nproc = nproc or given or 1
+    found, per_pod = count_pods(environ, num_nodes=nnodes)
     # What an earlier torchrun has left in the shell says nothing of this agent
-    variables = {name: text for name, text in variables.items() if not name.startswith("TORCHELASTIC_")}
+    variables = {name: text for name, text in found.items() if not name.startswith("TORCHELASTIC_")}
+    nproc = _num_ranks(environ, nproc, per_pod)
     # Raises in a batch shell of several tasks, which is none of them
-    is_task = "RANK" not in variables and getattr(adopt_slurm(variables), "launcher", "") == "slurm"
+    is_task = "RANK" not in variables and (adopt_slurm(variables) or ("", {}))[0] == "slurm"
     if "RANK" not in variables and not is_task:
         if nnodes is None or nnodes == 1:
             if node_rank:
@@ -81,12 +75,14 @@ def read_node_env(
             env = read_rank_env(variables)  # refuses half a set
             return NodeEnv(
                 nproc=nproc, master_addr=master_addr or env.master_addr, master_port=master_port or 0,
-                run_name=env.run_name, warnings=env.warnings,
+                run_name=env.run_name,
             )
         if not master_addr and "MASTER_ADDR" not in variables:
             raise LaunchError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
         options = {"RANK": node_rank or 0, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
         variables = {**{name: str(value) for name, value in options.items()}, **variables}
+    if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
+        variables["WORLD_SIZE"] = str(max(nnodes or 1, (count(variables, "RANK") or 0) + 1))
     where = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
     env = read_rank_env({**variables, **{name: str(value) for name, value in where.items() if value}})
     for flag, name, option, number in (
@@ -96,13 +92,8 @@ def read_node_env(
             raise LaunchError(
                 f"{flag} must be {name}={number} (from {env.launcher}), got {option}. Leave {flag} out."
             )
-    # Several agents on a machine would each start several ranks, which share its devices
-    machines = count(environ, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_ID" in environ else None
-    if nproc > 1 and env.world_size > (machines or env.world_size):
-        raise LaunchError(
-            f"launch --nproc {nproc} runs in each of {env.world_size} Slurm tasks on {machines} nodes: that "
-            "multiplies the processes. Use --ntasks-per-node=1 with --nproc, or leave --nproc out."
-        )
+    if nproc > 1:
+        refuse_multiplied(environ, f"launch --nproc {nproc}")
     own = "LOCAL_RANK" in variables or is_task
     local_rank = env.local_rank if nproc == 1 and own else 0
     # Who sets LOCAL_RANK alone does not say how many ranks the machine has: as many as that needs
@@ -110,15 +101,21 @@ def read_node_env(
     return NodeEnv(
         local_rank=local_rank, local_world_size=local_world_size if local_world_size > 1 else None,
         node_rank=env.rank, num_nodes=env.world_size if limits is None else nnodes or 1, nproc=nproc,
-        master_addr=env.master_addr, master_port=env.master_port, run_name=env.run_name, warnings=env.warnings,
-        limits=limits,
+        master_addr=env.master_addr, master_port=env.master_port, run_name=env.run_name, limits=limits,
     )
+
+
+def _num_ranks(environ: Mapping[str, str], option: int | None, per_pod: int | None) -> int:
+    given = 1 if "LOCAL_RANK" in environ else per_pod
+    if option and given and option != given:
+        who = f"PET_NPROC_PER_NODE={per_pod}" if per_pod else "LOCAL_RANK: each rank has an agent of its own"
+        raise LaunchError(f"--nproc must be {given}, as the environment has {who}, got {option}. Leave --nproc out.")
+    return option or given or 1
 
 
 def _refuse_launcher_of_ranks(environ: Mapping[str, str]) -> None:
     """Raise LaunchError below a launcher that has started one process for each rank already."""
-    sizes = {"HOROVOD_SIZE": "horovodrun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
-    who = next((who for name, who in sizes.items() if (count(environ, name) or 1) > 1), "environment")
+    who = next((name for name, prefix, *_ in BY_PREFIX if (count(environ, f"{prefix}SIZE") or 1) > 1), "environment")
     if who == "environment" and "RANK" in environ:
         who = who_set_rank(environ)
     if who != "environment":

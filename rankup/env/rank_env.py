@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankup.env import launchers
-from rankup.env.launchers import FIVE, Variables
+from rankup.env.launchers import FIVE
 from rankup.errors import LaunchError
 
 WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
@@ -33,10 +33,9 @@ class RankEnv:
     world_size: int = 1
     local_world_size: int | None = 1  # None where the launcher does not say
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0 only for a single process, which listens nowhere
+    master_port: int = 0  # 0 only for a single process, which listens nowhere, and with `file`
     launcher: str = "python"  # or "environment" (by hand), or the one that was recognised
     run_name: str | None = None  # named by the scheduler's job, so that a requeued job resumes the same run
-    warnings: tuple[str, ...] = ()
     restart_count: int = 0  # restarts by torchrun or our agents; the requeues of a scheduler are not among them
     agent: Mapping[str, Any] | None = None  # how this rank reaches its agent, and what that says of the others
     agent_store: bool = False  # an agent already listens on master_port: rank 0 connects to it like the others
@@ -56,20 +55,26 @@ class RankEnv:
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     """Who is this process? Raises LaunchError with every mistake, one on a line."""
+    given = {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE") if name in environ}
     file = environ.get("RANKUP_FILE", "")
-    found = _with_rank(environ) if "RANK" in environ else _without_rank(environ, file)
-    more: dict[str, Any] = {} if found.launcher == "python" else {**_checked(found), "file": file}
+    if "RANK" in environ:
+        launcher = who_set_rank(environ)
+        derived = launchers.complete(environ, launcher)
+    else:  # half a set is no single process: the check names what is missing
+        launcher, derived = launchers.adopt(environ) or ("environment" if given or file else "python", {})
+    more: dict[str, Any] = {}
+    if launcher != "python":
+        more = {**_checked({**derived, **given}, launcher, file=file), "file": file}
     if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
         job, restarts = agent["commit"]["job"], agent["commit"]["restarts"]
         more |= {"agent": agent, "agent_store": True, "restart_count": restarts, "attempt": f"{job}-{restarts}"}
-    elif found.launcher == "torchrun":
+    elif launcher == "torchrun":
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(
-        launcher=found.launcher, warnings=tuple(found.warnings), run_name=launchers.run_name(environ),
-        start=environ.get("RANKUP_START", ""),
+        launcher=launcher, run_name=launchers.run_name(environ), start=environ.get("RANKUP_START", ""),
         # These leave their processes running where they are killed
-        parent_pid=os.getppid() if found.launcher in ("torchrun", "open mpi") else None, **more,
+        parent_pid=os.getppid() if launcher in ("torchrun", "mpirun") else None, **more,
     )
 
 
@@ -81,49 +86,17 @@ def who_set_rank(environ: Mapping[str, str]) -> str:
     return "torchrun" if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys() else "environment"
 
 
-def _with_rank(environ: Mapping[str, str]) -> Variables:
-    """RANK is set: the environment's values and nobody else's, apart from what launchers add about this node."""
-    found = Variables.given(environ, who_set_rank(environ))
-    launchers.complete_slurm(environ, found)
-    launchers.complete_pod(environ, found)
-    return found
-
-
-def _without_rank(environ: Mapping[str, str], file: str) -> Variables:
-    """RANK is not set: what the first launcher says that started us, or one process unless half a set is there."""
-    launchers.refuse_pod(environ)
-    # mpirun's daemons are Slurm tasks: the inner launcher's ranks are ours. srun sets PMI_SIZE for its tasks too
-    if found := launchers.adopt_mpi(environ) or launchers.adopt_slurm(environ):
-        return found
-    launchers.refuse_foreign(environ)
-    found = Variables.given(environ, "environment")
-    if found.values and file:
-        raise LaunchError(
-            "--init-method must come with --rank and --world-size, or a launcher that gives them, got no rank."
-        )
-    if not found.values:  # else incomplete, as RANK is missing: the check names what else is
-        found.launcher = "python"
-    if "JOB_COMPLETION_INDEX" in environ:
-        found.warnings.append(
-            f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} but RANK is not set: this pod trains alone. "
-            "k8s/job.yaml shows how an Indexed Job supplies RANK and WORLD_SIZE."
-        )
-    return found
-
-
-# Checking ------------------------------------------------------------------------------------------------------------
-
-
-def _checked(found: Variables) -> dict[str, Any]:
-    """The numbers among the variables, by their fields in RankEnv. Raises LaunchError with all mistakes, one a line."""
-    values = found.values
-    if missing := [name for name in FIVE if name not in values and name != "LOCAL_RANK"]:
+def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, Any]:
+    """The fields of RankEnv. Raises LaunchError with all mistakes, one a line."""
+    needed = ("RANK", "WORLD_SIZE") if file else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in values]:
         shown = [f"{name}={text if re.fullmatch(r'[!-~]+', text) else repr(text)}" for name, text in values.items()]
-        gap = f"{' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         raise LaunchError(
-            f"{' '.join(shown)} but {gap}. {WHO_SETS_THEM} For a single process unset {' '.join(values)}."
+            f"{' '.join(shown) or '--init-method'} but {' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            f"set. {WHO_SETS_THEM} For a single process unset {' '.join(values) or 'it'}."
         )
-    found.add("LOCAL_RANK", 0)  # torchrun sets it per process; PyTorchJob, which sets RANK per pod, does not
+    # torchrun sets LOCAL_RANK per process; PyTorchJob, which sets RANK per pod, does not
+    values = {"LOCAL_RANK": "0", **values}
     numbers = {name: int(text) for name, text in values.items() if re.fullmatch(r"-?[0-9]{1,18}", text)}
     rank, world, local = (max(0, numbers.get(name, MANY)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
@@ -134,48 +107,18 @@ def _checked(found: Variables) -> dict[str, Any]:
         name: f"a whole number from {least} to {most}".replace(f" from {least} to {MANY}", f" >= {least}")
         for name, (least, most) in bounds.items() if name in values and not least <= numbers.get(name, -1) <= most
     }
-    address = values["MASTER_ADDR"]
+    address = values.get("MASTER_ADDR", "127.0.0.1")
     if _ip(address) is None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", address):
         wrong["MASTER_ADDR"] = "a host name or an address, without a port"
     if wrong:
         raise LaunchError("\n".join(
-            f"{name} must be {rule}, got {values[name]!r} (from {found.launcher}). {WHO_SETS_THEM}"
+            f"{name} must be {rule}, got {values[name]!r} (from {launcher}). {WHO_SETS_THEM}"
             for name, rule in wrong.items()
         ))
     return {
-        "rank": numbers["RANK"], "local_rank": numbers["LOCAL_RANK"], "world_size": numbers["WORLD_SIZE"],
-        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "master_addr": address,
-        "master_port": numbers["MASTER_PORT"],
+        "rank": rank, "local_rank": numbers["LOCAL_RANK"], "world_size": world, "master_addr": address,
+        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "master_port": numbers.get("MASTER_PORT", 0),
     }
-
-
-def _ip(host: str) -> "ipaddress.IPv4Address | ipaddress.IPv6Address | None":
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host)
-    return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address means "this machine" on every machine."""
-    ip = _ip(host)
-    return host.lower() in ("localhost", "ip6-localhost") if ip is None else ip.is_loopback or ip.is_unspecified
-
-
-def parse_url(url: str) -> dict[str, str]:
-    """The variables that --init-method stands for. With `file:///path` rank 0 opens a free port and writes its address
-    into that file, which is removed once all have met: torch's own file store waits without end where an earlier run
-    left a file. Raises LaunchError for a URL of another kind and for a file in no folder."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
-        path = Path(urllib.parse.unquote(parts.path))
-        if not path.parent.is_dir() or path.is_dir():
-            raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
-        # No address is known yet: these pass the checks of the five variables, and nobody opens the port
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANKUP_FILE": str(path)}
-    address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
-    if parts.scheme == "tcp" and address and not parts.query:
-        return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
-    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")
 
 
 def with_options(
@@ -183,7 +126,6 @@ def with_options(
 ) -> Mapping[str, str]:
     """`environ` and the variables that these options stand for. Raises LaunchError for a URL of another kind, and where
     an option repeats a variable that is set."""
-    given_by_url = parse_url(init_method) if init_method else {}
     for flag, name, value in (
         ("--rank", "RANK", rank), ("--world-size", "WORLD_SIZE", world_size),
         ("--init-method", "MASTER_ADDR", init_method or None),
@@ -193,7 +135,22 @@ def with_options(
                 f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one."
             )
     counts = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    return {**environ, **counts, **given_by_url}
+    return {**environ, **counts, **(_parse_url(init_method) if init_method else {})}
+
+
+def _parse_url(url: str) -> dict[str, str]:
+    """With `file:///path` rank 0 opens a free port and writes its address into that file, which is removed once all
+    have met: torch's own file store waits without end where an earlier run left a file."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
+        path = Path(urllib.parse.unquote(parts.path))
+        if not path.parent.is_dir() or path.is_dir():
+            raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
+        return {"RANKUP_FILE": str(path)}
+    address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
+    if parts.scheme == "tcp" and address and not parts.query:
+        return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
+    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")
 
 
 def cache_folder() -> str:
@@ -223,3 +180,15 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address means "this machine" on every machine."""
+    ip = _ip(host)
+    return host.lower() in ("localhost", "ip6-localhost") if ip is None else ip.is_loopback or ip.is_unspecified
+
+
+def _ip(host: str) -> "ipaddress.IPv4Address | ipaddress.IPv6Address | None":
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return None

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rankup.agent.ends import LOST_PEER, tell_torchrun
-from rankup.agent.limits import cpu_quota
+from rankup.agent.processes import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
 from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code

@@ -5,20 +5,15 @@ frozen, and taken for dead, may wake up before any of its writes. So each place 
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
   first writes the lease, and then removes what others have written beside names.
-- At an address every owner has a number, and writes below that alone (see `rankup.state.stored_run`). The store only
+- At an address every owner has a number, and writes below that alone (see `rankup.state.second_place`). The store only
   has to know "create unless it exists".
 
-A lock of the kernel is exact and instant on one machine, its containers included. On an NFS mounted with `nolock` every
-machine gets the same lock, other file systems have no locks at all: there the signs of life decide, measured by our own
-clock. fcntl.lockf and not the package filelock, which locks by flock: children inherit that, so that a DataLoader
-worker would keep the lock of its killed parent.
-
-`run.json` has the line of attempts. A copy of the state that is found long after the run went on without it, in the
-memory of a node or at another address, is taken only where it lies on that line.
+The kernel's lock is exact and instant on one machine. On an NFS mounted with `nolock` every machine gets it, and other
+file systems have none: there the signs of life decide, by our own clock. It is fcntl.lockf, because children inherit
+the flock of the package filelock: a DataLoader worker would keep the lock of its killed parent.
 """
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -29,12 +24,13 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.files import read_json, remove_staged, write_json
+from rankup.places.files import Check, read_json, remove_staged, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
 
@@ -42,6 +38,7 @@ FILE, RESULT = "run.json", "result.json"
 RUN_ID = re.compile(r"[\w-]+")  # it names folders, of which rescues are removed
 # What belongs to the run that a directory holds, and is put aside where another one takes its place
 OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", RESULT, "config.yaml", "tracker", FILE)
+Owner = Mapping[str, Any]  # what an owner wrote last, {} where there is none or nothing can be read
 
 
 def _kernel() -> str:
@@ -65,9 +62,9 @@ class Lease:
         self.path, self.where, self.predecessor = run_dir / "lease.json", str(run_dir), ""
         self.attempt, self.agreed, self.life_s, self.beat_s = attempt, agreed, life_s, beat_s
         self.token = secrets.token_hex(8)  # attempt ids may be given by a launcher, and then given twice
-        self._held = contextlib.ExitStack()
+        self._lock = contextlib.ExitStack()  # the kernel's
         self._released = threading.Event()
-        self._writing = threading.Lock()  # no beat may be written over the release
+        self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
         """Take the run over from an owner that is gone. Raises UserError, naming the owner, where another is alive."""
@@ -77,18 +74,19 @@ class Lease:
                 raise self._owned_by(owner)
             self._take()
         except BaseException:
-            self._held.close()
+            self._lock.close()
             raise
-        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+        self._beats.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
+        self._beats.join()  # no beat may be written over the release
         # It stays, marked as released: a successor need not watch for a sign of life before it starts
-        with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
+        with contextlib.suppress(OSError, UserError, PeerLost):
             if self.is_ours():
-                self._write(0, released=True)
-        self._held.close()
+                self._write(0)
+        self._lock.close()
 
     def check(self) -> None:
         """Raises PeerLost where another attempt took the run over: this one was frozen for longer than `life_s`."""
@@ -100,12 +98,12 @@ class Lease:
         owner = self._owner()
         return not owner or owner.get("token") == self.token
 
-    def _begin(self) -> Mapping[str, Any]:
+    def _begin(self) -> Owner:
         """The owner that is there, {} where there is none, or one that is surely dead.
 
         Raises UserError where another attempt has the kernel's lock, and OSError where nothing can be written.
         """
-        lock = self._held.enter_context((self.path.parent / ".lock").open("a+", encoding="ascii"))
+        lock = self._lock.enter_context((self.path.parent / ".lock").open("a+", encoding="ascii"))
         until_s, locked = time.monotonic() + LOCK_S, False
         while not locked:
             try:
@@ -128,23 +126,23 @@ class Lease:
             if str((owner := self._owner()).get("token", "")) != self.predecessor:
                 raise self._owned_by(owner)  # this process was frozen since it looked
 
-        write_json(self.path, self._values(1), check=check)
+        write_json(self.path, self._sign(1), check=check)
         remove_staged(self.path.parent)
 
-    def _owner(self) -> Mapping[str, Any]:
-        """What the owner wrote last, {} where nothing can be read."""
+    def _owner(self) -> Owner:
         owner = read_json(self.path)
         return owner if isinstance(owner, dict) else {}
 
-    def _write(self, beat: int, *, released: bool = False) -> None:
-        write_json(self.path, self._values(beat, released=released), check=self.check)
+    def _write(self, beat: int) -> None:
+        """Give a sign of life; the last one, with `beat` 0, releases the run."""
+        write_json(self.path, self._sign(beat), check=self.check)
 
-    def _follows(self, owner: Mapping[str, Any]) -> bool:
+    def _follows(self, owner: Owner) -> bool:
         """Whether this attempt is a later one of the same job, and `agreed`."""
         (job, _, number), (its, _, before) = self.attempt.rpartition("-"), str(owner.get("attempt", "")).rpartition("-")
         return self.agreed and job == its and before.isdecimal() and int(before) < int(number)
 
-    def _alive(self, owner: Mapping[str, Any]) -> bool:
+    def _alive(self, owner: Owner) -> bool:
         """Watch for up to `life_s` whether the owner gives a new sign of life."""
         until_s = time.monotonic() + self.life_s
         while time.monotonic() < until_s:
@@ -161,8 +159,8 @@ class Lease:
         while not self._released.wait(self.beat_s):
             beat += 1
             # A full disk, or a store that does not answer: the next save reports it, and may find it mended
-            with contextlib.suppress(OSError, UserError, PeerLost), self._writing:
-                if self._released.is_set() or not self._look():
+            with contextlib.suppress(OSError, UserError, PeerLost):
+                if not self._look():
                     return
                 self._write(beat)
 
@@ -170,12 +168,12 @@ class Lease:
         """`is_ours`, by a look at the place."""
         return self.is_ours()
 
-    def _values(self, beat: int, *, released: bool = False) -> dict[str, Any]:
+    def _sign(self, beat: int) -> dict[str, Any]:
         host = socket.gethostname().split(".")[0]
         return {"token": self.token, "attempt": self.attempt, "host": host, "pid": os.getpid(), "kernel": _kernel(),
-                "beat": beat, "released": released}
+                "beat": beat, "released": beat == 0}
 
-    def _owned_by(self, owner: Mapping[str, Any]) -> UserError:
+    def _owned_by(self, owner: Owner) -> UserError:
         way_out = "Wait for it, end it, or set another --name."
         return UserError(f"run_dir: {self.where} is owned by a live attempt, {_who(owner)}. {way_out}")
 
@@ -192,19 +190,17 @@ class StoreLease(Lease):
         super().__init__(Path(), folder.attempt, agreed=folder.agreed, life_s=life_s, beat_s=beat_s)
         self.place, self.where, self.folder, self.number = place, place.url, folder, 0
         self.token, self.predecessor = folder.token, folder.predecessor
-        self._next: Mapping[str, Any] = {}  # the owner after this one, as soon as it was seen
+        self._next: Owner = {}  # the owner after this one, as soon as it was seen
 
     def claim(self, number: int) -> None:
         """Take this number, without signs of life. The earlier owner notices at its next `look`. Raises UserError if
         another attempt has the number, and as `Place` does."""
-        if not self.place.create(_name(number), self._encoded(0)):
+        if not self.place.create(_name(number), self._encoded(1)):
             raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number
 
     def look(self) -> None:
         """`check` by a look at the place, before something is published there: one small request. Raises as `Place`."""
-        if self._released.is_set():  # a thread that still copies must not publish any more
-            raise PeerLost(f"{self.where} was given back")
         self._next = self.place.within(self.life_s).read_json(_name(self.number + 1))
         self.check()
 
@@ -217,14 +213,14 @@ class StoreLease(Lease):
         """Whether no other attempt has been seen to take the run over, here or there. Asks no store."""
         return not self._next and self.folder.is_ours()
 
-    def _begin(self) -> Mapping[str, Any]:
+    def _begin(self) -> Owner:
         self.number = max(map(number_of, self.place.names()), default=0)  # the owner to watch
         owner = self._owner()
         return {} if self.predecessor and owner.get("token") == self.predecessor else owner
 
     def _take(self) -> None:
         self.claim(self.number + 1)
-        if self.place.create(_name(self.number), self._encoded(1)):
+        if self.place.create(_name(self.number), self._encoded(2)):
             self.place.warn(
                 f"{self.where} knows no conditional writes: two attempts that begin in the same second may both train"
             )
@@ -236,14 +232,14 @@ class StoreLease(Lease):
         self._next = self._next or self.place.once(LAST_WORD_S).read_json(_name(self.number + 1))
         return self.is_ours()
 
-    def _owner(self) -> Mapping[str, Any]:
+    def _owner(self) -> Owner:
         return self._next or self.place.read_json(_name(self.number))
 
-    def _write(self, beat: int, *, released: bool = False) -> None:
-        self.place.once(LAST_WORD_S).write(_name(self.number), self._encoded(beat, released=released))
+    def _write(self, beat: int) -> None:
+        self.place.once(LAST_WORD_S).write(_name(self.number), self._encoded(beat))
 
-    def _encoded(self, beat: int, *, released: bool = False) -> bytes:
-        return json.dumps(self._values(beat, released=released)).encode()
+    def _encoded(self, beat: int) -> bytes:
+        return json.dumps(self._sign(beat)).encode()
 
 
 def number_of(name: str) -> int:
@@ -261,19 +257,21 @@ def _name(number: int) -> str:
     return f"lease/{folder_of(number)}.json"
 
 
-def _who(owner: Mapping[str, Any]) -> str:
+def _who(owner: Owner) -> str:
     return f"{owner.get('attempt', '?')} on {owner.get('host', '?')} (pid {owner.get('pid', '?')})"
 
 
 # The line of attempts -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Lineage:
-    """`run`: the id of the run; one that was begun anew in the same directory has another. `begun_by`: the attempt that
-    began it, and `start` its launch's. `attempts`: the line, each with its mark and the step at which it went on, from
-    a copy of the attempt before it. `number` counts all attempts: of two nodes that were node 0 in turn, the one with
-    the higher number knows more.
+    """Which attempts the state of a run comes from, in `run.json`. A copy that is found long after the run went on
+    without it, in the memory of a node or at another address, is taken only where it lies on this line.
+
+    `run`: its id; one that was begun anew in the same directory has another. `begun_by`: the attempt that began it, and
+    `start` its launch's. `attempts`: each with its mark and the step at which it went on, from a copy of the one before
+    it. `number` counts all attempts: of two nodes that were node 0 in turn, the one with the higher number knows more.
     """
 
     run: str
@@ -294,41 +292,43 @@ class Lineage:
     @classmethod
     def of(cls, values: Any) -> Self | None:
         """What the file of a run holds, None where that is damaged."""
-        names = {field.name for field in dataclasses.fields(cls)}
         try:
-            whole = values.keys() == names and RUN_ID.fullmatch(values["run"]) and isinstance(values["number"], int)
-            line = [[str(mark), int(step)] for mark, step in values["attempts"]]
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError):
+            found = cls(**values)
+            found.attempts = [[str(mark), int(step)] for mark, step in found.attempts]
+            return found if RUN_ID.fullmatch(found.run) and isinstance(found.number, int) else None
+        except (TypeError, ValueError, OverflowError):
             return None
-        return cls(**{**values, "attempts": line}) if whole else None
 
-    def write(self, run_dir: Path, *, check: Callable[[], None] | None = None) -> None:
+    @property
+    def _marks(self) -> list[str]:
+        return [mark for mark, _ in self.attempts]
+
+    def write(self, run_dir: Path, *, check: Check | None = None) -> None:
         """`check`: of an owner, see `rankup.places.files.staged`. Raises OSError."""
         write_json(run_dir / FILE, self.values(), check=check)
 
     def values(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     def has(self, step: int, attempt: str) -> bool:
         """Whether the run's line of attempts goes through the copy that `attempt` wrote at `step`."""
-        marks = [mark for mark, _ in self.attempts]
-        if attempt not in marks:
+        if attempt not in self._marks:
             return False
-        following = self.attempts[marks.index(attempt) + 1 :]
+        following = self.attempts[self._marks.index(attempt) + 1 :]
         return not following or step <= following[0][1]
 
     def goes_on_from(self, other: Self) -> bool:
         """Whether this is `other`, or what came of it."""
-        last = other.attempts[-1][0] if other.attempts else None
-        return self.run == other.run and (last is None or last in (mark for mark, _ in self.attempts))
+        return self.run == other.run and {*other._marks[-1:]} <= {*self._marks}
 
     def go_on(self, mark: str, *, step: int, writer: str | None) -> None:
         """The attempt `mark` goes on from the copy that `writer` wrote at `step`, or, if None, from the beginning.
 
         What later attempts than the writer did is lost, and done again: what they left counts no longer.
         """
-        marks = [mark for mark, _ in self.attempts]
-        known = self.attempts[: marks.index(writer) + 1] if writer in marks else [[writer, 0]] if writer else []
+        known = [[writer, 0]] if writer else []
+        if writer in self._marks:
+            known = self.attempts[: self._marks.index(writer) + 1]
         self.attempts = [*known, [mark, step]]
         self.number += 1
 

@@ -28,12 +28,11 @@ PART = 8 * 2**20
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"use_listings_cache": False, "config_kwargs": {
         "connect_timeout": 5, "read_timeout": 60, "retries": {"total_max_attempts": 1}}},
-    "gs": {"use_listings_cache": False},
-    "az": {"use_listings_cache": False},
+    "gcs": {"use_listings_cache": False},
+    "azure": {"use_listings_cache": False},
     "file": {"auto_mkdir": True},
 }
-_FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)
-_FULL = ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "StorageFull", "EntityTooLarge")
+_FAULTS = (TypeError, AttributeError, LookupError, AssertionError, MemoryError)  # of a program: raised as they are
 T = TypeVar("T")
 
 
@@ -55,14 +54,13 @@ class Place:
 
         Raises UserError where the package that it needs is not installed, and where fsspec knows no such address.
         """
-        scheme = url.partition("://")[0] if is_url(url) else "file"
-        kind = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(extra_of(url), scheme)
+        extra = extra_of(url)
+        kind = extra or (url.partition("://")[0] if is_url(url) else "file")
         try:
             import fsspec  # here: 0.1 s, which a run without any address does without
 
             fs, root = fsspec.core.url_to_fs(url, **_OPTIONS.get(kind, {}))
         except ImportError as error:
-            extra = extra_of(url)
             way_out = f"pip install 'rankup[{extra}]', or '.[{extra}]' in a checkout" if extra else reason(error)
             raise UserError(f"{url} needs a package that is not installed here. {way_out}.") from None
         except ValueError as error:
@@ -85,7 +83,7 @@ class Place:
 
     def names(self, prefix: str = "") -> dict[str, int]:
         """The names that begin with `prefix/`, and their sizes in bytes."""
-        path = self._path(prefix) if prefix else self.root
+        path = self._path(prefix)
         try:
             list_all = _walk if self._is_folder else lambda path: self._call("find", path, detail=True)
             found = self._try(f"list {prefix}", lambda: list_all(path))
@@ -136,14 +134,11 @@ class Place:
     def upload(self, files: dict[str, Path]) -> None:
         """Write files under these names, several at a time, large ones in parts."""
 
-        def one(item: tuple[str, Path]) -> None:
-            name, path = item
-            size = path.stat().st_size
-            self._try(f"write {name}", lambda: self._put(path, size, name), writes=True)
+        def one(name: str) -> None:
+            self._try(f"write {name}", lambda: self._put(name, files[name]), writes=True)
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
-            for _ in pool.map(one, files.items()):
-                pass
+            list(pool.map(one, files))  # raises what one of them raises
 
     def download(self, name: str, path: Path) -> bool:
         """Write the content under `name` into a file, and make its folder. Returns whether there is that name."""
@@ -169,14 +164,12 @@ class Place:
         return "file" in _protocols(self.fs)
 
     def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
+        return f"{self.root}/{name}" if name else self.root
 
-    def _put(self, path: Path, size: int, name: str) -> None:
+    def _put(self, name: str, path: Path) -> None:
         more: dict[str, Any] = {}
-        if {"s3", "s3a", "gs", "gcs"} & _protocols(self.fs):
-            more["chunksize"] = max(PART, size // 9_999 + 1)
-        if {"s3", "s3a"} & _protocols(self.fs):
-            more["max_concurrency"] = PARALLEL
+        if "s3" in _protocols(self.fs):
+            more = {"chunksize": max(PART, path.stat().st_size // 9_999 + 1), "max_concurrency": PARALLEL}
         self._call("put_file", str(path), self._path(name), large=True, **more)
 
     def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
@@ -192,15 +185,12 @@ class Place:
         while True:
             try:
                 return work()
-            except FileNotFoundError as error:
-                if not writes:
-                    raise
-                raise UserError(f"{self.url}: the bucket or container must exist, got: {reason(error)}.") from None
             except _FAULTS:
                 raise
             except Exception as error:
-                if not writes and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise  # this machine's disk, to which it is copied
+                # Nothing is there, or the disk of this machine is full, to which it is copied
+                if not writes and (isinstance(error, FileNotFoundError) or _is_full(error)):
+                    raise
                 if why := _refused(error):
                     raise UserError(
                         f"{self.url} {why}: {what}: {reason(error)}. What was written there before is as it was. Mend "
@@ -233,32 +223,33 @@ def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
-def _answer(error: BaseException) -> tuple[int, str]:
-    """Status and code of the store's answer behind `error`, 0 and "" where there is none."""
+def _status(error: BaseException) -> int:
+    """Of the store's answer behind `error`, 0 where there is none."""
     # s3fs gives its own errors the client's as their cause; gcsfs has a field `code`, Azure's client `status_code`,
     # aiohttp `status`, which warns of its own `code`
     while error.__cause__ is not None:
         error = error.__cause__
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return int(status), str(response.get("Error", {}).get("Code", ""))
+    if isinstance(response := getattr(error, "response", None), dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     names = ("status_code", "status", "code")
     status = str(next((found for name in names if (found := getattr(error, name, ""))), ""))
-    return int(status) if status.isdigit() else 0, ""
+    return int(status) if status.isdigit() else 0
 
 
 def _exists_already(error: BaseException) -> bool:
-    status, code = _answer(error)
-    return isinstance(error, FileExistsError) or status == 412 or code == "PreconditionFailed"
+    return isinstance(error, FileExistsError) or _status(error) == 412
+
+
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _refused(error: BaseException) -> str:
     """Why no further try helps, or ""."""
-    status, code = _answer(error)
-    if isinstance(error, PermissionError) or status in (401, 403):
+    if isinstance(error, FileNotFoundError):
+        return "must be in a bucket or container that exists"
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return "denies access"
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"):
         return "needs credentials"
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "is full" if full or status == 507 or code in _FULL else ""
+    return "is full" if _is_full(error) or _status(error) == 507 else ""

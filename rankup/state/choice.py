@@ -18,7 +18,7 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
 from rankup.state import rescue
-from rankup.state.copies import STATE, Check, find_problem, list_copies, looks_whole, passed_over, step_of
+from rankup.state.copies import STATE, Check, list_copies, looks_whole, passed_over, step_of
 from rankup.state.parts import PartsInMemory
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
@@ -30,8 +30,8 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is prefer
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it; `run` and `attempt` are "" where they
-    can't be read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
+    """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it, "" as `run` is where that can't be
+    read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
 
     rank: int
     kind: int
@@ -51,7 +51,7 @@ class Origin:
     """
 
     lineage: Lineage
-    second: int | None = None
+    second: int | None
     copy: Copy | None = None
     words: str = ""
     writer: str | None = None
@@ -66,18 +66,18 @@ def find_origin(
     """The newest state that any rank can reach. All ranks call this.
 
     `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
-    0's lease. `found`: the copies that rank 0 alone reaches, each the fields of a Candidate from `kind` on; `stores`:
-    where to fetch them, by kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies,
-    or the run can't be gone on with, and PeerLost where a place does not answer that may hold the newest.
+    0's lease. `found`: what rank 0 alone reaches, fields of a Candidate from `kind` on; `stores`: where to fetch it, by
+    kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run can't be gone
+    on with, and PeerLost where a place does not answer that may hold the newest.
     """
-    own = [*found, *_peers(folder, group), *_rescues(options, group)]
     # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
-    answers = group.gather([sees(folder, token), own])
-    candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
+    answers = group.gather([sees(folder, token), [*_peers(folder, group), *_rescues(options, group)]])
+    candidates = [Candidate(0, *values) for values in found]
+    candidates += [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
     candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in memory.found()] if memory else []
     unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
-    origin, chosen, damaged = Origin(known or new, min(unseen, default=None)), None, dict[str, str]()
+    origin, damaged = Origin(known or new, min(unseen, default=None)), dict[str, str]()
     for line, one in in_order(candidates, known, may_take(options, group), group, folder):
         if memory is not None and one.kind == PARTS:
             origin.copy, problem = memory.load(one.step, one.attempt, one.run)
@@ -86,7 +86,8 @@ def find_origin(
         if origin.copy is None:
             damaged |= {_name(one, group, stores): problem} if one.kind < RESCUE else {}
             continue
-        origin.kind, origin.writer, chosen = one.kind, origin.copy.record["attempt"], one
+        origin.kind, origin.writer = one.kind, origin.copy.record["attempt"]
+        origin.words = _words(one, origin.copy, group)
         if line is not None and (known is None or line.number > known.number):  # than what rank 0's disk knows
             origin.lineage = line
         elif known is None and one.kind == CHECKPOINT:
@@ -94,8 +95,6 @@ def find_origin(
         break
     passed_over(folder, damaged, origin.copy, group.log.warning if group.is_rank0 else None)
     origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", options.check))
-    if chosen is not None:
-        origin.words = _words(chosen, origin, group)
     _put_aside_others(folder, origin.lineage.run)
     return origin
 
@@ -109,13 +108,14 @@ def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group,
     folder: Path,
 ) -> Iterator[tuple[Lineage | None, Candidate]]:
-    """The copies in the order in which to try them, with the line that each is on: on the line of the run that knows
-    most the newest first, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises
-    UserError where rank 0 has nothing, and the others know several runs."""
+    """The copies in the order in which to try them, with the line that each is on: the newest on the line that knows
+    most, then what else rank 0 has, then lines that know less. `known`: rank 0's line. Raises UserError where rank 0
+    has nothing, and the others know several runs."""
     # Ranks of one node list the same files
     once = {(group.hosts[one.rank], one.where): one for one in sorted(candidates, key=lambda one: -one.rank)}
     left = sorted(once.values(), key=lambda one: (-one.step, one.kind, one.rank))
-    others = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
+    lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
+    lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
 
     def on(lines: Iterable[Lineage]) -> Iterator[tuple[Lineage | None, Candidate]]:
         for line in sorted(lines, key=lambda line: -line.number):
@@ -125,12 +125,9 @@ def in_order(
                     yield line, one
 
     if known is not None:
-        of_run = [line for _, line in others if line.run == known.run]
-        yield from on([known, *(line for line in of_run if line.number > known.number)])
-    else:
-        of_run = [line for _, line in others if wanted(line)]
+        yield from on([known, *(line for _, line in lines if line.number > known.number)])
     yield from ((None, one) for one in [*left] if one.kind < PEER)
-    first = {line.run: one for one, line in reversed(others) if line in of_run}
+    first = {line.run: one for one, line in reversed(lines)}
     if len(first) > 1:
         named = " and ".join(f"{one.where} on {group.hosts[one.rank]} (rank {one.rank})" for one in first.values())
         raise UserError(
@@ -138,7 +135,7 @@ def in_order(
             f"of {len(first)} runs: {named}. Move away what you don't want, or set --fresh to start anew.",
             printed_elsewhere=not group.is_rank0,
         )
-    yield from on(of_run)
+    yield from on(line for _, line in lines)
 
 
 def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> tuple[Copy | None, str]:
@@ -148,10 +145,12 @@ def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, optio
     def load() -> str:
         nonlocal loaded
         if one.kind in stores:
-            loaded, problem = stores[one.kind].fetch(one.where, check=options.check)
+            loaded, problem = stores[one.kind].fetch(one.where, options.check)
         else:
             loaded, problem = read(Path(one.where), options.check)
         if loaded is not None:
+            if one.kind in stores:
+                group.log.info(f"fetched {loaded.path.name} from {stores[one.kind].called}")
             options.fits(loaded.path, loaded.record)
             loaded = loaded if options.sharded else loaded.as_plain()
         elif one.kind == RESCUE:
@@ -201,12 +200,10 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
 def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any] | None]:
     if origin.copy is not None and origin.kind < PEER:
         return str(origin.copy.path), origin.copy.record
-    for path in reversed(list_copies(checkpoints)):
-        # A rank that was lost is to be back within a second: its rescue stands for the bytes of what is older
-        if looks_whole(path) and (origin.kind >= RESCUE or not find_problem(path)):
-            with contextlib.suppress(TypeError, LookupError, ValueError):
-                check(path, record := read_json(path / STATE))
-                return str(path), record
+    for path in filter(looks_whole, reversed(list_copies(checkpoints))):
+        with contextlib.suppress(TypeError, LookupError, ValueError):
+            check(path, record := read_json(path / STATE))
+            return str(path), record
     return "", None
 
 
@@ -217,18 +214,15 @@ def _name(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> st
     return f"checkpoint {Path(one.where).name}{of}"
 
 
-def _words(chosen: Candidate, origin: Origin, group: Group) -> str:
+def _words(one: Candidate, copy: Copy, group: Group) -> str:
     """For the user: what the run goes on from."""
-    assert origin.copy is not None
-    if chosen.kind < PEER:
-        return origin.copy.path.name
-    if chosen.kind == RESCUE:
-        return f"step {origin.copy.step}, rescued by {origin.copy.record['written_by']}; no finished step was lost"
-    if chosen.kind == PARTS:
-        return f"step {origin.copy.step}, of which each rank's part was in memory"
-    has = f"none newer than step {origin.saved[1]['step']}" if origin.saved[1] else "no good checkpoint"
-    hosts, rank = group.hosts, chosen.rank
-    return f"step {origin.copy.step}, the second copy on {hosts[rank]} (rank {rank}): {hosts[0]} (rank 0) has {has}"
+    if one.kind < PEER:
+        return copy.path.name
+    if one.kind == RESCUE:
+        return f"step {copy.step}, rescued by {copy.record['written_by']}; no finished step was lost"
+    if one.kind == PARTS:
+        return f"step {copy.step}, of which each rank's part was in memory"
+    return f"step {copy.step}, the second copy on {group.hosts[one.rank]} (rank {one.rank})"
 
 
 def _put_aside_others(folder: Path, run: str) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankup.agent.limits import memory_available
+from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.places.files import read_json

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,8 +42,9 @@ class Run:
 
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
-        group, options, found = self.group, self.options, list[list[Any]]()
-        known, begins, self.token, self.mark = group.on_rank0(lambda: self._take(stack, owned, found))
+        group, options = self.group, self.options
+        known, begins, self.token, found = group.on_rank0(lambda: self._take(stack, owned))
+        self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
         self.origin = origin = find_origin(
             group, self.folder, Lineage(**known) if known else None, Lineage(**begins), self.token, found, self.places,
             options,
@@ -73,44 +73,34 @@ class Run:
         )
 
     def _take(
-        self, stack: contextlib.ExitStack, owned: Callable[[Any], None], found: list[list[Any]]
-    ) -> tuple[dict[str, Any] | None, dict[str, Any], str, str]:
-        """Own the folder and the store, on rank 0, and add to `found` what copies it alone reaches.
-
-        Returns the run there, the one that begins if there is none, the token of the lease, and the mark of this
-        attempt in the lineage. Raises UserError and PeerLost.
-        """
+        self, stack: contextlib.ExitStack, owned: Callable[[Any], None]
+    ) -> tuple[dict[str, Any] | None, dict[str, Any], str, list[list[Any]]]:
+        """Own the folder and the other places, on rank 0. Returns the run there, the one that begins if there is none,
+        the token of the lease, and what copies rank 0 alone reaches. Raises UserError and PeerLost."""
         assert self.lease is not None
-        options, copies, more = self.options, self.folder / "checkpoints", (self.group.log, self.options)
+        group, options, copies = self.group, self.options, self.folder / "checkpoints"
+        may = may_take(options, group)
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
-            if options.store:
-                store = self.places[STORE] = SecondPlace(options.store, self.folder, self.lease, *more, required=True)
-                store.adopt(stack, nothing_here=False, wanted=lambda other: True)
             remove_unfinished(copies)
+            begun, aside = Lineage.read(self.folder), before(self.folder)
+            # To start anew must not lose anything
+            anew = options.fresh and not (begun and may(begun))
+            if anew and put_aside(self.folder, (*OF_RUN, SECOND), aside):
+                group.log.info(f"--fresh: the earlier run was moved to {aside}")
+            for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
+                if url:
+                    place = SecondPlace(url, self.folder, self.lease, group.log, options, required=kind == STORE)
+                    self.places[kind] = place
+                    nothing_here = not (Lineage.read(self.folder) or any(map(looks_whole, list_copies(copies))))
+                    place.adopt(stack, nothing_here=nothing_here, wanted=may)
             owned(self.owner)
-            begun, may = Lineage.read(self.folder), may_take(options, self.group)
-            if options.fresh and not (begun and may(begun)):
-                begun = None
-                # To start anew must not lose anything
-                if put_aside(self.folder, (*OF_RUN, SECOND), moved := before(self.folder)):
-                    self.group.log.info(f"--fresh: the earlier run was moved to {moved}")
-            if options.mirror:
-                nothing_here = begun is None and not any(map(looks_whole, list_copies(copies)))
-                mirror = self.places[MIRROR] = SecondPlace(
-                    options.mirror, self.folder, self.lease, *more, required=False
-                )
-                mirror.adopt(stack, nothing_here=nothing_here, wanted=may)
-                begun = Lineage.read(self.folder)
-            found += found_in(list_copies(copies))
-            for kind, place in self.places.items():
-                found += [[kind, *one] for one in place.found()]
+            begun, found = Lineage.read(self.folder), found_in(list_copies(copies))
+            found += [[kind, *one] for kind, place in self.places.items() for one in place.found()]
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        new = Lineage.new(self.group.attempt, self.group.launch.start)
-        # Ids of attempts may be given by a launcher, and then given twice
-        mark = f"{self.group.attempt}-{secrets.token_hex(4)}"
-        return begun.values() if begun else None, new.values(), self.lease.token, mark
+        new = Lineage.new(group.attempt, group.launch.start)
+        return begun.values() if begun else None, new.values(), self.lease.token, found
 
     @property
     def store(self) -> SecondPlace | None:
@@ -127,30 +117,18 @@ class Run:
         """Where a user finds the run: its folder, or its address in a store."""
         return self.store.address if self.store is not None else str(self.folder)
 
-    def second_copies(self, *, replicated: bool) -> str:
-        """For the user: who keeps the newest copy a second time. `replicated`: every rank holds the whole state."""
-        rank = self.origin.second
-        if rank is None:
-            return ""
-        if not replicated:
-            return "copies none: the nodes share no disk, and no rank but 0 has whole checkpoints: its disk alone does"
-        none = "" if self.newest else "; none of them holds one, so the run begins at step 0"
-        who = f"rank {rank} on {self.group.hosts[rank]}"
-        return f"copies {who} keeps the newest checkpoint too: the nodes share no disk{none}"
-
     def check_shared(self) -> None:
         """Raises UserError on all ranks where one does not see the folder of rank 0: else the first save of a sharded
         copy would fail, hours later. All ranks call this."""
         until_s = time.monotonic() + VISIBLE_S
         while not (seen := sees(self.folder, self.token)) and time.monotonic() < until_s:
             time.sleep(0.1)
-        unseen = [rank for rank, each in enumerate(self.group.gather(seen)) if not each]
-        if unseen:
-            named = ", ".join(f"rank {rank} on {self.group.hosts[rank]}" for rank in unseen[:4])
+        seen_by = zip(self.group.hosts, self.group.gather(seen), strict=True)
+        if unseen := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(seen_by) if not seen]:
             raise UserError(
                 f"checkpoint_format sharded needs a run directory that all nodes share, got {self.folder}, in which "
-                f"{named} can't see what others write. Set --run-dir to shared storage, or --checkpoint-format plain.",
-                printed_elsewhere=not self.group.is_rank0,
+                f"{', '.join(unseen[:4])} can't see what others write. Set --run-dir to shared storage, or "
+                "--checkpoint-format plain.", printed_elsewhere=not self.group.is_rank0,
             )
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
@@ -165,12 +143,14 @@ class Run:
             except OSError as error:
                 raise disk_error(FILE, self.folder, error) from None
             open_files()
-            if self.store is not None:  # or a machine that comes next would not know of a run that was begun anew
-                self.store.upload(None, timeout_s=self.options.save_timeout_s)
             for place in self.places.values():
                 place.copy(Path(self._saved_path) if self.saved else None)  # an earlier attempt may have had no time
+                place.settle()  # a machine that comes next must know of a run that was begun anew
 
         self.group.on_rank0(write)
+        if (second := self.origin.second) is not None and not self.parts.wanted:  # of split state it has only a part
+            who = f"rank {second} on {self.group.hosts[second]}"
+            self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
         # One of a later step is damaged, or of an attempt that the run went on without
         rescue.remove(self.lineage.run, keep=range(self.saved_step + 1, step + 1))
         self._rescued = step > max(0, self.saved_step)
@@ -224,8 +204,7 @@ class Run:
             if self.second is not None:
                 self.second.wait(first=True)
         except Exception as error:
-            self.group.log.warning(f"no rescue: {reason(error)}")
-            return False
+            problem = reason(error)
         if problem:
             why = f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}"
             self.group.log.warning(why)

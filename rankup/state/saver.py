@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rankup.agent.limits import memory_available
+from rankup.agent.processes import memory_available
 from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.group.group import Group
 from rankup.state import copies

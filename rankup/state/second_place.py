@@ -1,44 +1,223 @@
-"""The second place of a run: a store, with `--run-dir s3://...`, which is required, or a mirror, with `--mirror
-DIR_OR_URL`, which may fail. The run works in a folder of this machine, and what is published there is copied."""
+"""A run at a second place beside its folder: in a store, with `--run-dir s3://...`, which is required, or on a mirror,
+with `--mirror DIR_OR_URL`, which may fail. What is published in the folder is copied there.
+
+    lease/00000007.json
+    00000007/run.json config.yaml result.json metrics.jsonl logs/ tensorboard/
+    00000007/checkpoints/<id of the run>/step-00001200-5f0c9a417be2/... manifest.json
+
+All that an attempt writes lies below its number (`rankup.places.lease`): an owner that was frozen, and taken for dead,
+overwrites its own objects alone. Readers begin at the highest number. A copy is there once its manifest is, which is
+written last. Its name has the digest of the manifest, and that has those of the files: two uploads never mix, and a
+manifest that is cut, old or in the wrong place does not pass.
+"""
 
 import contextlib
+import hashlib
 import logging
 import math
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import PeerLost, UserError
-from rankup.places.lease import FILE, OF_RUN, Lease, Lineage, StoreLease, number_of, put_aside
+from rankup.errors import PeerLost, UserError, disk_error, reason
+from rankup.places.files import cache_roots
+from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
-from rankup.state.copies import STATE, Check, list_copies, looks_whole, no_check, uploading
-from rankup.state.reading import Copy
+from rankup.state import copies
+from rankup.state.copies import MANIFEST, STATE, Check, list_copies, looks_whole, no_check, step_of
+from rankup.state.reading import Copy, load, load_newest, newest_whole, read
 from rankup.state.saver import Options, Writing
-from rankup.state.stored_run import StoredRun
 from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
+from rankup.urls import is_url
 
+KEY = re.compile(r"(\d{8,})/checkpoints/([\w-]+)/(step-(\d{8,})-[0-9a-f]{12})/manifest\.json")
+INSIDE = re.compile(r"\w[\w.-]*")  # no name may lead out of the copy's folder
+FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
+TENSORBOARD = "tensorboard"
 SUPERSEDED = "superseded"
 BEFORE_WATCHDOG = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
-class SecondPlace(StoredRun):
-    """The second place of the run in `folder`. Rank 0 only.
+@dataclass(frozen=True, slots=True, order=True)
+class Stored:
+    """A copy that has a manifest, in the order of what a run goes on from: the newest is the largest."""
 
-    A thread copies to it, always the newest. Where the place is required, `settle` raises what that failed with. A
-    mirror that fails is one line until it is back, and the end says what is missing.
-    """
+    number: int
+    step: int
+    run: str
+    name: str
+
+    @property
+    def folder(self) -> str:
+        return f"{folder_of(self.number)}/checkpoints/{self.run}/{self.name}"
+
+
+class StoredRun:
+    """One run at a place, and its folder here. One thread at a time uses it. All methods raise as `Place` does."""
+
+    def __init__(self, place: Place, folder: Path, *, number: int = 0) -> None:
+        """`place`: the run's own, `s3://bucket/runs/NAME`. `number`: of the owner that writes."""
+        self.place, self.folder, self.number = place, folder, number
+        self._uploaded: dict[str, tuple[int, int]] = {}  # a file's size and time when it was uploaded last
+
+    # Writing --------------------------------------------------------------------------------------------------
+
+    def upload_copy(self, path: Path, *, run: str, keep: int, check: Callable[[], None] = lambda: None) -> None:
+        """Copy the folder `path` of the run with that id, unless this very copy is there, and remove all but the `keep`
+        newest. `check` raises where another attempt owns the run by now. A kill at any point leaves the earlier copies,
+        and at most objects that no manifest names, which a later upload removes."""
+        new, names = self._stored(path, run), self.place.names()
+        if any(one.name == new.name for one in _copies(names)):
+            return
+        files = {f"{new.folder}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        self.place.upload({name: file for name, file in files.items() if names.get(name) != sizes[name]})
+        manifest = (path / MANIFEST).read_bytes()
+        if self._stored(path, run) != new:  # that step was saved again, and what was read may be of both
+            return
+        there = self.place.names(new.folder)
+        for name, size in sizes.items():  # a store that has lost what it took must not get a manifest
+            if there.get(name) != size:
+                raise UserError(f"{self.place.url} must keep what is written, got {there.get(name)} bytes of {name}.")
+        check()
+        self.place.write(f"{new.folder}/{MANIFEST}", manifest)
+        check()
+        self._remove_old(new, keep)
+
+    def upload_files(self) -> None:
+        """Copy what has changed in the folder besides its copies."""
+        paths = [*(self.folder / name for name in FILES), *(self.folder / TENSORBOARD).rglob("*")]
+        stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in paths if path.is_file()}
+        now = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        changed = {name for name, stat in now.items() if self._uploaded.get(name) != stat}
+        own = self.place.below(folder_of(self.number))
+        # run.json is last: with it the files of this owner are complete, and count instead of an earlier owner's
+        for names in (changed - {FILE}, changed & {FILE}):
+            own.upload({name: self.folder / name for name in names})
+        self._uploaded |= now
+
+    def _stored(self, path: Path, run: str) -> Stored:
+        name = path.name.partition(".")[0]  # `.replaced`, after a kill between two renames
+        return Stored(self.number, step_of(path), run, f"{name}-{_digest((path / MANIFEST).read_bytes())}")
+
+    def _remove_old(self, new: Stored, keep: int) -> None:
+        """Remove all copies of the run but the `keep` newest, their manifests first, and the files of earlier owners,
+        which `upload_files` has written again. Nothing of a later owner is touched."""
+        names = [name for name in self.place.names()
+                 if 0 < number_of(name) <= self.number and not name.startswith("lease/")]
+        earlier = [one for one in _copies(names) if one.run == new.run and one != new]
+        kept = {one.folder for one in [new, *earlier[: keep - 1]]}
+
+        def is_old(name: str) -> bool:
+            if "/checkpoints/" not in name:
+                return number_of(name) != self.number
+            # Those of a run that --fresh has put aside stay
+            return f"/checkpoints/{new.run}/" in name and name.rpartition("/")[0] not in kept
+
+        old = [name for name in names if is_old(name)]
+        for first in (True, False):
+            self.place.remove(name for name in old if name.endswith(f"/{MANIFEST}") == first)
+
+    # Reading --------------------------------------------------------------------------------------------------
+
+    def newest_run(self) -> tuple[int, Lineage | None]:
+        """The last owner that has written a whole run.json, and what that says; 0 and None where there is no run."""
+        names = self.place.names()
+        for number in range(max(map(number_of, names), default=0), 0, -1):
+            name = f"{folder_of(number)}/{FILE}"
+            if name in names and (found := Lineage.of(self.place.read_json(name))):
+                return number, found
+        if runs := sorted({one.run for one in _copies(names)}):
+            raise UserError(
+                f"{self.place.url} must say in run.json which run it holds, got none, and checkpoints of "
+                f"{', '.join(runs)}. Put run.json back from a copy, or set another --name."
+            )
+        return 0, None
+
+    def copies(self, run: str) -> list[Stored]:
+        """The copies of that run, the newest first."""
+        return [one for one in _copies(self.place.names()) if one.run == run]
+
+    def fetch(self, stored: str, check: Check = no_check) -> tuple[Copy | None, str]:
+        """Copy the folder `stored` of a copy into ours. Returns the copy verified, or what is wrong with it. Raises
+        UserError where the disk here is full, or `check` refuses it."""
+        directory, name = self.folder / "checkpoints", stored.rpartition("/")[2].rpartition("-")[0]
+        target, staging = directory / name, copies.staging_of(directory)
+        fetched, copy = staging / name, None  # its name says the step, which is verified too
+        try:
+            problem = self._download(stored, fetched)
+            if not problem:
+                copy, problem = read(fetched, check)
+            if copy is not None:
+                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
+                copy = replace(copy, path=fetched.rename(target))
+                copies.known_damaged.discard(target)
+        except OSError as error:
+            raise disk_error("checkpoint", directory, error) from None
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return copy, problem
+
+    def _download(self, stored: str, target: Path) -> str:
+        """Returns what is wrong with the copy, as far as its manifest and the digest of that in its name tell."""
+        manifest = self.place.read(f"{stored}/{MANIFEST}")
+        if manifest is None:
+            return f"{MANIFEST} is missing"
+        if not stored.endswith(_digest(manifest)):
+            return f"{MANIFEST} does not match the digest in the folder's name"
+        for name in self.place.names(stored):
+            if INSIDE.fullmatch(inside := name.removeprefix(f"{stored}/")):
+                self.place.download(name, target / inside)
+        return ""
+
+    def fetch_newest(self, run: str) -> Path | None:
+        """Fetch the newest whole copy of that run, and return its path here; None where there is none at all. Raises
+        UserError where all are damaged."""
+        each = ((f"checkpoint {one.name}", partial(self.fetch, one.folder)) for one in self.copies(run))
+        found = newest_whole(self.place.url, each, self.place.warn)
+        return found.path if found else None
+
+    def fetch_files(self, number: int) -> None:
+        """Fetch everything besides copies that this owner has written. Raises UserError where the disk here is full."""
+        own = self.place.below(folder_of(number))
+        try:
+            for name in sorted(own.names(), key=lambda name: name == FILE):  # with that all are here
+                # No name may lead elsewhere
+                if name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name):
+                    own.download(name, self.folder / name)
+        except OSError as error:
+            raise disk_error("copy of the run", self.folder, error) from None
+
+
+def _copies(names: Iterable[str]) -> list[Stored]:
+    """The newest first."""
+    keys = filter(None, map(KEY.fullmatch, names))
+    return sorted((Stored(int(key[1]), int(key[4]), key[2], key[3]) for key in keys), reverse=True)
+
+
+def _digest(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()[:12]
+
+
+class SecondPlace(StoredRun):
+    """The second place of the run in `folder`, to which a thread copies, always the newest. Rank 0 only. `settle`
+    raises what a required one failed with. A mirror that fails is one line until it is back, and the end says what
+    it lacks."""
 
     def __init__(
         self, url: str, folder: Path, lease: Lease, log: logging.Logger, options: Options, *, required: bool
     ) -> None:
         """`url`: of all runs there. `lease`: of `folder`, which is held already."""
-        place = Place.open(url, warn=log.warning if required else self._fail).below(folder.name)
-        super().__init__(place)
-        self.folder, self.required, self.options, self.log = folder, required, options, log
-        self.address, self.run = place.url, ""  # the id of the run that is copied
+        super().__init__(Place.open(url, warn=log.warning if required else self._fail).below(folder.name), folder)
+        self.required, self.options, self.log = required, options, log
+        self.address, self.run = self.place.url, ""  # the id of the run that is copied
         self.called = self.address if required else f"the mirror {self.address}"
-        self.lease = StoreLease(place, lease)
+        self.lease = StoreLease(self.place, lease)
         self._copying = Writing("upload", math.inf)
         self._missing: Path | None = None  # the newest copy, while the place lacks it
         self._failing = ""  # what was said of a mirror that fails
@@ -52,31 +231,26 @@ class SecondPlace(StoredRun):
     def adopt(self, stack: contextlib.ExitStack, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
         """Own the place, and take the run that is there where the folder is behind it, or has `nothing_here`: neither a
         run nor a copy. A required place has one owner until `stack` ends; whoever comes last owns a mirror. `wanted`:
-        whether a mirror's run may be gone on with.
-
-        Raises UserError and PeerLost where the place is required, or where it alone may know of a run; and OSError.
-        """
+        whether that run may be gone on with. Raises OSError, and UserError and PeerLost where the place is required, or
+        where it alone may know of a run."""
         with self._asking(alone=False):
             if self.required:
                 stack.enter_context(self.lease)
             self._claim()
         with self._asking(alone=nothing_here):
             here, (number, there) = Lineage.read(self.folder), self.newest_run()
-            if there is None:
+            if there is None or not wanted(there):
                 return
-            if self.required and not (here and here.goes_on_from(there)):
-                # What others have gone on without. After an attempt that could not fetch the run nothing is here,
-                # and what it put aside stays
+            behind = self.required and not (here and here.goes_on_from(there))
+            if behind and not nothing_here:  # what others have gone on without
                 aside = self.folder / SUPERSEDED
-                if any((self.folder / name).exists() for name in ("checkpoints", FILE)):
-                    shutil.rmtree(aside, ignore_errors=True)
-                    put_aside(self.folder, OF_RUN, aside)
-                    self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
-            elif not nothing_here or not wanted(there):
-                if here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
-                    there.write(self.folder)
-                return
-            self.fetch_files(number, self.folder)
+                shutil.rmtree(aside, ignore_errors=True)
+                put_aside(self.folder, OF_RUN, aside)
+                self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
+            if behind or nothing_here:
+                self.fetch_files(number)
+            elif here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
+                there.write(self.folder)
 
     def found(self) -> Iterator[list[Any]]:
         """The copies there of the run in the folder: path, step, attempt and run of each. Raises as `adopt`."""
@@ -88,26 +262,10 @@ class SecondPlace(StoredRun):
                     attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
                     yield [one.folder, one.step, attempt, one.run]
 
-    def fetch(self, folder: str, directory: Path | None = None, check: Check = no_check) -> tuple[Copy | None, str]:
-        """Copy that copy into the folder of this run. Raises as `adopt`."""
-        copy, problem, whole = None, f"{self.called} fails", self._whole()
-        refused: list[UserError] = []
-
-        def look(*what: Any) -> None:
-            try:
-                check(*what)
-            except UserError as error:
-                refused.append(error)
-                raise
-
-        with self._asking(alone=not whole):
-            copy, problem = super().fetch(folder, directory or self.folder / "checkpoints", look)
-        if refused:  # an older one must not take its place, as where the mirror fails
-            raise refused[0]
-        if copy is not None:
-            had = f"{whole[-1].name} as its newest" if whole else "no good checkpoint"
-            self.log.info(f"fetched {copy.path.name} from {self.called}: {self.folder} had {had}")
-        return copy, problem
+    def _download(self, stored: str, target: Path) -> str:
+        with self._asking(alone=not self._whole()):
+            return super()._download(stored, target)
+        return f"{self.called} fails"
 
     def _whole(self) -> list[Path]:
         """The copies in the folder that look whole. Their bytes were not checked."""
@@ -134,14 +292,12 @@ class SecondPlace(StoredRun):
     # While training -------------------------------------------------------------------------------------------
 
     def copy(self, path: Path | None) -> None:
-        """Copy what has changed beside the copies, and this copy if it is given, in the background; the newest one
-        where that is busy."""
+        """Copy what has changed beside the copies, and this copy if it is given, in the background."""
         self._missing = path or self._missing
         self._copying.start(self._copy)
 
     def settle(self) -> None:
-        """Wait until all is there, if that is required. Raises UserError where the place refuses, and PeerLost where it
-        does not answer in time or has a later owner."""
+        """Wait until all is there, if that is required. Raises UserError and PeerLost."""
         if self.required:
             self._copying.join()
             if self._copying.failure is not None:
@@ -156,13 +312,13 @@ class SecondPlace(StoredRun):
                 raise PeerLost(f"another attempt has gone on with the run on {self.address}")
         self._claim()
         self.lease.look()
-        with uploading(path):
-            self.upload_files(self.folder)  # first: a resumed run does not repeat saved steps
+        with copies.uploading(path):
+            self.upload_files()  # first: a resumed run does not repeat saved steps
             if path is not None:
                 self.upload_copy(path, run=self.run, keep=self.options.keep, check=self.lease.look)
 
     def finish(self, *, stopped: bool) -> None:
-        """Copy the files a last time, and the newest copy if it is not there. A mirror is waited for for a while."""
+        """Copy all a last time. A mirror is waited for for a while."""
         if self.required:
             self.copy(next(reversed(self._whole()), None))
             self.settle()
@@ -175,8 +331,7 @@ class SecondPlace(StoredRun):
             self.log.warning(f"the newest checkpoint, {self._missing.name}, is not on {self.called}{why}")
 
     def _copy(self, timeout_s: float = 0.0) -> None:
-        """Upload what the place lacks: changed files, and the newest copy. `timeout_s`: of a mirror, 0 for as long as
-        its bytes may take."""
+        """Upload what the place lacks. `timeout_s`: of a mirror, 0 for as long as its bytes may take."""
         path = self._missing
         try:
             if self.required:
@@ -189,7 +344,7 @@ class SecondPlace(StoredRun):
             if self.required:
                 raise
             if path is None or path.exists():  # else it was removed: a newer one was published, and is wanted
-                self._fail(str(error) or type(error).__name__)
+                self._fail(reason(error))
             return
         if self._missing is path:  # else a newer one, also of the same step
             self._missing = None
@@ -202,3 +357,53 @@ class SecondPlace(StoredRun):
         if not self._failing:
             self.log.warning(f"the mirror fails, the training goes on: {text}")
         self._failing = text
+
+
+# For other commands --------------------------------------------------------------------------------------------------
+
+
+def find_copy(place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check, timeout_s: float) -> Copy:
+    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty, in
+    plain form. Raises UserError, and PeerLost where a store does not answer within `timeout_s`."""
+    if is_url(place):
+        with fetched(place, warn=warn, timeout_s=timeout_s) as path:
+            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+    found = load(Path(place), check) if place else load_newest(run_dir / "checkpoints", warn, check)
+    if found is None:
+        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+    return found.as_plain()
+
+
+@contextlib.contextmanager
+def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
+    """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
+
+    The address may be of a run, whose newest whole checkpoint it is then, of a folder without folders in it, such as a
+    checkpoint's, or of a file. Raises UserError where there is nothing to read or the store refuses, and PeerLost where
+    it does not answer within `timeout_s`.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+    folder = cache_roots()[0] / "fetched"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise disk_error("RANKUP_CACHE", folder, error) from None
+    with own:
+        yield _fetch_any(Place.open(place, warn=warn, timeout_s=timeout_s), Path(own.name))
+
+
+def _fetch_any(place: Place, folder: Path) -> Path:
+    stored = StoredRun(place, folder)
+    if run := stored.newest_run()[1]:
+        newest = stored.fetch_newest(run.run)
+    else:
+        newest = folder / place.url.rpartition("/")[2]
+        for name in place.names() or [""]:  # a list at http does not know the file at its own address
+            if "/" not in name:
+                place.download(name, newest / name)
+    if newest is None or not newest.exists():
+        raise UserError(f"{place.url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+    return newest

@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rankup.agent.limits import cpu_quota
 from rankup.agent.logs import host_name
-from rankup.agent.processes import has_handler
+from rankup.agent.processes import cpu_quota, has_handler
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
@@ -197,16 +196,17 @@ def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Pat
 
 
 def hang_from_the_first_report_on() -> None:
-    from rankup.agent import ends as status
+    from rankup.agent import ends
 
-    write, hangs = status.write_json, Path(os.environ["HANGS"])
+    write, hangs = ends.write_json, Path(os.environ["HANGS"])
 
-    def hang(*_: Any) -> None:
-        hangs.touch()
-        threading.Event().wait()
+    def hang(path: Path, data: Any) -> None:
+        if path.name.startswith("progress") or hangs.exists():
+            hangs.touch()
+            threading.Event().wait()
+        write(path, data)
 
-    status.write_atomically = hang
-    status.write_json = lambda *value: hang() if hangs.exists() else write(*value)
+    ends.write_json = hang
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_script_that_ignores_a_stop_is_killed(tmp_path: Path) -> None:
         pid_of(tmp_path, 1)
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.wait() == [143], job.output
-    assert "the script did not end within 0.5 s of SIGTERM: killed (--stop-grace-s)" in job.output
+    assert "rank 0 did not end within 0.5 s after SIGTERM (--stop-grace-s): killed" in job.output
 
 
 def test_second_signal_some_seconds_later_ends_it_at_once(tmp_path: Path) -> None:

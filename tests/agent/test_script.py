@@ -35,14 +35,12 @@ def test_script_and_the_modules_of_its_own_must_match(tmp_path: Path) -> None:
     assert {name for name in found if found[name] != changed[name]} == {"imported helpers/loss.py"}
 
 
-def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None:
-    """It may put the package's folder on the path itself, as this project's program does."""
-    text = "from package.inner import tools\nfrom . import near\nimport neighbour"
-    script = write(tmp_path, text, "package/inner/main.py")
-    names = ("package/__init__.py", "package/inner/__init__.py", "package/inner/near.py", "package/inner/tools.py")
+def test_script_in_a_package_has_what_is_beside_and_above_it_for_its_own(tmp_path: Path) -> None:
+    script = write(tmp_path, "from . import near\nfrom ..outer import tools\nimport neighbour", "package/inner/main.py")
+    names = ("package/__init__.py", "package/outer.py", "package/inner/__init__.py", "package/inner/near.py")
     for name in (*names, "neighbour.py"):
         write(tmp_path, "", name)
-    assert imported(Script.find([str(script)])) == {"../__init__.py", "__init__.py", "tools.py", "near.py"}
+    assert imported(Script.find([str(script)])) == {"../outer.py", "near.py"}
 
 
 def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

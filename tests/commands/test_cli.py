@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.cli import COMMANDS, OF_PROGRAM, completion, main, parser
+from rankup.cli import COMMANDS, OF_PROGRAM, completion, main
 from tests.rigs.jobs import ROOT, environment
 
 
@@ -57,7 +57,7 @@ def test_help_of_each_command_is_a_screen_with_two_examples(
     examples = re.findall(rf"^  rankup {name}(.*)$", out, re.MULTILINE)
     assert len(examples) == 2
     for words in examples:
-        parser(name).parse(words.split())
+        COMMANDS[name].parse(words.split())
     assert said(capsys, "help", name) == (0, out, "")
 
 
@@ -82,7 +82,6 @@ MISTAKES = {
     "launch --nporc 2 x.py": 'unknown option "--nporc"; did you mean --nproc?',
     "launch --nproc two x.py": "--nproc must be an integer, got two.",
     "launch --nproc 0 x.py": "--nproc must be a whole number from 1 to 65535, got 0.",
-    "launch --start slow x.py": "--start must be one of 'fork', 'fresh', got slow.",
     "launch nofile.py": "SCRIPT must be a file, got nofile.py: there is none.",
     "launch -m": "SCRIPT must be given.",
     "launch --restart-args ' x.py": "--restart-args must be words as a shell splits them, got '.",

@@ -7,7 +7,7 @@ import pytest
 
 from rankup.env.launchers import port_for
 from rankup.env.rank_env import RankEnv, read_rank_env
-from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal, warning
+from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
 STEP = {
@@ -95,16 +95,11 @@ def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
     assert " not set. " in refusal({**env, "WORLD_SIZE": "4"})
 
 
-def test_explicit_rank_beats_slurm_and_is_warned_of():
-    env = {**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"}
-    assert place(read_rank_env(env)) == (0, 0, 2, None)
-    assert "RANK=0 WORLD_SIZE=2 from the environment beat Slurm's task 3 of 4" in warning(env)
-
-
-def test_explicit_rank_that_is_the_task_learns_its_place_from_slurm():
+def test_explicit_rank_beats_slurm_and_learns_its_place_where_it_is_that_task():
+    assert place(read_rank_env({**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"})) == (0, 0, 2, None)
     env = read_rank_env({**STEP, **FULL, "RANK": "3"})
     assert place(env) == (3, 1, 4, 2)
-    assert (env.master_addr, env.launcher, env.warnings) == ("node0", "environment", ())
+    assert (env.master_addr, env.launcher) == ("node0", "environment")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +123,7 @@ def test_torchrun_multiplied_by_srun_is_refused(env: Env):
 
 def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
     env = read_rank_env({**STEP, **AGENT, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"})  # one on each node
-    assert (env.launcher, env.rank, env.warnings) == ("torchrun", 3, ())
+    assert (env.launcher, env.rank) == ("torchrun", 3)
     simulated = {"GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
     assert read_rank_env({**STEP, **AGENT, **simulated}).rank == 3
 
@@ -153,8 +148,8 @@ def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
 @pytest.mark.parametrize(
     ("env", "launcher", "job"),
     [
-        (MPI, "open mpi", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-        ({**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}, "open mpi", "OMPI_MCA_ess_base_jobid"),
+        (MPI, "mpirun", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        ({**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}, "mpirun", "OMPI_MCA_ess_base_jobid"),
     ],
     ids=["mpi", "horovod", "older-mpi"],
 )
@@ -165,7 +160,7 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same on every node
     assert "MASTER_PORT is not set" in refusal(without(env, job))
     # An mpirun that is killed leaves its processes running
-    assert read.parent_pid == (os.getppid() if launcher == "open mpi" else None)
+    assert read.parent_pid == (os.getppid() if launcher == "mpirun" else None)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +179,7 @@ def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: 
 
 
 def test_open_mpi_beats_the_slurm_task_that_its_daemon_is_and_horovodrun_both():
-    assert read_rank_env({**STEP, **MPI}).launcher == "open mpi"
+    assert read_rank_env({**STEP, **MPI}).launcher == "mpirun"
     assert read_rank_env({**STEP, **MPI, **HOROVOD}).launcher == "horovodrun"
 
 
@@ -229,7 +224,7 @@ def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
 def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world: int):
     read = read_rank_env(env)
     assert place(read) == (rank, 0, world, 1)
-    assert (read.master_addr, read.master_port, read.warnings) == (env["MASTER_ADDR"], 23456, ())
+    assert (read.master_addr, read.master_port) == (env["MASTER_ADDR"], 23456)
 
 
 @pytest.mark.parametrize(
@@ -270,10 +265,10 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "\n" not in message
 
 
-def test_indexed_job_without_rank_is_single_with_a_warning():
-    assert not read_rank_env({"JOB_COMPLETION_INDEX": "1"}).distributed
-    assert "k8s/job.yaml" in warning({"JOB_COMPLETION_INDEX": "1"})
-    assert warning({"JOB_COMPLETION_INDEX": "1", **FULL}) == ""
+def test_indexed_job_of_several_pods_without_rank_is_refused():
+    assert "k8s/job.yaml" in refusal({"JOB_COMPLETION_INDEX": "1"})
+    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0"}).distributed  # of one pod
+    assert read_rank_env({"JOB_COMPLETION_INDEX": "1", **FULL}).rank == 1
 
 
 # Ports and hosts ------------------------------------------------------------------------------------------------------

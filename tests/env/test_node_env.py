@@ -85,6 +85,7 @@ def test_agent_of_one_of_several_ranks_on_a_machine_counts_them(given: Env, want
         (MPI, NODE, "a rank of mpirun"),
         ({**HOROVOD, **FULL}, {}, "a rank of horovodrun"),
         ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
+        ({"JOB_COMPLETION_INDEX": "1"}, {}, "JOB_COMPLETION_INDEX=1 but RANK is not set"),
     ],
 )
 def test_agent_is_refused_what_would_train_alone_or_twice(env: Env, options: dict[str, Any], said: str):
@@ -98,8 +99,3 @@ def test_job_that_is_scaled_up_too_far_has_spares(rank: int) -> None:
     """FULL has WORLD_SIZE=4: pods that were there before and after the change count differently."""
     node = read_node_env({**FULL, "RANK": str(rank)}, nnodes=3, limits=Limits(2, 3))
     assert (node.node_rank, node.num_nodes) == (rank, 3)
-
-
-def test_agent_warns_as_a_rank_does():
-    assert "k8s/job.yaml" in "".join(read_node_env({"JOB_COMPLETION_INDEX": "1"}).warnings)
-    assert "task 3 of 4" in "".join(read_node_env({**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"}).warnings)

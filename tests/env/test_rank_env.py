@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.env.rank_env import (
-    RankEnv,
-    describe,
-    is_loopback,
-    parse_url,
-    read_rank_env,
-    with_options,
-)
+from rankup.env.rank_env import RankEnv, describe, is_loopback, read_rank_env, with_options
 from rankup.errors import LaunchError
 
 Env = dict[str, str]
@@ -33,10 +26,6 @@ def refusal(env: Env) -> str:
     with pytest.raises(LaunchError) as refused:
         read_rank_env(env)
     return str(refused.value)
-
-
-def warning(env: Env) -> str:
-    return "\n".join(read_rank_env(env).warnings)
 
 
 # By hand --------------------------------------------------------------------------------------------------------------
@@ -106,7 +95,7 @@ def test_all_mistakes_are_reported_at_once_one_a_line():
 def test_torchrun_tells_the_ranks_of_a_node_and_its_restarts():
     env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
-    assert (env.restart_count, env.launcher, env.warnings) == (3, "torchrun", ())
+    assert (env.restart_count, env.launcher) == (3, "torchrun")
 
 
 def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
@@ -177,24 +166,25 @@ def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, exp
 
 
 def test_url_stands_for_the_variables(tmp_path: Path):
-    assert parse_url("tcp://node0:29400") == {"MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
-    assert parse_url("tcp://[fd00::1]:29400/") == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
-    assert parse_url(f"file://{tmp_path}/a%20b")["RANKUP_FILE"] == f"{tmp_path}/a b"
+    ipv6 = with_options({}, init_method="tcp://[fd00::1]:29400/")
+    assert ipv6 == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
+    by_file = with_options({}, init_method=f"file://{tmp_path}/a%20b", rank=1, world_size=2)
+    env = read_rank_env(dict(by_file))
+    assert (env.rank, env.file) == (1, f"{tmp_path}/a b")
+    assert f"rank 1 of 2 (local 0), meeting by {tmp_path}/a b" in describe(env)
+    assert "RANK WORLD_SIZE are not set" in refusal(dict(with_options({}, init_method=f"file://{tmp_path}/a")))
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "rule"),
     [
-        "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
-        "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
+        *((url, "must be tcp://HOST:PORT or file:///PATH, got") for url in (
+            "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
+            "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
+        )),
+        *((f"file:///{name}", "must name a file in a folder that exists") for name in ("no/such/meeting", "tmp")),
     ],
 )
-def test_url_of_another_kind_is_refused(url: str):
-    with pytest.raises(LaunchError, match="--init-method must be tcp://HOST:PORT or file:///PATH, got"):
-        parse_url(url)
-
-
-@pytest.mark.parametrize("name", ["no/such/folder/meeting", "."])
-def test_url_of_no_possible_file_is_refused(tmp_path: Path, name: str):
-    with pytest.raises(LaunchError, match="must name a file in a folder that exists"):
-        parse_url(f"file://{tmp_path}/{name}")
+def test_url_of_another_kind_and_of_no_possible_file_is_refused(url: str, rule: str):
+    with pytest.raises(LaunchError, match=f"--init-method {rule}"):
+        with_options({}, init_method=url)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rankup.agent.logs import MOST_BYTES, announce_stacks
 from rankup.agent.record import RecordWriter
 from rankup.group import stop as stacks
 from rankup.group.stop import compare, moment, place_of
@@ -128,10 +127,3 @@ def test_the_newest_dump_counts_and_says_why_and_where(opened: Path) -> None:
     assert answer.why == "step (step 11) took longer than 5 s"
     assert answer.place.endswith(" of step 12")
     assert answer.text.count("in test_the_newest_dump_counts_and_says_why_and_where") == 1
-
-
-def test_file_that_has_grown_large_begins_anew(tmp_path: Path) -> None:
-    path = announce_stacks(tmp_path, 0, 1, os.getpid())
-    path.write_text("x" * (MOST_BYTES + 1))
-    announce_stacks(tmp_path, 0, 1, os.getpid())
-    assert path.stat().st_size < 1000

@@ -211,5 +211,5 @@ def test_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics = Metrics(tmp_path, Position(), saved=Position(), tensorboard=False)
     for write in (lambda: metrics.write(entry(1, {"train/loss": 1.0})), metrics.close):
-        with pytest.raises(UserError, match=r"metrics: .* has no space left, .* MiB free"):
+        with pytest.raises(UserError, match=r"metrics: .* has no space left"):
             write()

@@ -66,7 +66,7 @@ def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[st
     assert disks.mirrored()[-1] == "step-00000010"
     disks.lose()
     output = disks.run()
-    assert f"fetched step-00000010 from the mirror {disks.mirror}/run: {disks.run_dir} had no good checkpoint" in output
+    assert f"fetched step-00000010 from the mirror {disks.mirror}/run\n" in output
     assert "resumed from step-00000010" in output
     assert result(disks.run_dir)["digest"] == undisturbed["digest"]
     assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
@@ -101,14 +101,6 @@ def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> N
     assert {"step-00000010", "step-00000002"} <= set(disks.mirrored())
     disks.lose()
     assert "resumed from step-00000002" in disks.run("--lr=0.25", "--max-steps=4")
-
-
-def test_only_damaged_ones_are_left_and_nothing_begins_anew_without_a_word(disks: Disks) -> None:
-    disks.run(code=143, **STOP)
-    disks.lose()
-    for path in disks.mirror.glob("run/*/checkpoints/*/*/model.safetensors"):
-        flip(path, 99)
-    assert "must hold a whole checkpoint, got only damaged ones" in disks.run(code=2)
 
 
 def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(disks: Disks) -> None:

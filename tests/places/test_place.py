@@ -10,9 +10,10 @@ import pytest
 
 from rankup.errors import PeerLost, UserError
 from rankup.places import place
+from rankup.places.files import staged, write_atomically
 from rankup.places.lease import Lease, StoreLease
 from rankup.places.place import Place
-from rankup.state.stored_run import StoredRun
+from rankup.state.second_place import StoredRun
 from tests.rigs.checkpoints import save
 from tests.rigs.object_store import BUCKET, S3, Door, Request
 
@@ -35,20 +36,20 @@ def door(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 class Bucket:
     """Where a test's objects are."""
 
-    def __init__(self, name: str) -> None:
-        self.url = f"s3://{BUCKET}/{name}"
+    def __init__(self, folder: Path) -> None:
+        self.url, self.there = f"s3://{BUCKET}/{folder.name}", folder / "there"
         self.said: list[str] = []
 
     def place(self, timeout_s: float = 0.0) -> Place:
         return Place.open(self.url, warn=self.said.append, timeout_s=timeout_s)
 
     def run(self, timeout_s: float = 0.0) -> StoredRun:
-        return StoredRun(self.place(timeout_s), number=1)
+        return StoredRun(self.place(timeout_s), self.there, number=1)
 
 
 @pytest.fixture
 def bucket(door: Door, tmp_path: Path) -> Bucket:
-    return Bucket(tmp_path.name)
+    return Bucket(tmp_path)
 
 
 def test_a_large_file_goes_in_parts(door: Door, bucket: Bucket, tmp_path: Path) -> None:
@@ -65,8 +66,16 @@ def test_what_fails_for_a_moment_is_tried_again(door: Door, bucket: Bucket, tmp_
     failures = iter([500, 503] * 3)
     door.rule = lambda request: next(failures, None)
     bucket.run(timeout_s=60).upload_copy(save(tmp_path / "here", 10), run=RUN, keep=1)
-    assert bucket.run().fetch_newest(tmp_path / "there", run=RUN) is not None
+    assert bucket.run().fetch_newest(RUN) is not None
     assert "tried again for" in bucket.said[0]
+
+
+def test_file_whose_writing_fails_keeps_its_old_content_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError), staged(path) as staging:
+        staging.write_text("\udc80")
+    assert (path.read_text(), [*tmp_path.iterdir()]) == ("old", [path])
 
 
 def test_of_two_that_create_a_name_in_a_folder_one_has_it(tmp_path: Path) -> None:
@@ -87,7 +96,7 @@ def test_a_store_that_is_deaf_is_a_lost_peer(bucket: Bucket, monkeypatch: pytest
 
 
 def test_a_bucket_that_is_missing_is_the_users_mistake(door: Door) -> None:
-    with pytest.raises(UserError, match="s3://no-such-bucket/runs: the bucket or container must exist"):
+    with pytest.raises(UserError, match="s3://no-such-bucket/runs must be in a bucket or container that exists: "):
         Place.open("s3://no-such-bucket/runs", warn=print, timeout_s=60).write("hint", b"")
 
 

@@ -9,7 +9,7 @@ import pytest
 from rankup.errors import UserError
 from rankup.places.lease import Lineage
 from rankup.places.place import Place
-from rankup.state.stored_run import StoredRun
+from rankup.state.second_place import StoredRun
 from tests.rigs.checkpoints import damaged, newest, save, steps
 
 RUN = "0123456789abcdef"
@@ -20,8 +20,8 @@ def url(tmp_path: Path) -> str:
     return str(tmp_path / "copy")
 
 
-def open_store(url: str, *, number: int = 1) -> StoredRun:
-    return StoredRun(Place.open(url, warn=str), number=number)
+def open_store(url: str, folder: Path = Path("nowhere"), *, number: int = 1) -> StoredRun:
+    return StoredRun(Place.open(url, warn=str), folder, number=number)
 
 
 def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_removed(
@@ -33,9 +33,10 @@ def test_the_newest_checkpoint_comes_back_and_old_ones_and_a_killed_upload_are_r
         store.upload_copy(save(tmp_path / "here", step), run=RUN, keep=2)
     left = {name.split("/")[3][:13] for name in store.place.names()}
     assert left == {"step-00000020", "step-00000030"}
-    assert open_store(url).fetch_newest(tmp_path / "there", run=RUN) == tmp_path / "there" / "step-00000030"
-    assert newest(tmp_path / "there") == (30, [])
-    assert steps(tmp_path / "there") == [30]
+    there = tmp_path / "there" / "checkpoints"
+    assert open_store(url, there.parent).fetch_newest(RUN) == there / "step-00000030"
+    assert newest(there) == (30, [])
+    assert steps(there) == [30]
 
 
 def test_a_store_with_copies_and_no_run_file_is_refused(url: str, tmp_path: Path) -> None:
@@ -73,10 +74,10 @@ def test_a_thousand_damaged_stores_give_no_wrong_state(url: str, tmp_path: Path)
                 whole -= {int(name.split("/")[3][5:13])}
         there = tmp_path / str(case)
         try:
-            fetched = open_store(url).fetch_newest(there, run=RUN)
+            fetched = open_store(url, there).fetch_newest(RUN)
         except UserError:
             fetched = None
-        step = newest(there)[0] if fetched else None
+        step = newest(there / "checkpoints")[0] if fetched else None
         assert step == max(whole, default=None), f"case {case}"
         found[step] = found.get(step, 0) + 1
     assert found.keys() == {10, 20, 30, None}
@@ -88,17 +89,17 @@ def test_files_beside_the_checkpoints_are_copied_where_they_changed(url: str, tm
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(f"content of {name}\n")
     Lineage(RUN, "", "", [], 1).write(run)
-    store, first = open_store(url), open_store(url).place.below("00000001")
-    store.upload_files(run)
+    store, first = open_store(url, run), open_store(url).place.below("00000001")
+    store.upload_files()
     first.remove(first.names())
     (run / "run.json").touch()
     (run / "metrics.jsonl").write_text("more\n")
-    store.upload_files(run)
+    store.upload_files()
     assert sorted(first.names()) == ["metrics.jsonl", "run.json"]
-    open_store(url, number=2).upload_files(run)
+    open_store(url, run, number=2).upload_files()
     for name in ("lease.json", ".lock", "tensorboard/../../elsewhere"):
         store.place.write(f"00000002/{name}", b"")  # somebody's
     there = tmp_path / "there"
-    open_store(url).fetch_files(2, there)
+    open_store(url, there).fetch_files(2)
     found = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
     assert found == ["metrics.jsonl", "run.json", "tensorboard/events.1"]

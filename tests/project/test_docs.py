@@ -82,9 +82,7 @@ def known_flags() -> set[str]:
     ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
-    of_rankup = {
-        option for name in cli.COMMANDS for action in cli.parser(name)._actions for option in action.option_strings
-    }
+    of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
     of_errors = {"--stopped", "--rest-stopped"}  # python -m rankup.errors, for shell files
     benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench/*.py"))
     of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
@@ -138,13 +136,13 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
         if words[0] == "launch":
             if words[1:] in ([], ["--help"]):
                 continue
-            given = cli.parser().parse_args(words[1:])
+            given = cli.COMMANDS["launch"].parse_args(words[1:])
             if given.script not in ("train/main.py", "train.main"):
                 continue
             words = given.arguments or ["train"]
         if words[0] in cli.COMMANDS:
             if words[1:] != ["--help"]:
-                cli.parser(words[0]).parse(words[1:])
+                cli.COMMANDS[words[0]].parse(words[1:])
             continue
         parsed = parse_args(words)
         assert parsed.command in OPTIONS, words

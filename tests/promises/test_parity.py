@@ -78,7 +78,7 @@ def by_hand(*arguments: str) -> Job:
 
 
 def by_fresh(*arguments: str) -> Job:
-    return start(sys.executable, "-m", "train.main", "launch", "--start=fresh", "--nproc=2", MAIN, *arguments)
+    return start(sys.executable, "-m", "train.main", "launch", "--no-fork", "--nproc=2", MAIN, *arguments)
 
 
 def by_two_agents_of_old(*arguments: str) -> Job:

@@ -28,7 +28,7 @@ LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=
 # In step 9: the ranks agree to stop two steps after the one that they are in
 STOP: dict[str, Any] = {"where": "loss", "call": 11, "signal": "SIGTERM", "rank": 0}
 HOST = host_name()
-FROM_COPY = f"the second copy on {HOST} (rank 1): {HOST} (rank 0) has"
+FROM_COPY = f"the second copy on {HOST} (rank 1)"
 
 
 class Nodes:
@@ -67,7 +67,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """Result and metrics of the run that nothing happens to."""
     nodes = Nodes(forks, tmp_path_factory.mktemp("undisturbed"))
     output = nodes.run()
-    assert "keeps the newest checkpoint too: the nodes share no disk; none of them holds one, so the run" in output
+    assert "keeps the newest checkpoint too: the nodes share no disk\n" in output
     assert steps(nodes.runs(0) / "checkpoints") == [24, 32]
     assert [path.name for path in nodes.copies()] == ["step-00000032"]
     assert nodes.copies(0) == []
@@ -88,7 +88,7 @@ def test_run_goes_on_from_the_copy_to_the_same_weights(nodes: Nodes, undisturbed
     assert not (nodes.runs(1) / "metrics.jsonl").exists()
     nodes.lose()
     output = nodes.run()
-    assert f"resumed from step {step}, {FROM_COPY} no good checkpoint\n" in output
+    assert f"resumed from step {step}, {FROM_COPY}\n" in output
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
     later = [entry for entry in undisturbed["metrics"] if entry["step"] > step]
     assert [entry for entry in comparable_metrics(nodes.runs(0)) if entry["step"] > step] == later
@@ -126,7 +126,7 @@ def test_nodes_that_come_in_another_order_go_on_from_the_newest(nodes: Nodes, un
     assert f"resumed from step 10, the second copy on {HOST} (rank 0)" in nodes.run(code=143, **STOP)
     nodes.folders.reverse()
     output = nodes.run()
-    assert f"resumed from step 20, the second copy on {HOST} (rank 0): {HOST} (rank 0) has none newer than" in output
+    assert f"resumed from step 20, the second copy on {HOST} (rank 0)" in output
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]
 
 

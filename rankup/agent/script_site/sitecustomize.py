@@ -26,21 +26,16 @@ def _settle() -> None:
 
 atexit.register(_settle)
 _here = os.path.dirname(os.path.abspath(__file__))
-_path = os.environ.pop("RANKUP_STACKS", "")
-_others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != _here]
-# As it was: without the variable where there was none
+sys.path[:] = [part for part in sys.path if part != _here]
+_others = [part for part in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if part != _here]
 if _others:
     os.environ["PYTHONPATH"] = os.pathsep.join(_others)
-else:
-    os.environ.pop("PYTHONPATH", None)
-sys.path[:] = [part for part in sys.path if part != _here]
-if _path:
-    try:
-        # Unbuffered and without an object that could be closed: only the handler writes to it
-        _file = os.open(_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
-    except (OSError, AttributeError, ValueError):
-        pass  # a disk that is full, or a system without that signal: the script runs all the same
+try:
+    # Unbuffered and without an object that could be closed: only the handler writes to it
+    _file = os.open(os.environ.pop("RANKUP_STACKS"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
+except (KeyError, OSError, ValueError):
+    pass  # a disk that is full: the script runs all the same
 _this = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one on the path

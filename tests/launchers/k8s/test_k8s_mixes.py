@@ -54,7 +54,7 @@ def check_command(pods: list[Object], what: str) -> None:
     for rank, pod in enumerate(pods):
         words, values = command_line(pod), environment(pod)
         assert words[:3] == ["python", "train/main.py", "launch"]
-        given = cli.parser().parse_args(words[3:])
+        given = cli.COMMANDS["launch"].parse_args(words[3:])
         least, most = given.nnodes or (len(pods), len(pods))
         assert (least, most) == ((2, 4) if "elastic" in what else (2, 2))
         node = read_node_env(
