@@ -235,7 +235,7 @@ def _changes(run: str, run_dir: str) -> list[tuple[int, int]]:
 
     path = next((path for path in (Path(run), Path(run_dir, run)) if path.is_dir()), Path(run))
     whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
-    changes: list[tuple[int, int]] | None = (read_json(whole[-1] / STATE) or {}).get("changes") if whole else None
+    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("changes") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")
     return changes

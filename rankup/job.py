@@ -1,8 +1,7 @@
 """`job = rankup.init(...)`: what a user's own loop needs to start anywhere and to lose nothing. See `loop.md`.
 
-Where the run stands is its position: the number of finished steps, the epoch, and how many batches each loader gave.
-`job.step` commits: what its block changed and the new position become the state, in one instant. A copy holds the state
-and the position of the last commit, whenever it is made.
+`job.step` commits: what its block changed and where the run stands become the state, in one instant. A copy holds the
+state of the last commit, whenever it is made.
 
 A program that has settings of its own joins first (`rankup.Program`), and opens its job then: `open_job`.
 """
@@ -59,10 +58,15 @@ def init(
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))
-    settings = Settings(
-        **{name: value for name, value in given.items() if name != "join_timeout_s"},
-        fits=lambda path, record: _check_seed(path, record, seed),
-    )
+
+    def fits(path: Path, record: dict[str, Any]) -> None:
+        if record["seed"] != seed:
+            raise UserError(
+                f"{path.parents[1]} was begun with other settings: seed was {record['seed']}, is {seed}. "
+                "Set it back to go on, or fresh=True to begin anew, or another run."
+            )
+
+    settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, fits=fits)
     program = Program()
     ends = Ends(program)
     program.stop.install()
@@ -87,15 +91,6 @@ def script_name() -> str:
     if (spec := getattr(main, "__spec__", None)) is not None:
         return str(spec.name).removesuffix(".__main__")
     return Path(getattr(main, "__file__", None) or "default").stem
-
-
-def _check_seed(path: Path, record: dict[str, Any], seed: int) -> None:
-    """Raises UserError where a run with this seed can't go on from the copy `path`."""
-    if record["seed"] != seed:
-        raise UserError(
-            f"{path.parents[1]} was begun with other settings: seed was {record['seed']}, is {seed}. "
-            "Set it back to go on, or fresh=True to begin anew, or another run."
-        )
 
 
 @contextlib.contextmanager

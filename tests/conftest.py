@@ -146,7 +146,7 @@ def no_rescues_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ours = str(tmp_path_factory.getbasetemp())
     for place in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         for state in place.glob(f"rankup-{os.getuid()}/*/step-*/state.json"):
-            if (read_json(state) or {}).get("config", {}).get("run_dir", "").startswith(ours):
+            if read_json(state).get("config", {}).get("run_dir", "").startswith(ours):
                 shutil.rmtree(state.parents[1], ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""The group of ranks of this program: what its settings mean for `rankup.group`."""
+"""What the settings mean for the group of ranks."""
 
 import contextlib
 import hashlib
@@ -6,8 +6,6 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
-
-from rankup import Group, Program
 
 from .config import Config
 
@@ -23,11 +21,13 @@ CODE = code_of(*sorted(Path(__file__).parent.rglob("*.py")))
 OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "progress", "report_every_s", "num_workers"}
 
 
-def join_group(config: Config, program: Program, run_dir: Path, **more: Any) -> Group:
-    """See `rankup.Program.join`."""
-    return program.join(
-        run_dir, settings=same_settings(config), timeout_s=config.join_timeout_s, **join_options(config), **more
-    )
+def join_options(config: Config) -> dict[str, Any]:
+    """The arguments of `rankup.Program.join` that `doctor` takes too."""
+    device = None if config.device == "auto" else config.device
+    if config.device_ids:  # DataParallel wants the module on the first of its devices
+        device = f"cuda:{config.device_ids.split(',')[0]}"
+    return {"settings": same_settings(config), "device": device, "longest_phase_s": longest_phase_s(config),
+            "backend": None if config.backend == "auto" else config.backend}
 
 
 def same_settings(config: Config) -> dict[str, str]:
@@ -39,15 +39,6 @@ def same_settings(config: Config) -> dict[str, str]:
     code = CODE + code_of(Path(spec.origin)) if spec and spec.origin else CODE  # the user's file is not imported yet
     settings = {f"setting {name}": json.dumps(value) for name, value in config.model_dump().items() if name not in OWN}
     return {"program code": code, **settings}
-
-
-def join_options(config: Config) -> dict[str, Any]:
-    """Device, backend and deadline of the group."""
-    device = None if config.device == "auto" else config.device
-    if config.device_ids:  # DataParallel wants the module on the first of its devices
-        device = f"cuda:{config.device_ids.split(',')[0]}"
-    return {"device": device, "backend": None if config.backend == "auto" else config.backend,
-            "longest_phase_s": longest_phase_s(config)}
 
 
 def longest_phase_s(config: Config) -> float:

@@ -13,35 +13,23 @@ from torch import nn
 from rankup import Group, Job, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
-from .config import Config, check_world_size
+from .config import Config
 from .data.samples import Order, load_batches, to_device
-from .group import join_group
+from .group import join_options
 from .parallel import METHODS, method_name
 from .parallel.methods import Method
-from .parallel.model import (
-    autocast,
-    build_optimizer,
-    compile_model,
-    keep_freed_memory,
-    prepare,
-    rate_at,
-    warm_up,
-)
+from .parallel.model import autocast, build_optimizer, compile_model, keep_freed_memory, prepare, rate_at, warm_up
 from .run import weights
 from .run.advice import LEAST_STEPS, advise
 from .run.evaluation import evaluate, evaluation_loader
-from .run.result import ProgressBar, Training, describe, progress_line, write_result
+from .run.result import Training, describe, progress, write_result
 from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
 
 
 def train(config: Config, program: Program, *, run_dir: Path) -> None:
-    """Train to the end, or to where a stop was asked for.
-
-    Raises UserError (code 2), Stopped (143), JoinError (170), PeerLost (171); see `rankup.errors`.
-    """
-    began_s, log, world_size = time.monotonic(), program.log, program.rank_env.world_size
-    check_world_size(config, world_size)
+    """Train to the end, or to where a stop was asked for. What may be raised: `rankup.errors`."""
+    began_s = time.monotonic()
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     if config.deterministic:
@@ -49,9 +37,12 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
 
     # Group ------------------------------------------------------------------------------------------------------
-    chosen = METHODS[method_name(config, world_size)]
+    chosen = METHODS[method_name(config, program.rank_env.world_size)]
     with (
-        join_group(config, program, run_dir, needs_process_group=chosen.needs_process_group) as group,
+        program.join(
+            run_dir, timeout_s=config.join_timeout_s, needs_process_group=chosen.needs_process_group,
+            **join_options(config),
+        ) as group,
         chosen(config, group).running() as method,
         open_run_directory(config, group, method) as job,
     ):
@@ -59,16 +50,13 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
             return
         t = build(config, job, method)
         job.begin()  # from here on a lost rank costs no finished step
-        log.info(f"ready after {time.monotonic() - began_s:.1f} s")
-        bar = ProgressBar(config, is_rank0=job.is_main, step=job.step_number, total_steps=t.total_steps, log=log)
-        try:
+        program.log.info(f"ready after {time.monotonic() - began_s:.1f} s")
+        with progress(t) as show:
             evaluate_and_save(t)  # where the attempt before had no time to
             for batches in batches_to_end(t):
                 step(t, batches)
                 evaluate_and_save(t)
-                bar.show(job.step_number, lambda: progress_line(t))
-        finally:
-            bar.close()
+                show()
         job.finish()
         write_result(t, seconds=time.monotonic() - began_s)
 
@@ -90,17 +78,14 @@ def build(config: Config, job: Job, method: Method) -> Training:
         log.info(note)
     order = build_order(config, group, workload)
     total_steps = config.max_steps or config.epochs * len(order)
-    log.info(describe(config, group, workload, order, method=method_name(config, group.world_size)))
+    log.info(describe(config, group, workload, order))
     if group.world_size > 1 and not method.every_rank_has_all:
         since = "checkpoint"
         if not method.replicates_state and config.memory_every_steps != 0:
             since = "part that each rank keeps in its node's memory"
         log.info(f"rescue none: no rank has the whole state, so a lost rank costs the steps since the newest {since}")
-    job.saving.about = {
-        "steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()
-    }
-    job.course.unit, job.course.per_step = workload.unit, config.batch_size
-    job.course.total = total_steps
+    job.saving.about = {"steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()}
+    job.course.unit, job.course.per_step, job.course.total = workload.unit, config.batch_size, total_steps
 
     # Model ------------------------------------------------------------------------------------------------------
     plain = prepare(workload, config, group, split=not method.replicates_state)
@@ -109,7 +94,9 @@ def build(config: Config, job: Job, method: Method) -> Training:
     elif config.init_from:
         weights.start_from(config, group, plain)
     if not method.replicates_state:
-        weights.check_same(group, plain)  # before they are split: afterwards no rank has them all
+        # Before they are split: afterwards no rank has them all
+        own = weights.digest(plain.state_dict())[:16]
+        group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
         method.split(plain)
     model = method.wrap(compile_model(plain, device) if config.compile else plain)
     job.clock.link = method.exchange
@@ -147,19 +134,15 @@ def build(config: Config, job: Job, method: Method) -> Training:
 
 
 def build_order(config: Config, group: Group, workload: Workload) -> Order:
-    """The order of the training samples.
-
-    Raises UserError where ranks have different data, and for fewer samples than one global batch.
-    """
+    """The order of the training samples. Raises UserError where ranks have different data, or fewer samples than a
+    batch."""
     group.must_match(
         "the data", f"{workload.data_name}, {len(workload.train)} + {len(workload.evaluation)} samples",
         remedy="Give all nodes the same files, or set --data-dir.",
     )
     if len(workload.train) < config.batch_size:
-        raise UserError(
-            f"batch_size must be at most the number of training samples, {len(workload.train)}, got "
-            f"{config.batch_size}. Set a smaller --batch-size."
-        )
+        most = f"the number of training samples, {len(workload.train)}"
+        raise UserError(f"batch_size must be at most {most}, got {config.batch_size}. Set a smaller --batch-size.")
     return Order(
         len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None),
         config.length_pool,

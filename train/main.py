@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
             )
         else:
             program.read_rank()
-        config = load_config(request.settings, file=request.config_file, mistakes=request.mistakes)
+        config = load_config(request.settings, file=options.config, mistakes=request.mistakes)
         if request.command is None:
             raise rankup.UserError(f"a command is missing: {', '.join(COMMANDS)}.")
         if request.command == "show":

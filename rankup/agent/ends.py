@@ -192,7 +192,7 @@ class StatusFile:
     def write_summary(self, ends: Iterable[End], *, code: int | None = None, why: str = "") -> None:
         """Write it, on rank 0 and where it may: without ends while the run goes on, then with all. `code`, `why`: of
         the run. By default those of the rank that ended it, not of the ranks that lost that rank."""
-        earlier = self._earlier() if self.rank == 0 else {}
+        earlier = read_json(self.run_dir / "status.json") if self.rank == 0 else {}
         theirs = earlier.get("attempt") != self.attempt
         # Before ownership is settled: a second attempt that is refused must leave no trace in the status of a live one
         denied = self.shared and theirs and earlier.get("state") == "running"
@@ -214,11 +214,6 @@ class StatusFile:
         with contextlib.suppress(OSError):
             write_json(self.run_dir / "status.json", summary)
 
-    def _earlier(self) -> dict[str, Any]:
-        """What stands there; nothing where it is damaged, as it will be written anew."""
-        found = read_json(self.run_dir / "status.json")
-        return found if isinstance(found, dict) else {}
-
 
 class ScriptStatus(StatusFile):
     """That of a script which does not import rankup, and how it goes, by its leader. `held`: the run."""
@@ -234,7 +229,7 @@ class ScriptStatus(StatusFile):
         `agreed`: see `Lease`. Returns whether an earlier job of it was killed, or ended with a code from 128 on."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.owner = self.held.enter_context(Lease(self.run_dir, attempt, agreed=agreed))
-        code = self._earlier().get("code", FINISHED)
+        code = read_json(self.run_dir / "status.json").get("code", FINISHED)
         return code is None or int(code) >= 128
 
     def begin(self, attempt: str, members: Iterable[Member]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError
-from rankup.explain.diagnosis import WAITED, Diagnosis, diagnose, diagnose_logs
+from rankup.explain.diagnosis import WAITED, Diagnosis, Search, diagnose
 from rankup.explain.logs import find_logs
 
 FAULTY = 20  # exit code of the command where the logs show a fault
@@ -34,7 +34,7 @@ def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()
 def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
     """The faults that these logs show, the root cause first, harmless ones last. Raises UserError."""
     try:
-        return diagnose_logs(find_logs(paths, run_dir=run_dir))
+        return Search(find_logs(paths, run_dir=run_dir)).result()
     except OSError as error:
         got = f"{error.filename}: {error.strerror}"
         raise UserError(f"explain needs a file or folder that it can read, got {got}.") from None

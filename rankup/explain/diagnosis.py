@@ -190,7 +190,7 @@ class Diagnosis:
 class Search:
     """Looks for faults in one log after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Iterable[Log]) -> None:
         self._findings: list[Diagnosis] = []
         self._newest: dict[tuple[object, ...], Diagnosis] = {}  # of each fault, rank and host
         self._sources: dict[str, _Source] = {}
@@ -199,8 +199,10 @@ class Search:
         self._files: dict[str, int] = {}  # in their order
         # Of the log that is read: the line, the last one that has a time, the last ordinary one, the last progress
         self._file, self._number, self._clock, self._last, self._progress = "", 0, "", "", 0
+        for log in logs:
+            self._read(log)
 
-    def read(self, log: Log) -> None:
+    def _read(self, log: Log) -> None:
         """A rank's log has lines of no other."""
         self._files.setdefault(log.name, len(self._files))
         self._failed |= log.failed
@@ -378,13 +380,5 @@ def _is_before(one: Diagnosis, other: Diagnosis) -> bool:
 
 
 def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
-    """The same as `diagnose_logs`, of one log."""
-    return diagnose_logs([Log(lines)])
-
-
-def diagnose_logs(logs: Iterable[Log]) -> list[Diagnosis]:
-    """The faults that these logs show, the root cause first, harmless ones last. Empty: nothing wrong was found."""
-    search = Search()
-    for log in logs:
-        search.read(log)
-    return search.result()
+    """The faults that the lines of one log show, see `Search.result`."""
+    return Search([Log(lines)]).result()

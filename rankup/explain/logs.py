@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankup.errors import UserError
-from rankup.places.files import read_object
+from rankup.places.files import read_json
 
 MAX_FILES = 10_000
 # slurm-7.out, job.e123 of PBS, worker.log.1 of logrotate; a name without a dot may be one too
@@ -103,12 +103,12 @@ def find_logs(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Log]:
 
 def _of_run(directory: Path) -> Iterator[Log]:
     """How each rank ended in the last attempt, then what its log says of that attempt."""
-    status = read_object(directory / "status.json")
+    status = read_json(directory / "status.json")
     if status.get("state") == "finished":
         return  # whatever went wrong in earlier attempts was overcome
     attempt = str(status.get("attempt", ""))
     ends = []
-    for end in map(read_object, sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else ()):
+    for end in map(read_json, sorted((directory / "status" / attempt).glob("rank-*.json")) if attempt else ()):
         if end.get("state") == "failed":
             # A user's mistake is marked as on the terminal
             code, why = end.get("code"), end.get("why")

@@ -22,7 +22,7 @@ from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, random_state_kept, seed_everything
-from rankup.state import parts
+from rankup.state import memory
 from rankup.state.run import Run
 from rankup.timing import SHARE
 
@@ -179,11 +179,10 @@ class Agreement:
                     "torch.use_deterministic_algorithms(True)"
                 )
             return
-        odd = unsteady or odd
         with self.deciding:
             self._distrust()
         what = "computed other gradients from the same batch. Earlier steps may be wrong too: run rankup doctor there"
-        raise self._lost(step, odd, f"before step {step + 1}", what, computed=first, again=second)
+        raise self._lost(step, unsteady or odd, f"before step {step + 1}", what, computed=first, again=second)
 
     def _computed(self, loss: Callable[[Any], torch.Tensor], batch: Any, step: int, split: bool) -> int:
         """A digest of the loss and of its gradients; of the loss alone where modules are `split`, as gradients are
@@ -205,7 +204,7 @@ class Agreement:
         """This rank rescues nothing from now on, and its parts in memory go. While `deciding` is held."""
         self.wrong = True
         self._parts.wait()
-        parts.remove(self._run)
+        memory.remove(self._run, parts=True)
 
     def _names(self, ranks: list[int], between: str = ", ") -> str:
         return between.join(f"rank {rank} on {self.group.hosts[rank]}" for rank in ranks)

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from rankup.errors import UserError
+from rankup.loop.tracked import has_state
 from rankup.loop.workers import Workers
 from rankup.seeds import derive_seed, drawn_apart, host_state_kept, seed_host
 
@@ -60,7 +61,7 @@ class Source:
 
     def __init__(self, loader: Any, rank: int, *, replays: bool = True) -> None:
         self.loader, self.rank, self.replays = loader, rank, replays
-        self.tells = replays and _tells(loader)
+        self.tells = replays and has_state(loader)
         self.in_process = not getattr(loader, "num_workers", 0)
         self.seeds = self.in_process and replays and not self.tells
 
@@ -145,7 +146,7 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
     own_iteration = map_style and type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict")
     if map_style and not own_iteration:
         return Split(loader, rank, world_size)
-    if _tells(loader):
+    if has_state(loader):
         return Source(loader, rank)
     if iter(loader) is loader:
         raise UserError(
@@ -158,10 +159,6 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
             "its own way. Give it a DistributedSampler, or use torch's DataLoader."
         )
     return Source(loader, rank)
-
-
-def _tells(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:

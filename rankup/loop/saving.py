@@ -19,10 +19,9 @@ from rankup.loop.tracked import Tracked
 from rankup.state import tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
-from rankup.state.reading import Copy
-from rankup.state.rescue import beside_a_blocked_stream
+from rankup.state.memory import beside_a_blocked_stream
+from rankup.state.reading import Copy, CopyFiles
 from rankup.state.run import Run
-from rankup.state.tree import Shards
 from rankup.timing import DECIDE_S
 
 # An optimizer's step takes this long at most, on a busy machine and with a large model on a CPU.
@@ -130,7 +129,7 @@ class Saving:
         if run.newest is not None:
             self.ranks, items = run.newest.record.get("changes", []), run.newest.tracked
             if run.newest.sharded:
-                items = Shards(self._folder(run.newest), run.newest.index).read_all(LOADERS)
+                items = CopyFiles(self._folder(run.newest)).read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
     # Restoring ------------------------------------------------------------------------------------------------
@@ -145,12 +144,12 @@ class Saving:
                 f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
                 + self._way_out
             )
-        try:
-            self.tracked.load({name: state[name] for name in names})
-        except UserError:  # a ValueError that says already what is wrong
-            raise
-        except ValueError as error:
-            raise UserError(f"{newest.path} does not fit this {error}. {self._way_out}") from None
+        for name in names:
+            try:
+                self.tracked.load({name: state[name]})
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                why = f"{name}: {' '.join(str(error).split())[:300]}"
+                raise UserError(f"{newest.path} does not fit this {why}. {self._way_out}") from None
 
     def begin(self) -> None:
         """The run goes on: say from where. Raises UserError where the copy has items that nobody tracks."""
@@ -186,7 +185,7 @@ class Saving:
             way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
         try:
             self.tracked.make_room()
-            state = Shards(self._folder(newest), newest.index).read_into(self.tracked.state(gather=False))
+            state = CopyFiles(self._folder(newest)).read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
@@ -221,10 +220,8 @@ class Saving:
                 state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
             # Gathered state is written at once: a copy of it would need the memory twice
             may_go_on = not self.tracked.split or (run.saver.sharded and run.origin.second is None)
-            run.saver.save(
-                position.step, self._record(position), state, may_go_on=may_go_on, flush=self.figures.metrics.flush,
-                wait=wait,
-            )
+            self.group.on_rank0(self.figures.metrics.flush)  # a resumed run does not repeat the saved steps
+            run.saver.save(position.step, self._record(position), state, may_go_on=may_go_on, wait=wait)
             self._saved = position.key
         if wait:
             run.settle()

@@ -62,9 +62,7 @@ class Tracked:
         for name, item in items.items():
             if name in self.items or not ITEM.fullmatch(name):
                 raise UserError(f"track: {name} must be a new name of letters and digits, got one that is not.")
-            if not isinstance(item, FILLED_IN_PLACE) and not (
-                hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
-            ):
+            if not (isinstance(item, FILLED_IN_PLACE) or has_state(item)):
                 raise UserError(
                     f"track: {name} must have state_dict and load_state_dict, or be a dict, a list or a tensor, got "
                     f"{type(item).__name__}, which can't be filled in place. Put it into a dict: {name}={{...}}."
@@ -125,13 +123,16 @@ class Tracked:
     def commit(self) -> None:
         """Copy what may change before the next commit. On a GPU the copies wait for their turn in its queue."""
         for name, holders in self._holders.items():
-            buffers = {f"{path}{key}": b for path, held in holders for key, b in held.items() if b is not None}
-            kept = self._buffers.get(name, {})
-            if [b.shape for b in buffers.values()] != [b.shape for b in kept.values()]:
-                self._buffers[name] = {key: buffer.detach().clone() for key, buffer in buffers.items()}
-            elif buffers:
+            live = [buffer for _, held in holders for buffer in held.values() if buffer is not None]
+            kept = [*self._buffers.get(name, {}).values()]
+            if [buffer.shape for buffer in live] != [buffer.shape for buffer in kept]:
+                self._buffers[name] = {
+                    f"{path}{key}": buffer.detach().clone()
+                    for path, held in holders for key, buffer in held.items() if buffer is not None
+                }
+            elif live:
                 with torch.no_grad():
-                    torch._foreach_copy_([*kept.values()], [*buffers.values()])
+                    torch._foreach_copy_(kept, live)
         for name, schedule in self._schedulers.items():
             self._schedules[name] = schedule.state_dict()
         for name, optimizer in self._optimizers.items():
@@ -229,16 +230,10 @@ class Tracked:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put back what `state` returned, for these names; whole tensors where items are split. Raises ValueError,
-        which begins with the item's name, where it does not fit."""
+        """Put back what `state` returned, for these names; whole tensors where items are split. Raises RuntimeError,
+        ValueError, KeyError, TypeError or AttributeError where names or shapes differ, as torch does."""
         for name, values in state.items():
-            try:
-                self._load(name, self.items[name], values)
-            except UserError:
-                raise
-            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                # torch raises one of several types where names or shapes differ
-                raise ValueError(f"{name}: {' '.join(str(error).split())[:300]}") from None
+            self._load(name, self.items[name], values)
         self.commit()
 
     def _load(self, name: str, item: Any, values: Any) -> None:
@@ -268,6 +263,10 @@ class Tracked:
 
         for optimizer in self._optimizers.values():
             _init_optim_state(optimizer)
+
+
+def has_state(item: Any) -> bool:
+    return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
 def _renamed(state: Any, names: dict[str, str]) -> Any:

@@ -18,7 +18,7 @@ from rankup.agent.processes import began
 from rankup.errors import Stopped
 from rankup.observe.metrics import Progress
 from rankup.observe.tracker import Facts, Tracker
-from rankup.places.files import read_json, read_object, write_atomically
+from rankup.places.files import read_json, write_atomically
 from rankup.timing import LAST_REPORT_S, REPORT_S
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class Report:
 
 def read_reports(run_dir: Path) -> list[Report]:
     """The last report of each attempt of the run that `run_dir` holds now, not of an earlier run there, in the order
-    in which they began. Raises UserError where the file that names the run is damaged."""
+    in which they began."""
     names = {each.name for each in fields(Report)}
     found = [read_json(path) for path in run_dir.glob("status/*/progress-*.json")]
-    whole = [Report(**each) for each in found if isinstance(each, dict) and each.keys() == names]
+    whole = [Report(**each) for each in found if each.keys() == names]
     reports = sorted(whole, key=lambda report: report.began)
     # A user's own script leaves no file that names the run: there it is the newest
     newest = reports[-1].run if reports else ""
-    run = read_object(run_dir / "run.json").get("run", newest)
+    run = read_json(run_dir / "run.json").get("run", newest)
     return [report for report in reports if report.run == run]
 
 

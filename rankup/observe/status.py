@@ -23,7 +23,7 @@ from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
 from rankup.observe.tracker import address_of
-from rankup.places.files import read_json, read_object
+from rankup.places.files import read_json
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
 MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
@@ -73,7 +73,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
     What is not known is None or empty: a script of the user's own reports no steps, and a job that was killed while it
     started has reported nothing.
     """
-    summary, reports = read_object(run_dir / "status.json"), read_reports(run_dir)
+    summary, reports = read_json(run_dir / "status.json"), read_reports(run_dir)
     attempt, state = summary.get("attempt", ""), summary.get("state", "unknown")
     newest = reports[-1] if reports else None
     live = newest if newest is not None and newest.attempt == attempt else None
@@ -93,7 +93,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
-        "tracker": address_of(run_dir, read_object(run_dir / "run.json").get("run", "")),
+        "tracker": address_of(run_dir, read_json(run_dir / "run.json").get("run", "")),
     }
 
 
@@ -113,7 +113,7 @@ def _ranks(summary: dict[str, Any], live: Report | None) -> list[dict[str, Any]]
 def _end(run_dir: Path, report: Report) -> dict[str, Any]:
     """How an earlier attempt ended, as its ranks wrote it down; code and reason are those of the cause."""
     files = sorted((run_dir / "status" / report.attempt).glob("rank-*.json"))
-    ends = [end for path in files if isinstance(end := read_json(path), dict)]
+    ends = [end for path in files if (end := read_json(path))]
     code = root_cause([end["code"] for end in ends]) if ends else None
     cause = next((end for end in ends if end["code"] == code), {})
     return {

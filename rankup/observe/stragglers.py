@@ -63,17 +63,24 @@ class StepClock:
 
     def has_batch(self) -> None:
         """This rank has its batch, and computing begins."""
-        self._lap(DATA)
+        self.mark(DATA)
         if self._queues:
             self._record(None)
 
     def mark(self, part: int) -> None:
         """What was done since the last mark was `part`: by the host, or on a GPU by what was given to it."""
-        if self._queues:
+        if self._queues and part != DATA:
             self._record(part)
             self._read()
-        else:
-            self._lap(part)
+            return
+        now_s = time.perf_counter()
+        took_s, self._lap_s = now_s - self._lap_s, now_s
+        if self.link is not None:
+            linked_s, self._linked_s = self.link.waited_s - self._linked_s, self.link.waited_s
+            if part == COMPUTE:
+                took_s -= linked_s
+                self._seconds[WAITING] += linked_s
+        self._seconds[part] += took_s
 
     def split_backward(self, loss: torch.Tensor) -> None:
         """Call it before backward of this loss, and `mark(WAITING)` after it."""
@@ -118,16 +125,6 @@ class StepClock:
     def _computed(self) -> None:
         self._backward_seen = True
         self.mark(COMPUTE)
-
-    def _lap(self, part: int) -> None:
-        now_s = time.perf_counter()
-        took_s, self._lap_s = now_s - self._lap_s, now_s
-        if self.link is not None:
-            linked_s, self._linked_s = self.link.waited_s - self._linked_s, self.link.waited_s
-            if part == COMPUTE:
-                took_s -= linked_s
-                self._seconds[WAITING] += linked_s
-        self._seconds[part] += took_s
 
     def _record(self, part: int | None) -> None:
         event = torch.Event(self._device, enable_timing=True)

@@ -29,7 +29,7 @@ from typing import Any
 
 import rankup
 from rankup.errors import UserError, reason
-from rankup.places.files import read_json, read_object, write_json
+from rankup.places.files import read_json, write_json
 from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
 # A new tracker is a class below, and an extra in pyproject.toml with the name of its package
@@ -79,7 +79,7 @@ def check(name: str) -> None:
 
 def address_of(run_dir: Path, run: str) -> str:
     """Where a browser finds the run with that id; empty where no tracker has it."""
-    known = read_object(run_dir / FOLDER / "sent.json")
+    known = read_json(run_dir / FOLDER / "sent.json")
     return str(known["address"]) if known.get("run") == run else ""
 
 
@@ -216,7 +216,7 @@ class Sender:
     def __init__(self, facts: Facts) -> None:
         self.facts, self._memory = facts, facts.folder / FOLDER / "sent.json"
         self.tracked: Any = None
-        known = read_json(self._memory) or {}
+        known = read_json(self._memory)
         self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
         self._read = 0  # bytes of metrics.jsonl
 

@@ -61,21 +61,22 @@ def write_json(path: Path, data: Any, *, check: Check | None = None) -> None:
     write_atomically(path, json.dumps(data, indent=2) + "\n", check=check)
 
 
-def read_json(path: Path) -> Any:
-    """The file's content, or None if it is missing or is not whole."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, {} where that is missing, not whole, or something else."""
     try:
         with open_regular(path) as file:
-            return json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
+            return json_object(file.read())
+    except OSError:
+        return {}
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one if it is missing or not whole. Raises UserError for anything else."""
-    found = read_json(path)
-    if not isinstance(found, dict | None):
-        raise UserError(f"{path} must hold a JSON object, got a {type(found).__name__}: it is damaged. Remove it.")
-    return found or {}
+def json_object(content: bytes) -> dict[str, Any]:
+    """What `content` holds, {} where that is no JSON object."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -106,7 +107,7 @@ def cache_roots() -> list[Path]:
     it is set, else the user's cache, and one in the temporary directory. Raises UserError where another user may have
     prepared all of them."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues, where old ones go
+    shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues
     # For a user without a home directory ~ stays as it is
     roots = [shared] if base.startswith("~") else [Path(base, "rankup"), shared]
     roots = [Path(wanted)] if (wanted := cache_folder()) else roots

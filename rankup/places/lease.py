@@ -130,8 +130,7 @@ class Lease:
         remove_staged(self.path.parent)
 
     def _owner(self) -> Owner:
-        owner = read_json(self.path)
-        return owner if isinstance(owner, dict) else {}
+        return read_json(self.path)
 
     def _write(self, beat: int) -> None:
         """Give a sign of life; the last one, with `beat` 0, releases the run."""

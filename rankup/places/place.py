@@ -6,7 +6,6 @@ it. There is no rename. Any request may fail, and is tried again until the time 
 
 import contextlib
 import errno
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rankup.errors import PeerLost, UserError, reason
+from rankup.places.files import json_object
 from rankup.timing import FIRST_PAUSE_S, LONGEST_PAUSE_S, REQUEST_S
 from rankup.urls import extra_of, is_url
 
@@ -101,11 +101,7 @@ class Place:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The object in JSON under `name`; {} where there is none, or where it is damaged."""
-        try:
-            values = json.loads(self.read(name) or b"{}")
-        except (ValueError, RecursionError):
-            return {}
-        return values if isinstance(values, dict) else {}
+        return json_object(self.read(name) or b"")
 
     def write(self, name: str, content: bytes) -> None:
         """Write something small, in place of what was there."""

@@ -17,9 +17,8 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
-from rankup.state import rescue
 from rankup.state.copies import STATE, Check, list_copies, looks_whole, passed_over, step_of
-from rankup.state.parts import PartsInMemory
+from rankup.state.memory import PartsInMemory, list_held
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
@@ -101,7 +100,7 @@ def find_origin(
 
 def sees(folder: Path, token: str) -> bool:
     """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
-    return bool((read_json(folder / "lease.json") or {}).get("token") == token)
+    return bool(read_json(folder / "lease.json").get("token") == token)
 
 
 def in_order(
@@ -170,7 +169,7 @@ def found_in(paths: Iterable[Path]) -> list[list[Any]]:
 def _about(path: Path) -> tuple[int, str, str]:
     """Step, attempt and run of a copy, "" where that can't be read, or where somebody renamed the folder."""
     record, step = read_json(path / STATE), step_of(path)
-    good = isinstance(record, dict) and {"run", "attempt"} <= record.keys() and record.get("step") == step
+    good = {"run", "attempt"} <= record.keys() and record.get("step") == step
     return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
 
 
@@ -186,8 +185,8 @@ def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
 
 def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
     """What this rank's node holds in memory of this run with these settings."""
-    for path in rescue.found():
-        record: Any = read_json(path / STATE)
+    for path in list_held():
+        record = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
             options.fits(path, record)

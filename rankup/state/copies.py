@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankup.errors import UserError, disk_error
-from rankup.places.files import open_regular
+from rankup.places.files import open_regular, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -36,7 +36,8 @@ Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 # where it is of another kind than the caller's, and ValueError where it is damaged
 Check = Callable[..., object]
 
-known_damaged: set[Path] = set()  # what this process has read and found damaged
+# What reading a manifest raises that holds anything
+DAMAGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _uploading: set[Path] = set()  # what this process copies to another place at this moment
 
 
@@ -71,29 +72,24 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").split(".")[0])
 
 
-def verify(path: Path) -> tuple[dict[str, bytes], str]:
-    """Read every file of a copy. Returns the contents of all but the ranks' files, for the caller to use, and what is
-    wrong, "" if nothing is."""
-    files: dict[str, bytes] = {}
+def verify(path: Path) -> tuple[dict[str, Any], str]:
+    """Read every file of a copy. Returns what `state.json` says, and what is wrong, "" if nothing is."""
     try:
         manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             with open_regular(path / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
                     return {}, f"{name} has {size} bytes instead of {entry['bytes']}"
-                if is_shard(name):  # it may be larger than the memory that is free
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                else:
-                    files[name] = file.read()
-                    digest = fingerprint(files[name])["sha256"]
-            if digest != entry["sha256"]:
-                return {}, f"{name} does not match its digest"
-        return files, _compare_steps(path, manifest["step"], json.loads(files[STATE])["step"])
+                # Not read as a whole: it may be larger than the memory that is free
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    return {}, f"{name} does not match its digest"
+        record: Any = read_json(path / STATE)
+        return record, _compare_steps(path, manifest["step"], record["step"])
     except FileNotFoundError as error:
         return {}, f"{Path(error.filename).name} is missing"
     except OSError as error:
         return {}, f"can't be read ({error.strerror})"
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except DAMAGED:
         return {}, f"{MANIFEST} is damaged"
 
 
@@ -103,13 +99,13 @@ def find_problem(path: Path) -> str:
 
 
 def looks_whole(path: Path) -> bool:
-    """The same without a look at the bytes, but for those that this process has read: a save must not wait for that."""
+    """The same without a look at the bytes: a save must not wait for that."""
     try:
         manifest = read_manifest(path)
-        if path in known_damaged or _compare_steps(path, manifest["step"], manifest["step"]):
-            return False
-        return all((path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return not _compare_steps(path, manifest["step"], manifest["step"]) and all(
+            (path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items()
+        )
+    except (OSError, *DAMAGED):
         return False
 
 
@@ -130,7 +126,7 @@ def passed_over(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises OSError, and ValueError, TypeError, LookupError, AttributeError or RecursionError where it is damaged."""
+    """Raises OSError, and one of DAMAGED where it is."""
     with open_regular(path / MANIFEST) as file:
         manifest: dict[str, Any] = json.load(file)
     if not all(FILE.fullmatch(name) for name in manifest["files"]):
@@ -138,23 +134,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def is_shard(name: str) -> bool:
-    """Whether the file of that name holds one rank's part of the tensors."""
-    return name.startswith("rank-")
-
-
 def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
     """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
-    named = NAME.fullmatch(path.name)
-    # A folder that the user names may have any name
-    steps = {"name": int(named[1]) if named else in_state, "manifest": in_manifest, "state": in_state}
-    if len(set(steps.values())) == 1:
+    named = NAME.fullmatch(path.name)  # a folder that the user names may have any name
+    in_name = int(named[1]) if named else in_state
+    if len({in_name, in_manifest, in_state}) == 1:
         return ""
-    return ", ".join(f"its {where} says step {step}" for where, step in steps.items())
-
-
-def fingerprint(content: bytes | memoryview) -> Fingerprint:
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return f"its name says step {in_name}, its manifest {in_manifest}, its state {in_state}"
 
 
 # Writing --------------------------------------------------------------------------------------------------------
@@ -171,7 +157,8 @@ def save(
 ) -> Path:
     """Write one copy that this process holds whole; the rest as `publish`."""
     check_owner()
-    return publish(create_staging(directory, step), files, {}, step=step, keep=keep, check_owner=check_owner)
+    staging = create_staging(staging_of(directory, step))
+    return publish(staging, files, {}, step=step, keep=keep, check_owner=check_owner)
 
 
 def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
@@ -179,9 +166,8 @@ def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
     return directory / f"{STAGING}step-{step:08d}-{token or secrets.token_hex(4)}"
 
 
-def create_staging(directory: Path, step: int = 0, token: str = "") -> Path:
+def create_staging(staging: Path) -> Path:
     """Make it: nobody else may have done so. Raises UserError."""
-    staging = staging_of(directory, step, token)
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
@@ -223,7 +209,6 @@ def publish(
         _sync(staging)
         check_owner()
         _rename(staging, target)
-        known_damaged.discard(target)
         _sync(directory)
     except OSError as error:
         raise disk_error("checkpoint", directory, error) from None
@@ -238,7 +223,7 @@ def write_durably(path: Path, content: Iterable[Any]) -> Fingerprint:
     """Write the pieces of `content`, or bytes, and return what the manifest says of the file. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
-        for piece in [content] if isinstance(content, bytes) else content:
+        for piece in [content] if isinstance(content, bytes | bytearray) else content:
             file.write(piece)
             digest.update(piece)
             size += len(piece)
@@ -289,8 +274,9 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """
     good = 0
     for path in reversed(list_copies(directory)):
-        if good >= keep or (path.suffix and path.with_suffix("").exists()):
-            if path not in _uploading:  # else a later save removes it
-                remove(path)
-        elif path == newest or looks_whole(path):
+        if path == newest:  # where this attempt was frozen for long, those of later steps are its successor's
             good += 1
+        elif good < keep and not (path.suffix and path.with_suffix("").exists()):
+            good += looks_whole(path)
+        elif path not in _uploading:  # else a later save removes it
+            remove(path)

@@ -2,8 +2,10 @@
 which has to be on storage that all nodes share, each rank reads the slices that it needs."""
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -12,11 +14,11 @@ import torch
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.places.files import staged
+from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
 from rankup.state import tree
-from rankup.state.copies import STATE, Check, known_damaged, list_copies, no_check, passed_over, verify
-from rankup.state.tree import INDEX, Shards
+from rankup.state.copies import STATE, Check, list_copies, no_check, passed_over, read_manifest, verify
+from rankup.state.tree import TENSORS, TREE, decode, encode, local_parts
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
 
@@ -26,27 +28,26 @@ class Copy:
     """A copy of the state, verified.
 
     `record`: what `state.json` says, `step`, `run` and `attempt` among it. `tracked`: the tracked items, on the CPU; {}
-    where all of that is still in the ranks' files, which `index` describes.
+    where the copy is `sharded`, and all of that is still in its files.
     """
 
     path: Path
     record: dict[str, Any]
     tracked: dict[str, Any]
-    index: bytes = field(default=b"", repr=False)
+    sharded: bool = False
 
     @property
     def step(self) -> int:
         return int(self.record["step"])
 
-    @property
-    def sharded(self) -> bool:
-        return self.index != b""
-
     def as_plain(self) -> Self:
-        """The same with all shards read into this process, as if it had been saved plain."""
+        """The same with all shards read into this process, as if it had been saved plain. Raises UserError."""
         if not self.sharded:
             return self
-        return replace(self, tracked=Shards(self.path, self.index).read_all(), index=b"")
+        try:
+            return replace(self, tracked=CopyFiles(self.path).read_all(), sharded=False)
+        except Exception as error:  # as in `read`
+            raise UserError(f"checkpoint: {self.path} must be a whole checkpoint, but {_misfit(error)}.") from None
 
 
 def load(path: Path, check: Check = no_check) -> Copy:
@@ -81,47 +82,138 @@ def newest_whole(
     return found
 
 
-def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
-    """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
-    if group.world_size == 1:
-        return copy
-    own = tree.files_of(*tree.encode(copy.tracked)) if copy is not None and group.rank == source else {}
-    about = [str(copy.path), copy.record, copy.index.decode(), [*own]] if copy is not None and own else None
-    if (about := group.broadcast(about, source=source)) is None:
-        return None
-    path, record, index, names = about
-    files = dict[str, bytes]()
-    for name in names:
-        content = own.get(name, b"")
-        whole = content if isinstance(content, bytes) else b"".join(content)
-        files[name] = group.broadcast_bytes(whole, source=source)
-    return copy if own else Copy(Path(path), record, tree.from_files(files), index.encode())
-
-
 def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
     """The copy in the folder `path`, or what is wrong with it. Raises UserError where `check` refuses it."""
-    files, problem = verify(path)
+    record, problem = verify(path)
     if problem:
-        known_damaged.add(path)
         return None, problem
     try:
-        record = json.loads(files[STATE])
         check(path, record)  # first: a copy of another kind may hold what nobody here can read
         if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
             raise UserError(f'checkpoint: {path} must be of a run with an id, got "{run:.80}".')
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
-        if INDEX in files:
-            Shards(path, files[INDEX]).check()
-            return Copy(path, record, {}, files[INDEX]), ""
-        tracked = tree.from_files(files)
+        files = CopyFiles(path)
+        files.check()
+        if files.sharded:
+            return Copy(path, record, {}, sharded=True), ""
+        tracked = files.read_all()
         check(path, record, tracked)
         return Copy(path, record, tracked), ""
     except UserError:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything
-        known_damaged.add(path)
-        return None, f"its files don't fit together ({' '.join(str(error).split())[:200]})"
+        return None, _misfit(error)
+
+
+def _misfit(error: Exception) -> str:
+    return f"its files don't fit together ({' '.join(str(error).split())[:200]})"
+
+
+def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
+    """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
+    if group.world_size == 1:
+        return copy
+    own = tree.files_of(*encode(copy.tracked)) if copy is not None and group.rank == source else {}
+    about = [str(copy.path), copy.record, copy.sharded, [*own]] if copy is not None and own else None
+    if (about := group.broadcast(about, source=source)) is None:
+        return None
+    path, record, sharded, names = about
+    files = dict[str, bytes]()
+    for name in names:
+        content = own.get(name, b"")
+        whole = content if isinstance(content, bytes) else b"".join(content)
+        files[name] = group.broadcast_bytes(whole, source=source)
+    return copy if own else Copy(Path(path), record, tree.from_files(files), sharded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of a tensor, or all of it. `tensor`: in the mapped file. `whole`: the shape of the whole tensor."""
+
+    tensor: torch.Tensor
+    offset: list[int]
+    whole: list[int]
+
+
+class CopyFiles:
+    """The tree and the tensors in the files of the copy `path`, plain or sharded. Nothing but the files' heads is read
+    before it is asked for. What is raised where they are not what ranks wrote may be any error."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        with open_regular(path / TREE) as content:
+            self._tree = json.load(content)["tree"]
+        self._parts, self.sharded = defaultdict[str, list[_Part]](list), False
+        for name in read_manifest(path)["files"]:
+            if not name.endswith(TENSORS):
+                continue
+            file: Any = safe_open(path / name, framework="pt")
+            self.sharded |= (is_part := name.startswith("rank-"))
+            item = "" if is_part else f"{name.removesuffix(TENSORS)}/"
+            places = json.loads((file.metadata() or {}).get("places", "{}"))
+            for key in file.keys():  # noqa: SIM118 (it is no dict)
+                tensor = file.get_tensor(key)
+                offset, whole = places.get(key, ([0] * tensor.ndim, [*tensor.shape]))
+                self._parts[item + key].append(_Part(tensor, offset, whole))
+
+    def check(self) -> None:
+        """Whether the parts make up all tensors of the tree. Where one lies elsewhere, its tensor is not filled."""
+        for name, parts in self._parts.items():
+            found, whole = sum(part.tensor.numel() for part in parts), math.prod(parts[0].whole)
+            if found != whole:
+                raise ValueError(f"{name} has {found} of {whole} elements")
+        self._items(self._tree, lambda name: torch.empty(self._parts[name][0].whole, device="meta"))
+
+    def read_all(self, *items: str) -> dict[str, Any]:
+        """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""
+        def take(name: str) -> torch.Tensor:
+            part = self._parts[name][0]
+            whole = torch.empty(part.whole, dtype=part.tensor.dtype)
+            self._fill(name, whole, [0] * whole.ndim)
+            return whole
+
+        return self._items(items or self._tree, take)
+
+    def read_into(self, target: dict[str, Any]) -> dict[str, Any]:
+        """The tracked items with the tensors of `target`, which are split as this rank needs them, filled in place.
+        `target` may lack items. Raises ValueError where names or shapes differ."""
+        _, tensors = encode(target)
+        local, places = local_parts(tensors)
+        for name, (offset, shape) in places.items():
+            if name not in self._parts:
+                raise ValueError(f"{name} is not in it")
+            if shape != (there := self._parts[name][0].whole):
+                raise ValueError(f"{name} has the shape {there} there, {shape} here")
+            self._fill(name, local[name], offset)
+
+        def take(name: str) -> torch.Tensor:
+            if name not in tensors:
+                raise ValueError(f"{name} has no place here")
+            return tensors[name]
+
+        return self._items(target, take)
+
+    def _items(self, wanted: Iterable[str], take: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+        return dict(decode({item: node for item, node in self._tree.items() if item in wanted}, take))
+
+    def _fill(self, name: str, local: torch.Tensor, offset: list[int]) -> None:
+        """Fill what a rank holds of a tensor, from `offset` on."""
+        left = local.numel()
+        for part in self._parts[name]:
+            low = [max(own, other) for own, other in zip(offset, part.offset, strict=True)]
+            high = [min(own + n, other + m) for own, n, other, m
+                    in zip(offset, local.shape, part.offset, part.tensor.shape, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                here, there = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                    for origin in (offset, part.offset)
+                )
+                local[here].copy_(part.tensor[there])
+                left -= local[here].numel()
+        if left:
+            raise ValueError(f"{name} lacks {left} elements")
 
 
 def export(copy: Copy, file: Path, *, item: str = "") -> str:

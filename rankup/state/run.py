@@ -14,7 +14,7 @@ from rankup.errors import Stopped, UserError, disk_error, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
-from rankup.state import parts, rescue
+from rankup.state import memory
 from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take, sees
 from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
 from rankup.state.saver import Options, Saver, SecondCopies
@@ -54,12 +54,12 @@ class Run:
         self._saved_path, self.saved = origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and origin.kind < PEER and group.on_rank0(
-            lambda: options.finished(newest, read_json(self.folder / RESULT) or {})
+            lambda: options.finished(newest, read_json(self.folder / RESULT))
         )
         if self.finished:
-            rescue.remove(self.lineage.run)
-            parts.remove(self.lineage.run)
-        self.parts = parts.Parts(group, self.lineage.run, options.memory_every_steps)
+            memory.remove(self.lineage.run)
+            memory.remove(self.lineage.run, parts=True)
+        self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
         if origin.second == group.rank:
             self.second = SecondCopies(
                 group, self.folder / SECOND / self.lineage.run, options,
@@ -152,9 +152,9 @@ class Run:
             who = f"rank {second} on {self.group.hosts[second]}"
             self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
         # One of a later step is damaged, or of an attempt that the run went on without
-        rescue.remove(self.lineage.run, keep=range(self.saved_step + 1, step + 1))
+        memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
         self._rescued = step > max(0, self.saved_step)
-        parts.remove(self.lineage.run, but=step)
+        memory.remove(self.lineage.run, range(step, step + 1), parts=True)
 
     # Saves ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Run:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
         self.saved_step = step
         if self._rescued:  # what an earlier attempt left: while this one trains none is written
-            rescue.remove(self.lineage.run, keep=range(step + 1, sys.maxsize))
+            memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
             self._rescued = False
         for place in self.places.values():
             place.copy(self.saver.folder / f"step-{step:08d}")
@@ -200,9 +200,7 @@ class Run:
         try:
             # A node 0 that comes next may have another disk, and knows of no run
             line = {FILE: to_json(self.lineage.values())}
-            problem = rescue.write(self.lineage.run, step, lambda: {**make_files(), **line})
-            if self.second is not None:
-                self.second.wait(first=True)
+            problem = memory.write_rescue(self.lineage.run, step, lambda: {**make_files(), **line})
         except Exception as error:
             problem = reason(error)
         if problem:

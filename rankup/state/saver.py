@@ -5,7 +5,6 @@ plain copies. Of sharded ones each rank writes its part, and rank 0 gives the co
 have done so.
 """
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +19,9 @@ from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
-from rankup.state.tree import TensorFile, Tensors, encode, file_of, files_of, index, own_parts
+from rankup.state.tree import TREE, TensorFile, Tensors, encode, file_of, files_of, local_parts, own_parts, to_file
 
 T = TypeVar("T")
-Part = tuple[dict[str, list[int]], Fingerprint]  # what one rank writes: where its parts begin, and its file
 ROOM = 2  # a save needs its copy in memory, and as much again stays free
 
 
@@ -34,7 +32,7 @@ class Options:
     `store`: an address below which the run must lie too. `mirror`: a folder or an address that gets copies and may
     fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async or auto, see `HostCopies`.
     `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many copies stay.
-    `memory_every_steps`: see `rankup.state.parts`; 0 takes none that are there either. `compare_every_steps`: 0 says
+    `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either. `compare_every_steps`: 0 says
     that ranks hold different states on purpose.
 
     `check`: raises UserError for a copy of another program, ValueError for a damaged one. `fits`: raises UserError
@@ -123,32 +121,29 @@ class Saver:
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
-        self._writing, self._count = Writing("save", options.save_timeout_s), 0
-        # Of a sharded copy: this rank's part, and what makes a copy of all of them once they are written
+        self._writing = Writing("save", options.save_timeout_s)
+        # Of a sharded copy: what this rank has written, and what makes a copy of all ranks' files
         self._staging: Path | None = None  # rank 0's
-        self._part: Part | None = None
-        self._join_parts: Callable[[list[Part]], None] | None = None
+        self._part: dict[str, Fingerprint] = {}
+        self._join_parts: Callable[[dict[str, Fingerprint]], None] | None = None
 
     def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True,
-        flush: Callable[[], None] = lambda: None, wait: bool = False,
+        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True, wait: bool = False
     ) -> None:
         """Write one copy, beside the training where that may be; the save before ends first. All ranks call this at the
         same step, and then `look` at each one.
 
         `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
-        sharded. `may_go_on`: False where it is not to be kept in memory. `flush`: of the metrics: a resumed run does
-        not repeat the saved steps. `wait`: the training ends with this one. Raises, on all ranks, UserError where one
-        can't write, and PeerLost where another attempt owns the run.
+        sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training ends with this one.
+        Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
             self.second.save(step, record, tracked, wait=wait)
-        self.step, self._count = step, self._count + 1
-        self._part, self._join_parts = None, None
+        self.step, self._part, self._join_parts = step, {}, None
         if self.group.is_rank0 or self.sharded:
-            prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on, flush))
+            prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
             # No rank may wait for the part of one that writes none
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
@@ -191,40 +186,36 @@ class Saver:
     # Each rank that writes ------------------------------------------------------------------------------------
 
     def _prepare(
-        self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool, flush: Callable[[], None]
+        self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool
     ) -> tuple[Callable[[], None], bool]:
         """What is to be done of the save, and whether that may be done beside the training."""
-        token = f"{self.token}-{self._count}"
-        staging = copies.staging_of(self.folder, step, token)
+        staging = copies.staging_of(self.folder, step, self.token)
         how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
-        if self.group.is_rank0:
-            flush()
-            if self.sharded:
-                self.check_owner()
-                self._staging = copies.create_staging(self.folder, step, token)
+        if self.group.is_rank0 and self.sharded:
+            self.check_owner()
+            self._staging = copies.create_staging(staging)
         nodes, tensors = encode(tracked)
-        held, offsets = own_parts(tensors, self.group.rank) if self.sharded else (tensors, {})
-        if beside := may_go_on and self._copies.fit(held):
-            held = self._copies.take(held)
+        places = None
+        if self.sharded:
+            tensors, places = local_parts(own_parts(tensors, self.group.rank))
+        if beside := may_go_on and self._copies.fit(tensors):
+            tensors = self._copies.take(tensors)
 
         def write() -> None:
             self._copies.wait()
-            if self.sharded:
-                try:
-                    entry = copies.write_durably(staging / file_of(self.group.rank), TensorFile(held))
-                except OSError as error:
-                    raise disk_error("checkpoint", self.folder, error) from None
-                self._part = offsets, entry
-            else:
-                copies.save(self.folder, {STATE: record, **files_of(nodes, held)}, **how)
+            if not self.sharded:
+                copies.save(self.folder, {STATE: record, **files_of(nodes, tensors)}, **how)
+                return
+            name = file_of(self.group.rank)
+            try:
+                self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
+            except OSError as error:
+                raise disk_error("checkpoint", self.folder, error) from None
 
-        def join_parts(parts: list[Part]) -> None:
-            entries = {file_of(rank): entry for rank, (_, entry) in enumerate(parts)}
-            files = {STATE: record, **index(nodes, tensors, [at for at, _ in parts])}
-            copies.publish(staging, files, entries, **how)
+        def join_parts(written: dict[str, Fingerprint]) -> None:
+            copies.publish(staging, {STATE: record, TREE: to_file(nodes)}, written, **how)
 
-        if self.sharded:
-            self._join_parts = join_parts
+        self._join_parts = join_parts if self.sharded else None
         return write, beside
 
     def _write(self, work: Callable[[], T]) -> T:
@@ -239,10 +230,10 @@ class Saver:
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        while self.writing and self._writing.failure is None:
+        if self.writing:
             # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
             self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
-            self._writing.join(1.0)
+            self._writing.join()
         own = self._writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
@@ -255,7 +246,8 @@ class Saver:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
         join_parts, self._join_parts = self._join_parts, None
         if join_parts is not None:
-            self.group.on_rank0(lambda: self._write(lambda: join_parts([part for *_, part in found])))
+            written = {name: entry for *_, part in found for name, entry in part.items()}
+            self.group.on_rank0(lambda: self._write(lambda: join_parts(written)))
         step, self.step = self.step, None
         self.saved(step)
 
@@ -272,7 +264,6 @@ class SecondCopies:
         self.group, self.folder, self.more = group, folder, more
         self._copies = HostCopies(group.device)
         self._writing = Writing("copy", options.save_timeout_s)
-        self._kept = False  # one is written here
         self._said = ""
 
     def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
@@ -285,11 +276,9 @@ class SecondCopies:
         files = {STATE: record, **self.more(), **files_of(nodes, self._copies.take(tensors))}
         self._writing.start(lambda: self._write(step, files))
 
-    def wait(self, *, first: bool = False) -> None:
-        """Let the copy under way get done, because this process ends. `first`: only the first one, which also says of
-        which run this node's rescues are."""
-        if not (first and self._kept):
-            self._writing.join(self._writing.left_s)
+    def wait(self) -> None:
+        """Let the copy under way get done, because this process ends."""
+        self._writing.join(self._writing.left_s)
 
     def _write(self, step: int, files: Mapping[str, Content]) -> None:
         try:
@@ -297,9 +286,9 @@ class SecondCopies:
             copies.remove_unfinished(self.folder)
             for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
                 if step_of(path) > step:
-                    shutil.rmtree(path, ignore_errors=True)
+                    copies.remove(path)
             copies.save(self.folder, files, step=step, keep=1)
-            self._kept, self._said = True, ""
+            self._said = ""
         except Exception as error:  # a copy that fails must not end the training
             if (text := f"no second copy: {reason(error)}") != self._said:  # a full disk stays full
                 self.group.log.warning(text)
@@ -333,14 +322,13 @@ class HostCopies:
     def take(self, tensors: Tensors) -> Tensors:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
         work that is queued from now on does not get into them."""
-        buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
-        self._buffers = buffers
+        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
         # One call, in which other threads may run: the lease beats, the deadlines are watched
-        if buffers:
-            torch._foreach_copy_([*buffers.values()], [*tensors.values()], non_blocking=self._copied is not None)
+        if tensors:
+            torch._foreach_copy_([*self._buffers.values()], [*tensors.values()], non_blocking=self._copied is not None)
         if self._copied is not None:
             self._copied.record()
-        return dict(buffers)
+        return self._buffers
 
     def wait(self) -> None:
         """Wait until the device has made the last copies."""

@@ -156,7 +156,6 @@ class StoredRun:
             if copy is not None:
                 shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
                 copy = replace(copy, path=fetched.rename(target))
-                copies.known_damaged.discard(target)
         except OSError as error:
             raise disk_error("checkpoint", directory, error) from None
         finally:

@@ -188,7 +188,7 @@ def prepare_data(folder: Path, *, random: bool) -> None:
     raw.mkdir(parents=True)
     source, family = None, in_memory.FAMILIES["fashion-mnist"]
     if not random:
-        source = in_memory.find_family(family, data_dir=None, timeout_s=3600, say=print)
+        source = in_memory.find_family(family, data_dir=None, timeout_s=3600)
     for train, (image_name, label_name) in in_memory.FILES.items():
         if source is None:
             generator, size = torch.Generator().manual_seed(int(train)), 2048 if train else 256

@@ -14,7 +14,6 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"accumulate": "65"}, "batch_size must be >= accumulate=65, got 64. Each micro-batch *"),
         ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
         ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
         ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
@@ -52,7 +51,7 @@ def test_contradiction_is_refused(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"accumulate": "64"}, {"max_steps": "10", "warmup_steps": "9"}, {"parallel": "dp", "device_ids": "1,0"},
+        {"max_steps": "10", "warmup_steps": "9"}, {"parallel": "dp", "device_ids": "1,0"},
         {"precision": "fp16", "device": "cpu"}, {**FOLDER, "augment": "imagenet"},
         {"dataset": "imagefolder", "workload": "my.job:build"},
     ],
@@ -62,8 +61,8 @@ def test_settings_that_go_together_are_taken(settings):
 
 
 def test_contradiction_with_a_wrong_value_is_not_guessed():
-    # accumulate=65 contradicts the default batch of 64, but the user gave another batch, which is wrong by itself.
-    assert one({"batch_size": "0", "accumulate": "65"}) == '--batch-size must be greater than or equal to 1, got "0".'
+    # The mirror contradicts the default of run_dir, but the user gave another one, which is wrong by itself.
+    assert one({"run_dir": "", "mirror": "runs"}) == '--run-dir must be a path or an address, got "".'
 
 
 # --- world size ------------------------------------------------------------------------------------------------------
@@ -72,11 +71,10 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
 @pytest.mark.parametrize(
     ("settings", "world_size", "message"),
     [
-        ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. "
-                                   "Start at most 128, or set --batch-size 200."),
-        ({"batch_size": 1}, 2, "batch_size must be at least 2 (2 processes), got 1. Start at most 1, or *"),
-        ({"batch_size": 12, "accumulate": 5}, 4, "batch_size must be at least 20 (4 processes x accumulate=5), "
-                                                 "got 12. Start at most 2, or set --batch-size 20."),
+        ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128."),
+        ({"accumulate": 65}, 1, "batch_size must be at least 65 (1 processes x accumulate=65), got 64."),
+        ({"batch_size": 12, "accumulate": 5}, 4,
+         "batch_size must be at least 20 (4 processes x accumulate=5), got 12."),
         ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
         ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
     ],

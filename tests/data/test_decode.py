@@ -30,15 +30,17 @@ def difference(path: Path) -> int:
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The formats that torchvision decoded."""
     done: list[str] = []
-    usual = decoding._decode_fast
 
-    def record(data: bytearray, format: str) -> torch.Tensor | None:
-        image = usual(data, format)
-        if image is not None:
-            done.append(format)
-        return image
+    def recorded(format: str, usual: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def record(*given: Any) -> torch.Tensor:
+            image = usual(*given)
+            if image.ndim == 3:
+                done.append(format)
+            return image
 
-    monkeypatch.setattr(decoding, "_decode_fast", record)
+        return record
+
+    monkeypatch.setattr(decoding, "_FASTER", {name: recorded(name, usual) for name, usual in decoding._FASTER.items()})
     return done
 
 

@@ -17,8 +17,7 @@ from rankup.loop.workers import Workers
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import result
 from tests.rigs.small_filesystems import own_tmpfs
-from train.data import MapSamples
-from train.data.samples import Order, load_batches
+from train.data.samples import MapSamples, Order, load_batches
 
 
 class Noisy:

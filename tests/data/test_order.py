@@ -9,8 +9,7 @@ from torch.utils.data import Dataset
 
 from rankup.loop.batches import source_of
 from rankup.seeds import derive_seed
-from train.data import MapSamples, TensorSamples
-from train.data.samples import Order, load_batches, random_numbers, shift_and_flip
+from train.data.samples import MapSamples, Order, TensorSamples, load_batches, random_numbers, shift_and_flip
 
 
 class Numbers:

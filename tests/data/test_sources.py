@@ -18,7 +18,7 @@ import torch
 from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.data.sources import in_memory, load
 from train.data.sources.in_memory import FAMILIES, FOLDER, find_family
 
@@ -48,10 +48,10 @@ def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, m
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
     debian = replace(FAMILIES["fashion-mnist"], here=write_set(tmp_path / "debian", suffix=".gz"))
-    assert find_family(debian, data_dir=None, timeout_s=1.0, say=print) == tmp_path / "debian"
+    assert find_family(debian, data_dir=None, timeout_s=1.0) == tmp_path / "debian"
     without = replace(FAMILIES["fashion-mnist"], here=tmp_path / "nothing")
     there = tmp_path / "cache" / "FashionMNIST" / "raw"
-    assert find_family(without, data_dir=None, timeout_s=1.0, say=print) == there
+    assert find_family(without, data_dir=None, timeout_s=1.0) == there
 
 
 def test_other_images_of_the_same_number_are_other_data(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def label_10(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "other things": (lambda f: [path.unlink() for path in f.iterdir()] and (f / "holiday.txt").touch(),
-                     r"holds none of the files of MNIST \(train-images-idx3-ubyte, .*\.gz\), but holiday\.txt"),
+                     r"must hold the files of MNIST \(train-images-idx3-ubyte, .*\.gz\), got holiday\.txt"),
     "one is missing": (lambda f: (f / "t10k-labels-idx1-ubyte").unlink(),
-                       r"t10k-labels-idx1-ubyte \(or \.gz\) is missing"),
+                       r"must hold the files of MNIST \(.*t10k-labels-idx1-ubyte; plain or \.gz\), got t10k-images"),
     "label": (label_10, rf"{LABELS}: label must be 0\.\.9.*got 10"),
     "counts": (lambda f: write_idx(f / LABELS, made_up(9)[1]), rf"{LABELS}: holds 9 labels for 20 images"),
     "swapped": (lambda f: write_idx(f / IMAGES, made_up(20)[1]), f"{IMAGES}: is no whole IDX file of images"),
@@ -213,7 +213,7 @@ def test_cifar10_is_read_from_torchvisions_layout(tmp_path: Path, monkeypatch: p
 
 def test_folder_without_cifar10_is_told_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "holiday.txt").touch()
-    with pytest.raises(UserError, match=rf"holds no folder {FOLDER}, but holiday\.txt"):
+    with pytest.raises(UserError, match=rf"must hold a folder {FOLDER}, got holiday\.txt"):
         load_in_memory(Config(dataset="cifar10", data_dir=str(tmp_path)))
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.loop.tracked import Tracked
-from rankup.state import tree
 
 
 def parts() -> tuple[dict[str, Any], torch.optim.Optimizer]:
@@ -45,17 +44,6 @@ def test_state_is_that_of_the_last_commit_whatever_changed_since(buffer: bool) -
 def test_what_can_not_be_kept_fails_at_once_by_its_path(item: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
         Tracked().add({"bad": item})
-
-
-def test_copy_that_does_not_fit_is_one_line() -> None:
-    tracked, other = Tracked(), Tracked()
-    tracked.add({"model": nn.Linear(2, 2)})
-    other.add({"model": nn.Linear(3, 2)})
-    files = {name: b"".join(map(bytes, each)) if not isinstance(each, bytes) else each
-             for name, each in tree.files_of(*tree.encode(tracked.state())).items()}
-    with pytest.raises(ValueError, match=r"^model: .*size mismatch") as refused:
-        other.load(tree.from_files(files))
-    assert "\n" not in str(refused.value)
 
 
 def test_change_between_two_steps_is_noticed() -> None:

@@ -15,7 +15,7 @@ OWN = """
 import resource
 import torch
 from torch import nn
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.workloads.classification import Classification
 from train.workloads import Workload
 

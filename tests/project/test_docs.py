@@ -146,7 +146,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
             continue
         parsed = parse_args(words)
         assert parsed.command in OPTIONS, words
-        load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+        load_config(parsed.settings, file=parsed.options.config, mistakes=parsed.mistakes)
 
 
 def test_docs_have_the_commands_of_the_program() -> None:

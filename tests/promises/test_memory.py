@@ -81,11 +81,11 @@ def test_memory_that_is_too_small_is_one_line(forks: Forks, tmp_path: Path, undi
 
 def no_memory() -> None:
     """Preloaded: there is no room at all for rank 1."""
-    from rankup.state import parts, rescue
+    from rankup.state import memory
 
     if os.environ["RANK"] == "1":
-        parts.memory_available = lambda: 0
-        rescue.places = lambda: [Path("/dev/shm")]
+        memory.memory_available = lambda: 0
+        memory.homes = lambda: [Path(f"/dev/shm/rankup-{os.getuid()}")]
 
 
 # A node ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from rankup.agent.ends import new_job
-from rankup.state.rescue import places as folders
+from rankup.state.memory import homes
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, comparable_metrics, rank_env, result
@@ -50,7 +50,7 @@ def seen(run: Path) -> dict[str, Any]:
 def left(tmp_path: Path) -> Iterator[None]:
     """At the end of the test there is no rescue of its run on this machine."""
     yield
-    assert [path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}")] == []
+    assert [path for home in homes() for path in home.glob(run_id(tmp_path))] == []
 
 
 def run_id(folder: Path) -> str:
@@ -78,8 +78,8 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
     assert output.count("resumed from step ") == 1
     assert seen(tmp_path / "run") == undisturbed
     earlier = json.loads((next((tmp_path / "run").glob("before-*")) / "run.json").read_text())["run"]
-    for place in folders():
-        shutil.rmtree(place / f"rankup-{os.getuid()}" / earlier, ignore_errors=True)
+    for home in homes():
+        shutil.rmtree(home / earlier, ignore_errors=True)
 
 
 def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, un
     groups = [[Fault("backward", 0, 8, saved=True)]]
     codes, output = launch(forks, tmp_path, faults=tmp_path / "f", groups=groups, max_restarts=0)
     assert codes == [137], output
-    (path,) = (path for place in folders() for path in place.glob(f"rankup-*/{run_id(tmp_path)}/*/model.safetensors"))
+    (path,) = (path for home in homes() for path in home.glob(f"{run_id(tmp_path)}/*/model.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
     codes, output = launch(forks, tmp_path, faults=tmp_path / "none", groups=[])
     assert codes == [0], output
@@ -141,7 +141,7 @@ def test_where_memory_is_too_small_the_temporary_folder_does_and_then_the_checkp
     env["SMALL"] = ""
     output = forks.ends(*train(tmp_path, *OTHER), world_size=2, env=env, preload=preload)
     assert f"resumed from {resumed}" in output
-    assert list((tmp_path / "tmp").glob("rankup-*")) == []
+    assert list((tmp_path / "tmp").glob("rankup-*/*")) == []
 
 
 def small_memory() -> None:

@@ -1,5 +1,6 @@
 """Checkpoints for tests: states in which only one field matters, files to save, to look at and to damage."""
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -84,6 +85,11 @@ def newest(directory: Path) -> tuple[int, list[str]]:
 
 def steps(directory: Path) -> list[int]:
     return [int(path.name[5:13]) for path in list_copies(directory)]
+
+
+def fingerprint(content: bytes) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def flip(path: Path, position: int) -> None:

@@ -39,7 +39,8 @@ from rankup.observe.metrics import cut_after
 from rankup.observe.status import status
 from rankup.places.lease import Lease, Lineage
 from rankup.state import reading, tree
-from rankup.state.copies import MANIFEST, STATE, fingerprint
+from rankup.state.copies import MANIFEST, STATE
+from tests.rigs.checkpoints import fingerprint
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
 from train.data.file_samples import decode
@@ -149,10 +150,8 @@ def plain_copy() -> Files:
 
 def sharded_copy() -> Files:
     form, tensors = tree.encode(TRACKED)
-    own, offsets = tree.own_parts(tensors, 0)
-    content = b"".join(map(bytes, tree.TensorFile(own)))
-    index = tree.index(form, tensors, [offsets])
-    return sealed({STATE: RECORD, **index, tree.file_of(0): content})
+    content = b"".join(map(bytes, tree.TensorFile(*tree.local_parts(tensors))))
+    return sealed({STATE: RECORD, tree.TREE: tree.to_file(form), tree.file_of(0): content})
 
 
 def weights() -> Files:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Config
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.run.weights import digest
 from train.workloads import Sums, Workload
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rankup.observe import stragglers
 from train.config import Config
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.workloads import Workload
 
 USUAL_S, SLOW_S = 0.005, 0.1

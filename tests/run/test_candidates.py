@@ -12,9 +12,9 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.job import _checked
 from rankup.places.lease import Lineage
-from rankup.state import rescue
 from rankup.state.choice import SECOND, Origin, find_origin, found_in
 from rankup.state.copies import list_copies
+from rankup.state.memory import write_rescue
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, save, training_state
 from train.config import Config
@@ -57,7 +57,7 @@ class Node:
 
     def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)
-        assert rescue.write(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
+        assert write_rescue(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
 
     def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None) -> Origin:
         """`newest`: step and attempt of rank 0's newest checkpoint."""
@@ -79,8 +79,8 @@ class Node:
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     for name in ("shm", "tmp"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(rescue, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(rescue.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr("rankup.state.memory.SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     return Node(tmp_path)
 
 

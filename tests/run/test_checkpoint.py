@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rankup.loop.record import FORMAT
-from rankup.state.copies import find_problem, fingerprint, list_copies
+from rankup.state.copies import find_problem, list_copies
 from tests.rigs.checkpoints import (
+    fingerprint,
     flip,
     load_checkpoint,
     load_newest,
@@ -101,7 +102,7 @@ def test_copy_under_a_higher_steps_name_is_passed_over_and_does_not_push_a_good_
         save(tmp_path, step)
     for name in ("step-00000030", "best"):
         shutil.copytree(tmp_path / "step-00000010", tmp_path / name)
-    why = "its name says step 30, its manifest says step 10, its state says step 10"
+    why = "its name says step 30, its manifest 10, its state 10"
     assert newest(tmp_path) == (20, [f"checkpoint step-00000030 was passed over: {why}"])
     save(tmp_path, 25, keep=2)
     assert steps(tmp_path) == [20, 25, 30]

@@ -6,7 +6,6 @@ Each rank has a working directory of its own, and its run directory in it: a "no
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,21 +98,14 @@ def test_run_goes_on_from_the_copy_to_the_same_weights(nodes: Nodes, undisturbed
     assert "is finished: 32 steps" in nodes.run()
 
 
-def slow_copy() -> None:
-    """Preloaded: the second copy is not yet written when rank 0 is lost."""
-    from rankup.state.saver import SecondCopies
-
-    write = SecondCopies._write
-    SecondCopies._write = lambda *given: (time.sleep(0.5), write(*given))  # type: ignore[assignment, misc, return-value]
-
-
 def test_rescue_of_the_other_node_is_found_too(nodes: Nodes, undisturbed: dict[str, Any]) -> None:
-    order = {"where": "loss", "call": 12, "signal": "SIGKILL", "rank": 0, "saved": True}
-    codes, output = nodes.forks.run(
-        *LINE, "--save=sync", world_size=2, cwds=nodes.folders, env={"PROBE": json.dumps(order)},
-        preload="tests.run.test_copies:slow_copy",
-    )
-    assert codes == [-9, 171], output
+    there = nodes.folders[0] / "there"
+    order = {"where": "loss", "call": 12, "rank": 0, "tell": str(there), "until": "never"}
+    more: dict[str, Any] = {"world_size": 2, "cwds": nodes.folders, "env": {"PROBE": json.dumps(order)}}
+    with nodes.forks.running(*LINE, **more) as job:
+        job.wait_until(lambda: there.exists() and nodes.copies() != [], "step 10, and the copy of step 8")
+        job.processes[0].signal("SIGKILL")
+        assert job.wait() == [-9, 171], job.output
     nodes.lose()
     assert "resumed from step 9, rescued by rank 1 on " in nodes.run()
     assert result(nodes.runs(0))["digest"] == undisturbed["digest"]

@@ -94,5 +94,5 @@ def test_evaluation_leaves_frozen_parts_in_eval_mode(forks: Forks, tmp_path: Pat
 def test_evaluation_without_count_is_refused_in_one_line(forks: Forks, tmp_path: Path) -> None:
     codes, output = forks.run("train", *RECORDED, "--options.no_count", "true", "--run-dir", tmp_path, world_size=2)
     assert codes == [2, 2]
-    assert 'evaluate must return "count", the number of samples in the batch, got accuracy.' in output
+    assert 'evaluate must return "count", the number of samples, got accuracy.' in output
     assert "Traceback" not in output

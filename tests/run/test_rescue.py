@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,20 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.places.files import cache_roots
-from rankup.state import rescue
-from rankup.state.copies import Content, fingerprint
-from tests.rigs.checkpoints import files_of, load_checkpoint, train, training_state
+from rankup.state.copies import Content
+from rankup.state.memory import list_held, remove, write_rescue
+from tests.rigs.checkpoints import files_of, fingerprint, load_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In place of /dev/shm; the temporary directory is `tmp_path / "tmp"`."""
     for name in ("shm", "tmp"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(rescue, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(rescue.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr("rankup.state.memory.SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "shm"
 
 
@@ -34,11 +34,11 @@ def files(step: int, **fields: Any) -> dict[str, Content]:
 
 
 def write(step: int, **fields: Any) -> str:
-    return rescue.write(RUN, step, lambda: files(step, **fields))
+    return write_rescue(RUN, step, lambda: files(step, **fields))
 
 
 def found() -> int | None:
-    steps = [load_checkpoint(path).step for path in rescue.found() if path.parent.name == RUN]
+    steps = [load_checkpoint(path).step for path in list_held() if path.parent.name == RUN]
     return max(steps, default=None)
 
 
@@ -49,7 +49,7 @@ def test_rescue_is_a_checkpoint_that_only_its_user_can_read(memory: Path) -> Non
     assert write(7) == ""
     path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
     assert load_checkpoint(path).tracked["model"]["weight"].tolist() == [7.0] * 3
-    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (path.parent, path.parent.parent))
+    assert stat.S_IMODE(path.parents[1].stat().st_mode) == 0o700
 
 
 def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory: Path) -> None:
@@ -57,8 +57,8 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
         raise AssertionError("the state was copied once more")
 
     assert write(7) == ""
-    assert rescue.write(RUN, 7, unexpected) == ""
-    assert rescue.write(RUN, 6, unexpected) == ""
+    assert write_rescue(RUN, 7, unexpected) == ""
+    assert write_rescue(RUN, 6, unexpected) == ""
     assert write(8) == ""
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
 
@@ -68,10 +68,10 @@ def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both
     memory: Path, monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...], place: str | None
 ) -> None:
     usage = lambda path: SimpleNamespace(free=1000 if Path(path).name in full else 2**30)  # noqa: E731
-    monkeypatch.setattr(rescue.shutil, "disk_usage", usage)
+    monkeypatch.setattr("shutil.disk_usage", usage)
     problem = write(7)
     assert [f"{memory.parent / name} has 0 MiB free, " in problem for name in ("shm", "tmp")] == [place is None] * 2
-    assert [path.parents[2].name for path in rescue.found()] == ([place] if place else [])
+    assert [path.parents[2].name for path in list_held()] == ([place] if place else [])
 
 
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:
@@ -79,7 +79,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     (memory / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(memory / "elsewhere")
     assert write(7) == ""
-    assert [path.parents[2].name for path in rescue.found()] == ["tmp"]
+    assert [path.parents[2].name for path in list_held()] == ["tmp"]
     assert list((memory / "elsewhere").glob("*/step-*")) == []
     own.unlink()
     (memory.parent / "tmp" / own.name).rename(own)
@@ -87,7 +87,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     own.chmod(0o777)  # somebody else may have put it there
     assert found() is None
     assert write(8) == ""
-    assert [path.parents[2].name for path in rescue.found()] == ["tmp"]
+    assert [path.parents[2].name for path in list_held()] == ["tmp"]
 
 
 # Removing -------------------------------------------------------------------------------------------------------
@@ -95,37 +95,22 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
 
 def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep(memory: Path) -> None:
     for run in (RUN, OTHER):
-        rescue.write(run, 7, lambda: files(7))
-    rescue.remove(OTHER)
-    rescue.remove(RUN, keep=range(7, 99))
-    rescue.remove(RUN, keep=range(8))
+        write_rescue(run, 7, lambda: files(7))
+    remove(OTHER)
+    remove(RUN, range(7, 99))
+    remove(RUN, range(8))
     assert found() == 7
-    rescue.remove(RUN, keep=range(8, 99))
-    assert list(memory.iterdir()) == []
+    remove(RUN, range(8, 99))
+    assert list(memory.glob("*/*")) == []
 
 
 def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
     with ThreadPoolExecutor(4) as ranks:
         for step in range(1, 60):
             write(step)
-            for done in [ranks.submit(rescue.remove, RUN, keep=range(step + 1, 999)) for _ in range(4)]:
+            for done in [ranks.submit(remove, RUN, range(step + 1, 999)) for _ in range(4)]:
                 done.result()
     assert found() is None
-
-
-def test_rescue_that_nobody_went_on_with_is_removed_after_a_week_but_no_data_in_the_cache(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rescue, "SHARED_MEMORY", memory / "none")
-    for run in (OTHER, "0000000000000000"):
-        rescue.write(run, 7, lambda: files(7))
-    old, data = memory.parent / "tmp" / f"rankup-{os.getuid()}" / OTHER, cache_roots()[-1] / "FashionMNIST"
-    data.mkdir(mode=0o700)
-    for folder in (old, data):
-        os.utime(folder, (0, time.time() - 8 * 24 * 3600))
-    write(7)
-    assert {path.name for path in old.parent.iterdir()} == {RUN, "0000000000000000"}
-    assert data.exists()
 
 
 @pytest.mark.parametrize("file", ["run.json", "state.json"])

@@ -226,10 +226,10 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
 
 def held_save_without_rescue() -> None:
     """Preloaded: `held_save` on a node that has no memory for a rescue."""
-    from rankup.state import rescue
+    from rankup.state import memory
 
     held_save()
-    rescue.write = lambda *_: "no memory is left"
+    memory.write_rescue = lambda *_: "no memory is left"
 
 
 def test_survivor_that_has_no_rescue_finishes_the_save_under_way(forks: Forks, tmp_path: Path) -> None:

@@ -26,16 +26,24 @@ RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 # Retention ----------------------------------------------------------------------------------------------------
 
 
-def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+def test_those_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
     os.truncate(save(tmp_path, 2) / "model.safetensors", 50)
-    flip(save(tmp_path, 3) / "model.safetensors", 50)
-    assert newest(tmp_path)[0] == 1  # a run begins with this; no save reads what others wrote
-    (save(tmp_path, 4) / "manifest.json").write_text('{"step": 4, "files": {"model.safetensors": 1}}')
+    (save(tmp_path, 3) / "manifest.json").write_text('{"step": 3, "files": {"model.safetensors": 1}}')
+    save(tmp_path, 4, keep=2)
+    assert steps(tmp_path) == [1, 2, 3, 4]
     save(tmp_path, 5, keep=2)
-    assert steps(tmp_path) == [1, 2, 3, 4, 5]
-    save(tmp_path, 6, keep=2)
-    assert steps(tmp_path) == [5, 6]
+    assert steps(tmp_path) == [4, 5]
+
+
+def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path: Path) -> None:
+    for step in (1, 9):
+        save(tmp_path, step)
+    flip(tmp_path / "step-00000009" / "model.safetensors", 50)
+    for keep in (2, 1):
+        save(tmp_path, 2, keep=keep)
+        assert steps(tmp_path) == [2, 9]
+        assert newest(tmp_path)[0] == 2
 
 
 def test_same_step_saved_again_replaces_it_and_the_newest_are_kept(tmp_path: Path) -> None:

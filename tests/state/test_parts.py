@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.state import rescue
 from rankup.state.copies import no_check, to_json
-from rankup.state.parts import Parts, PartsInMemory, peer_of
-from rankup.state.reading import Copy
-from rankup.state.tree import Shards
+from rankup.state.memory import Parts, PartsInMemory, peer_of
+from rankup.state.reading import Copy, CopyFiles
 from tests.rigs.checkpoints import damage, training_state
 
 TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
@@ -62,8 +60,7 @@ class Ranks:
 
 
 def weight(rank: int, step: int) -> torch.Tensor:
-    """Of another shape on each rank: ranks that hold as much of the same count as replicas."""
-    return torch.arange(64.0 + rank) + 1000 * rank + step
+    return torch.arange(64.0) + 1000 * rank + step
 
 
 def keep(ranks: Ranks, *steps: int) -> None:
@@ -72,7 +69,9 @@ def keep(ranks: Ranks, *steps: int) -> None:
         kept.wanted = True
         for step in steps:
             record = to_json(training_state(step, world_size=RANKS, attempt="first"))
-            state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}}
+            # The state of a rank's own loader says that its part is no other rank's
+            own = {f"{group.rank} of {RANKS}": None}
+            state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}, "loaders": own}
             kept.take(step, lambda record=record, state=state: (record, state))  # type: ignore[misc]
         kept.wait()
         assert kept._writing.failure is None
@@ -97,7 +96,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
         return None
     weights, steps = [], set()
     for copy in copies:
-        tracked = Shards(copy.path, copy.index).read_all()
+        tracked = CopyFiles(copy.path).read_all()
         weights.append(tracked["model"]["weight"])
         steps |= {copy.step, tracked["step"]["n"]}
     (step,) = steps
@@ -112,7 +111,8 @@ def is_right(found: tuple[int, list[torch.Tensor]]) -> bool:
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(rescue, "places", lambda: [tmp_path / "memory"])
+    home = tmp_path / "memory" / f"rankup-{os.getuid()}"
+    monkeypatch.setattr("rankup.state.memory.homes", lambda: [home])
     return tmp_path / "memory"
 
 
@@ -136,7 +136,7 @@ def harm(folder: Path, draw: random.Random) -> str:
         case "of another rank":
             shutil.copy(twin / file.name.replace(f"{rank:05d}", f"{1 - rank:05d}"), file)
         case "ranks swapped":
-            for name in ("state.json", "shards.json", "manifest.json"):
+            for name in ("state.json", "tree.json", "manifest.json"):
                 mine, its = (path / name).read_bytes(), (twin / name).read_bytes()
                 (path / name).write_bytes(its)
                 (twin / name).write_bytes(mine)

@@ -18,7 +18,7 @@ from tests.rigs.jobs import MAIN, ROOT, Job, result, start
 from tests.rigs.listings import workload
 from train import workloads
 from train.config import Config
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.workloads import Workload
 
 PAGE = "train/workloads/README.md"

@@ -1,6 +1,5 @@
 """The commands by name: each gets the settings, this process and its own options, and returns its exit code, or None
-for success. Each imports what it needs inside, so that only those pay for torch that use it.
-"""
+for success. Each imports what it needs inside, so that only those pay for torch that use it."""
 
 import gc
 import importlib
@@ -24,12 +23,8 @@ def run_dir_of(config: Config, program: Program) -> Path:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Of a module that is slow to import: no garbage is collected meanwhile, nor ever in what it imported.
-
-    torch and what belongs to it are 350,000 objects, which live as long as the process. Importing them triggers
-    collections, which take a fifth of the time to find 8 MB; each full one later would walk them again, 0.15 s in the
-    middle of a step, and in a forked process it would copy the pages that it marks.
-    """
+    """Of a module that is slow to import, without garbage collection: torch's 350,000 objects live as long as the
+    process. Collections would take a fifth of the import, and later walk them again, 0.15 s in the middle of a step."""
     gc.disable()
     try:
         return getattr(importlib.import_module(module, __package__), name)
@@ -53,7 +48,7 @@ def _read_checkpoint(name: str, config: Config, program: Program, given: options
 
 
 def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> int:
-    from ..group import join_options, same_settings
+    from ..group import join_options
 
     try:
         check_world_size(config, program.rank_env.world_size)
@@ -62,9 +57,8 @@ def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> i
         program.found, run_dir = error, Path()
     program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
     return program.doctor(
-        run_dir, as_json=given.as_json, settings=same_settings(config), num_threads=config.num_threads,
-        num_workers=config.num_workers, join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s,
-        **join_options(config),
+        run_dir, as_json=given.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
+        join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s, **join_options(config),
     )
 
 

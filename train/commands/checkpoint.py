@@ -1,6 +1,7 @@
 """A trained model from its checkpoint, and the commands `evaluate` and `predict`."""
 
 import csv
+import io
 import json
 import os
 import sys
@@ -19,9 +20,8 @@ from rankup.seeds import derive_seed, seed_everything
 
 from ..config import Config
 from ..config.options import EvaluateOptions, PredictOptions
-from ..data import Samples
-from ..data.samples import to_device
-from ..group import join_group
+from ..data.samples import Samples, to_device
+from ..group import join_options
 from ..parallel.model import autocast, prepare
 from ..run import weights
 from ..run.evaluation import evaluate, evaluation_loader
@@ -32,10 +32,9 @@ from ..workloads import Workload, load
 
 @dataclass(frozen=True, slots=True)
 class CheckpointModel:
-    """A workload whose model has a checkpoint's weights. `config`: the settings that the model was trained with, where
-    the user did not give others."""
+    """A workload whose model has a checkpoint's weights."""
 
-    config: Config
+    config: Config  # the settings that the model was trained with, where the user did not give others
     group: Group
     workload: Workload
     checkpoint: Copy
@@ -43,16 +42,15 @@ class CheckpointModel:
 
 @contextmanager
 def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) -> Iterator[CheckpointModel]:
-    """Join the group and load the checkpoint on all ranks. Collective: every rank calls it.
-
-    `path`: a folder or an address, or the newest good one of the run if it is empty; rank 0 alone reads it. Raises
-    UserError for a checkpoint that can't be read, or that does not fit the data or the model, and JoinError and
-    PeerLost as training does.
-    """
+    """Join the group and load the checkpoint on all ranks: a folder or an address, or the newest good one of the run if
+    `path` is empty; rank 0 alone reads it. Raises UserError, and JoinError and PeerLost as training does."""
     if not path and rankup.urls.is_url(config.run_dir):
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
-    with join_group(config, program, run_dir / "evaluations", needs_process_group=False, trains=False) as group:
+    with program.join(
+        run_dir / "evaluations", timeout_s=config.join_timeout_s, needs_process_group=False, trains=False,
+        **join_options(config),
+    ) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
             path, run_dir=run_dir, group=group, check=check, warn=program.log.warning, timeout_s=config.setup_timeout_s
@@ -86,10 +84,7 @@ def _settings_of(checkpoint: Copy, config: Config) -> Config:
 
 
 def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: EvaluateOptions) -> None:
-    """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs.
-
-    Raises what `open_checkpoint` raises.
-    """
+    """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
         batches = rankup.Workers(evaluation_loader(opened.config, group, workload.evaluation, own=True))
@@ -101,21 +96,13 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
                 "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
                 "count": result.count, "digest": digest, "world_size": group.world_size, **details,
             }
-            staging = run_dir / f".evaluation.json.{os.getpid()}"
-            staging.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
-            staging.replace(run_dir / "evaluation.json")
+            _write(run_dir / "evaluation.json", json.dumps(outcome, indent=2) + "\n")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
 
-# Input, label and probability of each sample, in a CSV or JSONL file -------------------------------------------------
-
-
 def predict(config: Config, program: Program, run_dir: Path, options: PredictOptions) -> None:
-    """Write a line for each sample, in the samples' order, whatever the number of ranks.
-
-    Raises UserError for input or output that can't be used, and what `open_checkpoint` raises.
-    """
+    """Write a line for each sample, in the samples' order, whatever the number of ranks. Raises UserError."""
     with (
         open_checkpoint(config, program, run_dir, options.checkpoint) as opened,
         _open_samples(opened, options.input) as (samples, name_of),
@@ -125,8 +112,9 @@ def predict(config: Config, program: Program, run_dir: Path, options: PredictOpt
             {"input": name_of(index), "label": label, "probability": round(probability, 6)}
             for index, label, probability in sorted(row for part in opened.group.gather(own) for row in part)
         ]
-        opened.group.on_rank0(lambda: _write(Path(options.output), rows))
-        program.log.info(f"{len(rows)} predictions in {Path(options.output)}")
+        output = Path(options.output)
+        opened.group.on_rank0(lambda: _write_rows(output, rows))
+        program.log.info(f"{len(rows)} predictions in {output}")
 
 
 @contextmanager
@@ -175,18 +163,24 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
     return rows
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The complete file or none. Raises UserError if it can't be written."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Raises UserError if it can't be written."""
+    file = io.StringIO()
+    if path.suffix == ".csv":
+        writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("w", encoding="utf-8", newline="") as file:
-            if path.suffix == ".csv":
-                writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            else:
-                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-        staging.replace(path)
+        _write(path, file.getvalue())
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """The complete file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging.write_text(text, encoding="utf-8", newline="")
+    staging.replace(path)

@@ -69,28 +69,22 @@ def load_config(flags: Mapping[str, str], *, file: str | None = None, mistakes: 
 def validate(
     model: type[Model], values: Mapping[str, Any], label: Callable[[str], str]
 ) -> tuple[Model, dict[str, str]]:
-    """The model of these values, or of none if one is wrong, and a message for each wrong one, by name.
-
-    Names outside the model must be gone already. `label`: a name as the user wrote it.
-    """
+    """The model of these values, or of none if one is wrong, and a message for each wrong one, by name. `label`: a name
+    as the user wrote it."""
     # First, and not by a rule of each field: no message may repeat such a value
     wrong = {name: must_hold_no_secrets(label(name)) for name, value in values.items()
              if isinstance(value, str) and secrets_in(value.removeprefix("hf:"))}
-    # pydantic would take true for 1
-    wrong |= {name: f"{label(name)} must be a number, got {describe(value)}." for name, value in values.items()
-              if isinstance(value, bool) and {int, float} & set(_types(fields_of(model)[name]))}
+    fields = fields_of(model)
     try:
         found = model(**{name: value for name, value in values.items() if name not in wrong})
-        return (model() if wrong else found), wrong
     except ValidationError as error:
-        fields = fields_of(model)
         for detail in error.errors():
             name = str(detail["loc"][0])
             rule = facts(fields[name])["rule"] or detail["msg"].removeprefix("Input should be ")
             rule += " or null" if fields[name].default is None else ""
             # pydantic may find several errors in one value
             wrong.setdefault(name, f"{label(name)} must be {rule}, got {describe(values[name])}.")
-    return model(), wrong
+    return (model() if wrong else found), wrong
 
 
 def unknown(name: str, names: Collection[str], show: Callable[[str], str]) -> str:
@@ -120,20 +114,15 @@ def literals(field: FieldInfo) -> tuple[str, ...]:
 
 def is_switch(field: FieldInfo) -> bool:
     """Whether the flag may stand without a value."""
-    return bool in _types(field)
-
-
-def _types(field: FieldInfo) -> tuple[Any, ...]:
-    return field.annotation, *(part for part in get_args(field.annotation) if isinstance(part, type))
+    return bool in (field.annotation, *get_args(field.annotation))
 
 
 def bounds(field: FieldInfo) -> str:
     """A field's range, such as `>= 0 and < 1`; empty where it has none."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    limits = [(sign, getattr(limit, key)) for limit in field.metadata for key, sign in signs.items()
-              if hasattr(limit, key)]
     # An upper bound that is only the width of a counter says nothing to a reader
-    return " and ".join(f"{sign} {limit}" for sign, limit in limits if limit != INT32_MAX)
+    return " and ".join(f"{sign} {getattr(limit, key)}" for limit in field.metadata for key, sign in signs.items()
+                        if getattr(limit, key, INT32_MAX) != INT32_MAX)
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
@@ -179,10 +168,8 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The settings in their groups, each with its line of help, range and unit; `--config` reads it back equal.
-
-    Those of other data sets, workloads and methods are left out, unless they were set.
-    """
+    """The settings in their groups, each with its line of help, range and unit; `--config` reads it back equal. Those
+    of other data sets, workloads and methods are left out, unless they were set."""
     lines: list[str] = []
     others = {name for name in foreign(config) if getattr(config, name) == Config.model_fields[name].default}
     for name, field in Config.model_fields.items():
@@ -235,8 +222,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
     if c.backend == "nccl" and c.device == "cpu":
         yield "backend", "gloo or auto with device cpu", "nccl moves GPU memory only."
-    if c.batch_size < c.accumulate:
-        yield "batch_size", f">= accumulate={c.accumulate}", "Each micro-batch needs a sample."
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):
@@ -250,21 +235,16 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
 def check_world_size(config: Config, world_size: int) -> None:
     """Raise UserError unless so many processes can train together and each micro-batch of each gets a sample."""
     if config.parallel in ("none", "dp") and world_size > 1:
-        raise UserError(
-            f"parallel must be auto or ddp with {world_size} processes, got {config.parallel}. "
-            "Each would train a model of its own; for one process start it without a launcher."
-        )
+        got = f"got {config.parallel}. Each would train a model of its own."
+        raise UserError(f"parallel must be auto or ddp with {world_size} processes, {got}")
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     least = world_size * config.accumulate
     if config.batch_size < least:
-        raise UserError(
-            f"batch_size must be at least {least} ({product}), got {config.batch_size}. Start at most "
-            f"{config.batch_size // config.accumulate}, or set --batch-size {least}."
-        )
+        raise UserError(f"batch_size must be at least {least} ({product}), got {config.batch_size}.")
 
 
-# Settings as YAML text, by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no`
-# is false, `010` is eight and the last of two equal keys wins silently. Each of these changes a run -----------------
+# YAML by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is
+# eight and the last of two equal keys wins silently. Each of these changes a run -----------------------------------
 
 _CORE = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -310,10 +290,7 @@ def scalar(text: str) -> Any:
 
 
 def read_yaml(file: str) -> dict[str, Any]:
-    """Settings from a YAML file (UTF-8); an empty one holds none.
-
-    Raises UserError, one line with the number of the line in the file, when it cannot be read or parsed.
-    """
+    """Settings from a YAML file. Raises UserError, one line with the number of the line in the file."""
     try:
         found = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)  # it builds plain values alone
     except yaml.MarkedYAMLError as error:

@@ -1,8 +1,5 @@
 """The command line, `COMMAND --SETTING VALUE ...`: the commands and their options, what a line means, and --help.
-
-python-fire takes a line apart, and every mistake in it is collected. Values stay texts here: pydantic reads them by the
-types of their settings. No torch here.
-"""
+Values stay texts here: pydantic reads them by the types of their settings. No torch here."""
 
 from __future__ import annotations
 
@@ -25,12 +22,13 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    config: str | None = setting(None, "YAML file of settings. Flags outrank it.", min_length=1, rule="a file's name")
+
 
 class RankOptions(Options):
     """Of the commands that run as ranks."""
 
-    init_method: str = setting(
-        "", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR and MASTER_PORT.")
+    init_method: str = setting("", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR.")
     rank: int | None = setting(None, "In place of RANK.")
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
@@ -41,27 +39,25 @@ class JsonOptions(Options):
     as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
 
 
-class CheckpointOptions(Options):
+class CheckpointOptions(RankOptions):
     """Of the commands that read a checkpoint."""
 
-    checkpoint: str = setting(
-        "", "Checkpoint directory, or its address; by default the newest good one of the run.")
+    checkpoint: str = setting("", "Checkpoint directory, or its address; by default the newest good one of the run.")
 
 
 class TrainOptions(RankOptions):
     """Train; the same command again goes on where it stopped."""
 
 
-class EvaluateOptions(CheckpointOptions, RankOptions):
+class EvaluateOptions(CheckpointOptions):
     """Evaluate a checkpoint on the test data, exactly, with any number of processes."""
 
 
-class PredictOptions(CheckpointOptions, RankOptions):
+class PredictOptions(CheckpointOptions):
     """Write input, label and probability of each sample to a CSV or JSONL file."""
 
-    input: str = setting(
-        "", "What to predict: an image, a folder of images, a file of texts, or - for standard input; by default the "
-        "test data.")
+    input: str = setting("", "What to predict: an image, a folder of images, a file of texts, or - for standard input; "
+                         "by default the test data.")
     output: str = setting(
         "predictions.csv", "Where to write.", pattern=r"\.(csv|jsonl)$", rule="a .csv or .jsonl file")
 
@@ -89,26 +85,20 @@ NOT_FIRES = ("--", "--separator=\0")
 
 @dataclass(frozen=True)
 class Request:
-    """A command line, understood. `mistakes` belong before those of `load_config`, in one report.
-
-    `settings`: name -> text, as given; `options.key` sets one key. `options`: those of the command, all of them.
-    """
+    """A command line, understood. `mistakes` belong before those of `load_config`, in one report."""
 
     command: str | None = None
-    settings: dict[str, str] = field(default_factory=dict)
-    config_file: str | None = None
-    options: Options = field(default_factory=Options)
+    settings: dict[str, str] = field(default_factory=dict)  # name -> text, as given; `options.key` sets one key
+    options: Options = field(default_factory=Options)  # those of the command, all of them
     help: bool = False
     mistakes: list[str] = field(default_factory=list)
 
 
 def parse_args(argv: Sequence[str]) -> Request:
-    """Understand a command line; runs and raises nothing.
-
-    The command is the first word, `train` where a line begins with a setting. --local-rank, which
-    torch.distributed.launch puts in front, is passed over: LOCAL_RANK says the same.
-    """
+    """Understand a command line; runs and raises nothing. The command is the first word, `train` where a line begins
+    with a setting."""
     words = [word for word in argv if word != "--"]  # behind it Fire would obey flags of its own
+    # torch.distributed.launch puts it in front. LOCAL_RANK says the same
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
     if {"-h", "--help"} & set(words):
@@ -138,27 +128,20 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
     mistakes = [f"unexpected argument {describe(word)}." for word in more]
-    file = None
     for name, text in flags.items():
         negated = name.startswith("_") and text == "False"  # --no-NAME, of which Fire has taken "no" away
         name = name[1:] if negated else name
-        if name == "config":
-            if text in ("True", "False", ""):  # Fire's values of flags that have none
-                mistakes.append("--config must be followed by a file's name.")
-            else:
-                file = text
-        elif (text == "True" or negated) and (
-            name.startswith("options.") or (name in fields and not is_switch(fields[name]))
-        ):
-            mistakes.append(f"{flag(name)} must be followed by a value{', such as true' * ('.' in name)}.")
+        is_key = re.match(r"options\..", name) is not None
+        if name not in fields and not is_key:
+            mistakes.append(unknown(name, [*fields, "help"], lambda name: describe(flag(name))))
+        elif (text == "True" or negated) and (is_key or not is_switch(fields[name])):
+            mistakes.append(f"{flag(name)} must be followed by a value{', such as true' * is_key}.")
         elif name in own:
             given[name] = text
-        elif name in fields or re.match(r"options\..", name):
-            settings[name] = text
         else:
-            mistakes.append(unknown(name, [*fields, "config", "help"], lambda name: describe(flag(name))))
+            settings[name] = text
     options, wrong = validate(OPTIONS[command], given, flag)
-    return Request(command, settings, file, options, mistakes=[*mistakes, *wrong.values()])
+    return Request(command, settings, options, mistakes=[*mistakes, *wrong.values()])
 
 
 # --help --------------------------------------------------------------------------------------------------------------
@@ -168,8 +151,8 @@ COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "l
           "parallel", "seed", "name", "run_dir", "fresh")
 NOTE = (
     f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them, and with "
-    "--dataset hf:NAME, --workload text and so on those of that data set or workload. Flags outrank --config FILE, the "
-    "file outranks the defaults. A switch: --augment, --no-augment or --augment=false."
+    "--dataset hf:NAME, --workload text and so on those of that data set or workload. A switch: --augment, "
+    "--no-augment or --augment=false."
 )
 EXAMPLES = {
     "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
@@ -184,13 +167,12 @@ def help_text(command: str = "") -> str:
     """The help of `command`, or of all: at most 40 lines at 80 columns."""
     width = min(shutil.get_terminal_size().columns, 120)
     if command not in OPTIONS:
-        rows = [(name, _text(model)) for name, model in OPTIONS.items()]
+        rows = [(name, str(model.__doc__)) for name, model in OPTIONS.items()]
         more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
-        lines += [*_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]) + "\n"
     rows = [_row(name, field) for name, field in fields_of(OPTIONS[command]).items()]
-    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(_text(OPTIONS[command]), width)]
+    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(OPTIONS[command].__doc__), width)]
     lines += ["", "options:", *_table(rows, width)]
     if command == "train":
         rows = [_row(name, Config.model_fields[name]) for name in COMMON]
@@ -200,10 +182,6 @@ def help_text(command: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _text(model: type[Options]) -> str:
-    return " ".join((model.__doc__ or "").split())
-
-
 def _row(name: str, field: FieldInfo) -> tuple[str, str]:
     default = "" if field.default in (None, False, "") else f"[{dump_value(field.default)}] "
     text = ", ".join(literals(field)) or str(field.description)
@@ -211,7 +189,6 @@ def _row(name: str, field: FieldInfo) -> tuple[str, str]:
 
 
 def _table(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Two columns."""
     left = max(len(name) for name, _ in rows) + 4
     return [line for name, text in rows for line in textwrap.wrap(
         text, width, initial_indent=f"  {name}".ljust(left), subsequent_indent=" " * left, break_on_hyphens=False)]

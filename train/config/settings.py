@@ -1,7 +1,5 @@
-"""Every setting: its type, default, range, unit, a line of help, and whether it affects the result. No torch here.
-
-A setting that affects the result must stay the same when a run is resumed. `show` and `--help` keep the order below.
-"""
+"""Every setting: its type, default, range, unit, a line of help, and whether it affects the result: then it must stay
+the same when a run is resumed. `show` and `--help` keep the order below. No torch here."""
 
 from __future__ import annotations
 
@@ -45,6 +43,7 @@ def setting(
 
 _result = partial(setting, result=True)
 _path = partial(setting, min_length=1, rule="a path")
+_of_hf = partial(setting, result=True, min_length=1, rule="a name", of="hf")
 
 
 def _deadline(default: float, what: str) -> Any:
@@ -59,16 +58,12 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                             rule='"images", "text" or module:function')
     dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
                            pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$", choices=tuple(SOURCES))
-    hf_config: str | None = _result(None, "Which configuration of the data set; null: the only or default one.",
-                                    rule="a name", min_length=1, of="hf")
-    input_column: str | None = _result(None, "Column of the images or texts; null: the only one of that kind.",
-                                       rule="a column's name", min_length=1, of="hf")
-    label_column: str | None = _result(None, "Column of the labels; null: the only one of class labels, or label.",
-                                       rule="a column's name", min_length=1, of="hf")
-    hf_train_split: str = _result("train", "Rows to train on: a split, or part of one such as train[:90%].",
-                                  rule="a split's name", min_length=1, of="hf")
-    hf_eval_split: str | None = setting(None, "Rows to evaluate on; null: validation or test, as eval_split says.",
-                                        rule="a split's name", min_length=1, of="hf")
+    hf_config: str | None = _of_hf(None, "Which configuration of the data set; null: the only or default one.")
+    input_column: str | None = _of_hf(None, "Column of the images or texts; null: the only one of that kind.")
+    label_column: str | None = _of_hf(None, "Column of the labels; null: the only one of class labels, or label.")
+    hf_train_split: str = _of_hf("train", "Rows to train on: a split, or part of one such as train[:90%].")
+    hf_eval_split: str | None = _of_hf(
+        None, "Rows to evaluate on; null: validation or test, as eval_split says.", result=False)
     hf_download: bool = setting(False, "hf:NAME may be a name at the Hugging Face hub, downloaded once.", of="hf")
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",

@@ -1,10 +1,9 @@
-"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them.
-
-This module imports torchvision, 0.1 to 0.4 s: whoever holds images in memory does without it.
-"""
+"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them. This module
+imports torchvision, 0.1 to 0.4 s: whoever holds images in memory does without it."""
 
 import io
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,33 +24,24 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share o
 
 @dataclass(eq=False)
 class FileSamples:
-    """Image files, prepared by DataLoader workers, as many as `num_workers` says.
-
-    labels: int64 [N]; mean, std: one per channel, of images / 255; origin: one line. image_size: height and width that
-    they get; margin: whether, where nothing is random, the shorter side is resized to 8/7 of it first, as ImageNet's
-    recipe does (256 for 224); contents: reads the one of that number where they lie in something else; `paths` are then
-    names for messages alone.
-
-    Without augmentation the shorter side is resized, and the middle is cut out. `augment`, for training: True shifts
-    and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one random
-    change of colour or shape to that part besides (TrivialAugmentWide). channels: 3, or 1 to average the colours for a
-    model that was trained on grey images.
-    """
+    """Image files. Without augmentation the shorter side is resized, and the middle is cut out. `augment`, in training:
+    True shifts and mirrors this middle; imagenet takes a random part of the whole image in its place; trivial does one
+    random change of colour or shape to that part besides (TrivialAugmentWide)."""
 
     paths: Sequence[str]
-    labels: torch.Tensor
+    labels: torch.Tensor  # int64 [N]
     classes: tuple[str, ...]
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # mean, std: one per channel, of images / 255
     std: tuple[float, ...]
     name: str
-    origin: str
-    image_size: int = 224
-    mirror: bool = True
-    margin: bool = False
+    origin: str  # one line
+    image_size: int = 224  # the height and width that they get
+    margin: bool = False  # of a middle: the shorter side is 8/7 of it first, as in ImageNet's recipe (256 for 224)
+    # Reads image n out of something else; `paths` are names then. Torch warns of memory that can't be written, as bytes
     contents: Callable[[int], bytearray] | None = None
     augment: Augment = False
     seed: int = 0
-    channels: int = 3
+    channels: int = 3  # or 1: colours are averaged, for a model that was trained on grey images
 
     def __post_init__(self) -> None:
         self._change: Any = None
@@ -74,11 +64,7 @@ class FileSamples:
         return self if size is None else replace(self, image_size=size)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images uint8 [B, C, S, S] and labels int64 [B]. Raises UserError for a file that cannot be decoded.
-
-        The random numbers of an image are those of its own (seed, epoch, number): neither the ranks nor the workers
-        change a pixel. Those of imagenet and trivial come from torch's random state, which is seeded for each image.
-        """
+        """Images uint8 [B, C, S, S] and labels int64 [B]. Raises UserError for a file that cannot be decoded."""
         size = self.image_size
         images = torch.empty(len(indices), 3, size, size, dtype=torch.uint8)
         numbers = random_numbers(self.seed, epoch or 0, indices, 3).tolist()
@@ -86,7 +72,7 @@ class FileSamples:
             if epoch is None or self.augment is False:
                 place.copy_(self._middle(index))
             elif self.augment is True:
-                place.copy_(shift_and_flip_one(self._middle(index), own, mirror=self.mirror))
+                place.copy_(shift_and_flip_one(self._middle(index), own))
             else:
                 place.copy_(self._random_part(index, epoch))
         if self.channels == 1:
@@ -94,7 +80,6 @@ class FileSamples:
         return images, self.labels[indices]
 
     def _middle(self, index: int) -> torch.Tensor:
-        """The middle of one image, uint8 [3, S, S], once its shorter side is resized."""
         # ImageNet's recipe says how each pixel is made: nothing is decoded at a reduced size for it
         size = self.image_size
         whole = self._decode(index, at_least=None if self.margin else size)
@@ -106,11 +91,8 @@ class FileSamples:
         return resize(whole, height, width)[:, top : top + size, left : left + size]
 
     def _random_part(self, index: int, epoch: int) -> torch.Tensor:
-        """A random part of one image, uint8 [3, S, S]; half are mirrored. https://arxiv.org/abs/1409.4842
-
-        The numbers come from torch's random state, in torchvision's order, so RandomResizedCrop and
-        RandomHorizontalFlip with the same state give the same pixels.
-        """
+        """A random part of one image, uint8 [3, S, S]; half are mirrored. https://arxiv.org/abs/1409.4842. The numbers
+        come from torch's random state, in the order of torchvision's RandomResizedCrop and RandomHorizontalFlip."""
         image = self._decode(index)
         seed_host(derive_seed(self.seed, epoch, index))
         top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
@@ -119,35 +101,25 @@ class FileSamples:
         return part if self._change is None else self._change(part)
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
-        data = self.contents(index) if self.contents else read_file(self.paths[index])
-        return decode_bytes(data, self.paths[index], at_least=at_least)
-
-
-# One image made as large as the model wants it: the same pixels as torchvision.transforms.v2 gives. v2 itself is not
-# imported: 0.3 s in each process, for what interpolate does ---------------------------------------------------------
+        return decode(self.paths[index], self.contents(index) if self.contents else None, at_least=at_least)
 
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """uint8 [3, H, W] -> uint8 [3, height, width]: bilinear with antialiasing, in whole numbers.
-
-    Three channels with the strides of [H, W, 3], as `decode` gives them, take a quarter of PIL's time.
-    """
+    """uint8 [3, H, W] -> uint8 [3, height, width], bilinear with antialiasing: the same pixels as
+    torchvision.transforms.v2 gives, which takes 0.3 s to import in each process."""
     if image.shape[1:] == (height, width):
         return image
     size = (height, width)
     return torch.nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
 
 
-def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float], *, mirror: bool) -> torch.Tensor:
-    """What `shift_and_flip` makes of one image, uint8 [3, S, S], with its three numbers.
-
-    A rectangle takes a twentieth of the time that the indices of single pixels do, which suit many small images.
-    """
+def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """What `shift_and_flip` makes of one image, uint8 [3, S, S], with its three numbers, in a twentieth of the time."""
     size, reach = image.shape[1], max(1, image.shape[1] // 8)
     top, left = (int(number * (2 * reach + 1)) for number in numbers[:2])
     padded = torch.nn.functional.pad(image, (reach, reach, reach, reach))
     part = padded[:, top : top + size, left : left + size]
-    return part.flip(2) if mirror and numbers[2] < 0.5 else part
+    return part.flip(2) if numbers[2] < 0.5 else part
 
 
 # Decoding to upright RGB: JPEG and WebP by torchvision, everything else by PIL ----------------------------------------
@@ -175,19 +147,11 @@ def read_file(path: str) -> bytearray:
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def decode(path: str, *, at_least: int | None = None) -> torch.Tensor:
-    """One image file, see `decode_bytes`. Raises UserError, as `read_file` does too."""
-    return decode_bytes(read_file(path), path, at_least=at_least)
-
-
-def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> torch.Tensor:
-    """The image in `data`: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are those of
-    [H, W, 3]. A bytearray, since torch warns of memory that can't be written, such as bytes; `name` is for messages.
-
-    With `at_least`, a JPEG that is to be made smaller may be decoded at 1/2, 1/4 or 1/8, neither side below so many
-    pixels: of large photographs that takes a third of the time.
-    Raises UserError if it is truncated, no image, or too large to be decoded.
-    """
+def decode(path: str, data: bytearray | None = None, *, at_least: int | None = None) -> torch.Tensor:
+    """The image in the file, or in `data`: uint8 [3, H, W], RGB, turned as its EXIF orientation says. Its strides are
+    those of [H, W, 3]. With `at_least`, a JPEG may be decoded at 1/2, 1/4 or 1/8, neither side below so many pixels: of
+    large photographs that takes a third of the time. Raises UserError for what can't be decoded safely."""
+    data = read_file(path) if data is None else data
     try:
         # PIL reads the head alone here, 25 µs. It says what the file is, and refuses one that would fill the memory.
         with Image.open(io.BytesIO(data)) as file:
@@ -196,9 +160,10 @@ def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> 
                 file.draft("RGB", (at_least, at_least))
             # Not CMYK or transparency, of which torchvision makes other colours than PIL, nor reduced sizes
             if file.mode in ("RGB", "L") and file.size == whole and file.format in _FASTER and _turn(file) is None:
-                image = _decode_fast(data, file.format)
-                if image is not None:
-                    return image
+                with suppress(RuntimeError):  # what torchvision refuses PIL may read, or says better what is wrong
+                    image: torch.Tensor = _FASTER[file.format](torch.frombuffer(data, dtype=torch.uint8), _RGB)
+                    if image.ndim == 3:  # an animation has four dimensions
+                        return image
             file.load()  # PIL turns a TIFF by itself, and forgets its orientation then
             turn = _turn(file)
             upright = file if turn is None else file.transpose(turn)
@@ -206,20 +171,11 @@ def decode_bytes(data: bytearray, name: str, *, at_least: int | None = None) -> 
             rgb = upright.convert("RGBA").convert("RGB") if "transparency" in file.info else upright.convert("RGB")
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{name}: has too many pixels to be decoded safely. Make it smaller.") from error
+        raise UserError(f"{path}: has too many pixels to be decoded safely. Make it smaller.") from error
     # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{name}: is no image that can be decoded ({reason}). Remove or repair it.") from error
-
-
-def _decode_fast(data: bytearray, format: str) -> torch.Tensor | None:
-    """uint8 [3, H, W] by torchvision, or None for what it refuses: PIL may read that, or says better what is wrong."""
-    try:
-        image: torch.Tensor = _FASTER[format](torch.frombuffer(data, dtype=torch.uint8), _RGB)
-    except RuntimeError:
-        return None
-    return image if image.ndim == 3 else None  # an animation has four dimensions
+        raise UserError(f"{path}: is no image that can be decoded ({reason}). Remove or repair it.") from error
 
 
 def _turn(file: Image.Image) -> Image.Transpose | None:

@@ -31,27 +31,20 @@ class Samples(Protocol):
 
 @dataclass(eq=False)
 class TensorSamples:
-    """Images held in memory and batched by index: 75 times faster, as measured, than torchvision's sample by sample.
+    """Images held in memory and batched by index: 75 times faster, as measured, than torchvision's sample by sample. A
+    batch is normalised on the device: a quarter of the bytes are copied. Own workloads need the first two only."""
 
-    images: uint8 [N, C, H, W]; labels: int64 [N]. A batch is (uint8 [B, C, H, W], int64 [B]); it is normalised on the
-    device, so that a quarter of the bytes are copied there. Own workloads need no more.
-
-    mean, std: one per channel, of images / 255; origin: where the images came from, one line. `augment` shifts the
-    images of a training batch, and mirrors half of them unless `mirror` is False. With `in_memory` False, DataLoader
-    workers prepare the batches.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor
+    images: torch.Tensor  # uint8 [N, C, H, W]
+    labels: torch.Tensor  # int64 [N]
     classes: tuple[str, ...] = ()
-    mean: tuple[float, ...] = ()
+    mean: tuple[float, ...] = ()  # mean, std: one per channel, of images / 255
     std: tuple[float, ...] = ()
     name: str = ""
-    origin: str = ""
-    mirror: bool = True
-    augment: bool = False
+    origin: str = ""  # where the images came from, one line
+    augment: bool = False  # shift the images of a training batch ...
+    mirror: bool = True  # ... and mirror half of them
     seed: int = 0
-    in_memory: bool = True
+    in_memory: bool = True  # False: DataLoader workers prepare the batches
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,10 +77,7 @@ class TensorSamples:
 
 def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool = True) -> torch.Tensor:
     """Shift each image of [B, C, H, W] by up to an eighth of its height, filled with black, and mirror half of them.
-
-    numbers: float64 [B, 3] in [0, 1), for the shift down, the shift across, and mirroring. torchvision.transforms.v2
-    gives the same pixels image by image, but importing it takes a second in each process.
-    """
+    numbers: float64 [B, 3] in [0, 1), for the shift down, the shift across, and mirroring."""
     size, (height, width) = len(images), images.shape[-2:]
     reach = max(1, height // 8)
     padded = torch.nn.functional.pad(images, (reach, reach, reach, reach))
@@ -102,11 +92,12 @@ def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool 
     return padded.permute(0, 2, 3, 1)[pick, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
+@dataclass(eq=False)
 class MapSamples:
     """Any map-style torch Dataset. Each sample is drawn with the random state of its own (seed, epoch, number)."""
 
-    def __init__(self, dataset: Dataset[Any], *, seed: int = 0) -> None:
-        self.dataset, self.seed = dataset, seed
+    dataset: Dataset[Any]
+    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no length, map-style ones have it
@@ -121,11 +112,8 @@ class MapSamples:
 
 
 def random_numbers(seed: int, epoch: int, indices: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` uniform numbers in [0, 1) for each sample of `indices` (int64 [B]): float64 [B, count].
-
-    They are splitmix64 of (seed, epoch, sample, column), https://prng.di.unimi.it/splitmix64.c: a generator per sample
-    would cost more than the augmentation itself.
-    """
+    """`count` uniform numbers in [0, 1) for each sample of `indices` (int64 [B]): float64 [B, count]: splitmix64 of
+    (seed, epoch, sample, column), https://prng.di.unimi.it/splitmix64.c, much faster than a generator per sample."""
     start = torch.tensor(derive_seed(seed, epoch), dtype=torch.int64)
     z = start + (indices[:, None] * count + torch.arange(count)[None, :] + 1) * GOLDEN_GAMMA
     for shift, factor in MIX:
@@ -140,17 +128,13 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# The order of the training samples, and samples as torch's DataLoader loads them: the training's in micro-batches, an
-# evaluation's in batches ---------------------------------------------------------------------------------------------
+# The order of the training samples, and how torch's DataLoader loads them ---------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """A batch sampler: the global batches of an epoch, whose order depends on the seed and the epoch alone. The last
-    partial batch is left out.
-
-    It gives the number of a sample in the whole run, epoch * num_samples + sample: augmentation depends on both.
-    """
+    """A batch sampler: the whole global batches of an epoch, whose order depends on the seed and the epoch alone. It
+    gives a sample's number in the whole run, epoch * num_samples + sample: augmentation depends on both."""
 
     num_samples: int
     batch_size: int
@@ -189,12 +173,9 @@ class Order:
 def load_batches(
     samples: Samples, numbers: Iterable[list[int]], *, accumulate: int = 0, num_workers: int, device: torch.device
 ) -> DataLoader[Any]:
-    """A loader of the batches `numbers`, a batch sampler.
-
-    With `accumulate`, a batch is that many micro-batches of training, with numbers as `Order` gives them: for each the
-    batch's size as a multiple of its own, and what `Samples.batch` returned. Samples in memory need no workers: they
-    are taken by index faster than a worker can send them.
-    """
+    """A loader of the batches `numbers`, a batch sampler. With `accumulate`, a batch is that many micro-batches of
+    training, with numbers as `Order` gives them: for each the batch's size as a multiple of its own, and what
+    `Samples.batch` returned."""
     workers: dict[str, Any] = {}
     if num_workers and not getattr(samples, "in_memory", False):
         workers = {
@@ -205,9 +186,10 @@ def load_batches(
     return DataLoader(_Batches(samples, accumulate), batch_sampler=numbers, collate_fn=itemgetter(0), **workers)
 
 
+@dataclass(eq=False)
 class _Batches(Dataset[Any]):
-    def __init__(self, samples: Samples, accumulate: int) -> None:
-        self.samples, self.accumulate = samples, accumulate
+    samples: Samples
+    accumulate: int
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
         """One item, the whole batch: to take samples at once is much faster than one by one."""
@@ -223,9 +205,6 @@ class _Batches(Dataset[Any]):
         return len(self.samples)
 
 
-# A batch: a tensor, or a tuple, list or dict of batches. What `Samples.batch` returns and the model is given ---------
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch; what is no tensor stays as it is."""
+    """Move all tensors of a batch: a tensor, or a tuple, list or dict of batches."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

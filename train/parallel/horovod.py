@@ -1,8 +1,4 @@
-"""horovod: Horovod averages the gradients; data, evaluation, checkpoints and stopping are those of every method.
-
-Horovod has a gloo of its own beside torch's, which carries what keeps the ranks in step. The ranks have joined already
-when Horovod starts: rank 0 runs Horovod's rendezvous server while it connects (horovodrun has its own).
-"""
+"""horovod: Horovod averages the gradients, over a gloo of its own beside torch's; all else is as with every method."""
 
 import contextlib
 import importlib.util
@@ -46,15 +42,8 @@ class Horovod(Method):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Method]:
-        """Horovod, for the length of the block. Raises JoinError, and UserError where it is not installed, or not built
-        for this device.
-
-        It is shut down after success only: a rank that fails leaves at once, as from torch's group.
-        """
+        """Horovod, shut down after success only: a rank that fails leaves at once. Raises JoinError and UserError."""
         config, group, horovod = self.config, self.group, load_horovod()
-        if group.device.type != "cpu" and not horovod.cuda_built():
-            got = f"got device {group.device}. Set --device cpu, or use ddp."
-            raise UserError(f"Horovod was built for CPUs here, {got}")
         group.watch.enter("setup", config.setup_timeout_s)
         # 0 sends one tensor at a time. By default Horovod puts together what happens to be ready at the moment, which
         # changes the order of sums of three or more ranks from run to run. A user's own number stays.
@@ -74,14 +63,9 @@ class Horovod(Method):
         horovod.shutdown()
 
     def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Horovod's optimizer around this one, and rank 0's weights on all ranks.
-
-        After the warm-up: from here on every backward pass sends its gradients. The optimizer's state is the same
-        everywhere already, all ranks read it from one checkpoint; Horovod's broadcast of it unpickles what arrives.
-        """
-        config = self.config
-        horovod = load_horovod()
-        state = optimizer.state_dict()
+        """Horovod's optimizer around this one, and rank 0's weights on all ranks. From here on backward sends."""
+        config, horovod = self.config, load_horovod()
+        state = optimizer.state_dict()  # the same everywhere; Horovod's broadcast of it unpickles what arrives
         distributed = horovod.DistributedOptimizer(
             optimizer,
             named_parameters=[(name, p) for name, p in plain.named_parameters() if p.requires_grad],
@@ -95,8 +79,7 @@ class Horovod(Method):
         return distributed
 
     def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Wait for the averages first: clipping and the loss scaler look at the gradients before `optimizer.step()`
-        would wait for them."""
+        """Wait for the averages first: clipping and the loss scaler look at the gradients."""
         self.group.collective(optimizer.synchronize)  # type: ignore[attr-defined]
         with optimizer.skip_synchronize():  # type: ignore[attr-defined]
             super().step(plain, optimizer, scaler)
@@ -104,7 +87,8 @@ class Horovod(Method):
 
 @contextlib.contextmanager
 def _rendezvous(group: Group) -> Iterator[None]:
-    """Rank 0 serves the store through which Horovod's ranks find each other, at the address where gloo reached it."""
+    """Rank 0 serves the store through which Horovod's ranks find each other, at the address where gloo reached it;
+    horovodrun has its own."""
     if group.world_size == 1 or group.launch.launcher == "horovodrun":
         yield
         return
@@ -133,6 +117,5 @@ def _rendezvous(group: Group) -> Iterator[None]:
 
 
 def _address_of(interface: str) -> str:
-    """The address that gloo takes."""
     found = {address.family: address.address for address in psutil.net_if_addrs()[interface]}
     return found.get(socket.AF_INET) or found[socket.AF_INET6]

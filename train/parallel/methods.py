@@ -21,17 +21,11 @@ HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_co
 
 
 class Method:
-    """A method by which several ranks train one model. What a subclass does not override works as in one process; this
-    class itself is the method none.
+    """A method by which several ranks train one model; the loop calls the hooks in the order below. What a subclass
+    does not override works as in one process: this class itself is the method none. `plain` is the user's module
+    without wrappers."""
 
-    The loop calls the hooks in this order: `running`, `split`, `wrap`, `after_warm_up`; then `micro_batch`
-    and `step` in every step. What a checkpoint holds is no matter of the method, see `rankup.loop.tracked`.
-
-    `plain` is always the user's module without wrappers: its names are those in a checkpoint.
-    """
-
-    # Whether each rank holds all weights and the whole optimizer state. If not, no single rank can save them or compute
-    # their digest without the others.
+    # Whether each rank holds all weights and the whole optimizer state
     replicates_state: ClassVar[bool] = True
     # Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the weights.
     # If not, a lost rank costs the steps since the newest checkpoint.
@@ -48,30 +42,23 @@ class Method:
 
     def running(self) -> AbstractContextManager["Method"]:
         """Itself, with what has to be up for the length of the run. Raises JoinError, and UserError for what it can't
-        do here. Settings that exclude each other anywhere are refused earlier, by `train.config`."""
+        do here."""
         return nullcontext(self)
 
-    # Before the first step ------------------------------------------------------------------------------------
-
     def split(self, plain: nn.Module) -> None:
-        """Split the parameters over the ranks, in place, before the optimizer is built on them, and move what this rank
-        keeps to the device. The model is the same on all ranks, where it was built; a checkpoint's weights come later.
-        """
+        """Split the parameters over the ranks, in place, and move what this rank keeps to the device."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose forward and backward train with the other ranks; `model` may be compiled already. Raises
-        UserError."""
+        """The module whose forward and backward train with the other ranks; `model` may be compiled already."""
         return model
 
     def after_warm_up(self, plain: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer to step with, once the warm-up's passes are over."""
         return optimizer
 
-    # Each step ------------------------------------------------------------------------------------------------
-
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch. Gradients are exchanged in the step's `last` one only:
-        before, they add up locally, which sends `accumulate` times less. `model` is what `wrap` returned."""
+        """Around forward and backward of one micro-batch, in every step. Gradients are exchanged in its `last` one
+        only: before, they add up locally."""
         return nullcontext()
 
     def step(self, plain: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -91,7 +78,6 @@ class DDP(Method):
     needs_process_group: ClassVar[bool] = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model in DDP, which sends rank 0's weights to all ranks while it is made."""
         config, device = self.config, self.group.device
         # A kernel of one input channel can be laid out in two equal ways, and backward picks the other one: harmless
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
@@ -116,40 +102,32 @@ class DDP(Method):
         return wrapped
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """DDP decides in forward whether the next backward exchanges gradients: forward has to be inside as well."""
         assert isinstance(model, DistributedDataParallel)
         return nullcontext() if last else model.no_sync()
 
 
 class DataParallelMethod(Method):
-    """Copies the module to each GPU in every step and gathers the outputs on one: no second process is involved."""
+    """Copies the module to each GPU in every step and gathers the outputs on one, in one process."""
 
     one_device_per_rank: ClassVar[bool] = False
 
-    def running(self) -> AbstractContextManager[Method]:
-        """Raises UserError for `device_ids` that are not there, before any data are loaded."""
-        cuda = self.group.device.type == "cuda"
-        count = torch.cuda.device_count() if cuda else 1
-        self.ids = ids = [int(word) for word in self.config.device_ids.split(",") if word] or list(range(count))
-        if cuda and (max(ids) >= count or len(set(ids)) != len(ids)):
-            raise UserError(
-                f"device_ids must each name another one of the {count} visible GPUs, got {','.join(map(str, ids))}. "
-                "CUDA_VISIBLE_DEVICES numbers them anew, from 0."
-            )
-        return nullcontext(self)
-
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model over `device_ids`, in that order, or as it is where there is one device."""
-        group = self.group
-        if group.device.type == "cuda" and len(self.ids) > 1:
-            return DataParallel(model, device_ids=self.ids)
-        group.log.info(f"dp     one device ({group.device}): trains as one process does without DataParallel")
+        """The model over `device_ids`, in that order, or as it is where there is one device. Raises UserError."""
+        device, given = self.group.device, self.config.device_ids
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            ids = [int(word) for word in given.split(",") if word] or list(range(count))
+            if max(ids) >= count or len(set(ids)) != len(ids):
+                got = f"got {given}. CUDA_VISIBLE_DEVICES numbers them anew, from 0."
+                raise UserError(f"device_ids must each name another one of the {count} visible GPUs, {got}")
+            if len(ids) > 1:
+                return DataParallel(model, device_ids=ids)
+        self.group.log.info(f"dp     one device ({device}): trains as one process does without DataParallel")
         return model
 
 
 class FSDP(Method):
-    """FSDP2, for models too large for one device. A parameter [N, ...] becomes a DTensor of which rank r holds the r-th
-    of `world_size` slices along the first dimension."""
+    """FSDP2, for models too large for one device: each parameter is split along its first dimension."""
 
     replicates_state: ClassVar[bool] = False
     every_rank_has_all: ClassVar[bool] = False

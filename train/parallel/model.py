@@ -21,12 +21,7 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and
 
 def prepare(workload: Workload, config: Config, group: Group, *, split: bool = False) -> nn.Module:
     """The workload's model on its device, in its memory format, with SyncBatchNorm if asked for. Raises UserError.
-
-    `split`: the method splits the model, and moves the parts to the device: whole it may not fit there.
-
-    The weights keep their values. The memory format depends on the settings and the model alone, so it is the same on
-    all ranks, and when the run goes on.
-    """
+    `split`: the method splits the model, and moves the parts to the device: whole it may not fit there."""
     model = workload.model
     if config.sync_bn:
         if group.device.type == "cpu":
@@ -34,52 +29,23 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if not split:
         model = model.to(group.device)
-    if config.channels_last is True or (config.channels_last == "auto" and _gains_from_channels_last(model, config)):
-        model = model.to(memory_format=torch.channels_last)
-    return model
-
-
-def _gains_from_channels_last(model: nn.Module, config: Config) -> bool:
-    """Whether it is a model for images with 2-D convolutions, whose kernels read all channels of a pixel together, and
-    the method of training in parallel takes parameters in this memory format. An own model may call view()."""
-    taken = config.workload == "images" and "channels_last" not in NOT_WITH.get(config.parallel, {})
-    return taken and any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode. Afterwards each module is as before: one that the user keeps in eval mode stays in it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    channels_last = config.channels_last is True
+    if config.channels_last == "auto" and config.workload == "images":  # an own model may call view()
+        # Kernels of 2-D convolutions read all channels of a pixel together
+        gains = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        channels_last = gains and "channels_last" not in NOT_WITH.get(config.parallel, {})
+    return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:
-    """Around a forward pass: torch picks the type of each operation, and weights stay in fp32. Nothing with fp32."""
+    """Around a forward pass: torch picks the type of each operation, and weights stay in fp32."""
     if config.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 itself. Others emulate it, which is slower than fp32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cpu":
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return False
-
-
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model through torch.compile. Raises UserError where the machine lacks what it needs.
-
-    It has to happen inside DDP: around it, dynamo breaks the graph at DDP's own forward and leaves an nn.Sequential
-    uncompiled without a word.
-    """
+    """The model through torch.compile, to be put into DDP: around it, dynamo leaves an nn.Sequential uncompiled."""
     if device.type in ("cpu", "cuda") and not (shutil.which("g++") or shutil.which("clang++")):  # torch: 200 lines
         raise UserError("compile needs a C++ compiler on this machine. Install it, or leave --compile out.")
     compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
@@ -99,17 +65,10 @@ def kept_buffers(plain: nn.Module) -> Iterator[None]:
 
 
 def warm_up(plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool) -> None:
-    """A throwaway pass before the first step, on every start: run `loss()`, a scalar, forward and backward once. Then
-    put back the buffers of `plain` and drop its gradients.
-
-    DDP's first backward pass finds out in which order the gradients become ready, and DDP rebuilds its buckets in that
-    order when the next forward pass begins. Other buckets mean another order of sums on three or more ranks: without
-    the warm-up the first step after a resume would differ in its last bits. Most memory and kernels are set up on the
-    way.
-
-    Raises UserError naming parameters without a gradient, unless `unused_allowed`: DDP waits for their gradients, and
-    says so a step later, by number.
-    """
+    """A throwaway pass, on every start: `loss()`, forward and backward. DDP's first backward finds out in which order
+    the gradients become ready, and DDP rebuilds its buckets in that order at the next forward. Other buckets mean
+    another order of sums on three or more ranks: the first step after a resume would differ in its last bits. Raises
+    UserError naming parameters without a gradient, unless `unused_allowed`."""
     with kept_buffers(plain):
         loss().backward()  # type: ignore[no-untyped-call]
     unused = [name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None]
@@ -127,10 +86,7 @@ def warm_up(plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowe
 
 def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
     """SGD or AdamW over two groups of parameters: matrices and kernels with weight decay, norms and biases without.
-
-    Decay would pull a norm's scale to zero (Goyal et al. 2017, section 5.2). Build it once the parameters are where
-    they stay: on their device, and split if the method splits them.
-    """
+    Decay would pull a norm's scale to zero (Goyal et al. 2017, section 5.2)."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -146,17 +102,13 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
 
 
 def peak_rate(config: Config) -> float:
-    """`lr`, multiplied by how many times the global batch is `lr_base_batch`, by the square root of that, or by 1.
-
-    Linear: Goyal et al. 2017. Square root: Krizhevsky 2014.
-    """
+    """`lr`, scaled. Linear: Goyal et al. 2017. Square root: Krizhevsky 2014."""
     ratio = config.batch_size / config.lr_base_batch
     return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
 
 
 def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of step `step`, from 0: a linear warm-up to the peak, then constant, in steps, or half a cosine
-    to 0."""
+    """The learning rate of step `step`, from 0: a linear warm-up, then constant, in steps, or half a cosine to 0."""
     peak = peak_rate(config)
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -168,24 +120,11 @@ def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int
     return peak
 
 
-# glibc's malloc -----------------------------------------------------------------------------------------------------
-
-# Numbers and names from malloc.h -> values. M_MMAP_MAX 0: no block gets a mapping of its own; below a limit of size,
-# batches of 38 MB were mapped in each step of some runs
-MALLOC = {
-    -4: 0,  # M_MMAP_MAX
-    -1: 512 * 2**20,  # M_TRIM_THRESHOLD: so much may lie unused at the heap's end; what is more goes back
-    -2: 64 * 2**20,  # M_TOP_PAD: asked of the kernel at a time; a page that is never touched costs nothing
-}
-
-
 def keep_freed_memory() -> None:
-    """Set the process's malloc up for a loop that takes and frees the same blocks again and again.
-
-    ResNet-18 at batch 64 takes 6 % less time a step than with glibc's largest size for blocks in the heap, 32 MB (one
-    thread, AMD EPYC), and a fifth more memory at its peak. Does nothing where malloc is not glibc's.
-    """
+    """Set malloc up for a loop that takes and frees the same blocks again and again. ResNet-18 at batch 64 takes 6 %
+    less time a step (one thread, AMD EPYC), and a fifth more memory at its peak."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        for parameter, value in MALLOC.items():
-            mallopt(parameter, value)
+    if mallopt is not None:  # numbers from malloc.h
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-1, 512 * 2**20)  # M_TRIM_THRESHOLD: so much may lie unused at the heap's end
+        mallopt(-2, 64 * 2**20)  # M_TOP_PAD: asked of the kernel at a time; an untouched page costs nothing

@@ -1,12 +1,10 @@
 """The exchange of gradients between two ranks of one host: through memory that they share, in place of gloo's TCP.
 
-Its sums are gloo's to the bit, since a + b is b + a, and half of a number is exact. So a run gives the same weights
-whether its two ranks are on one host or on two. With more ranks sums depend on the order, and gloo's changes with the
-place of a number in its bucket: those are left to gloo.
+Its sums are gloo's to the bit, since a + b is b + a, and half of a number is exact: a run gives the same weights if its
+two ranks are on one host or on two. With more ranks sums depend on their order, which is gloo's.
 
-The ranks wait for each other at a local socket: it takes 4 µs, where gloo takes 40 µs. A rank that waits leaves its
-core to the other one, and the kernel closes the socket of a process as it ends, so that the other one notices at once.
-Neither socket nor memory have a name in the file system: nothing is left of them, however a rank ends.
+The ranks wait for each other at a local socket: it takes 4 µs, where gloo takes 40 µs, and the kernel closes it as a
+process ends. Neither socket nor memory have a name in the file system, where they could be left.
 """
 
 import contextlib
@@ -32,16 +30,10 @@ CREDENTIALS = struct.Struct("3i")  # what the kernel says of a local socket's ot
 
 
 class SharedGradients:
-    """What the hook works with: for each rank two parts of shared memory, which take turns.
-
-    A rank writes into one while the other rank may still read what it wrote before into the other. It writes into the
-    same one again after a message that the other rank sends once it has read it.
-
-    `waited_s`: for the other rank, so far.
-    """
+    """For each rank two parts of shared memory, which take turns: a rank writes into one while the other rank may still
+    read what it wrote before into the other. `waited_s`: for the other rank, so far."""
 
     def __init__(self, peer: socket.socket, file: int, rank: int) -> None:
-        """`peer`: the connection to the other rank. `file`: the memory, which is closed here."""
         self.peer, self.rank, self.turn, self.waited_s = peer, rank, 0, 0.0
         peer.settimeout(None)
         # DataLoader workers are forked, and a connection ends only when its last holder has closed it
@@ -63,10 +55,7 @@ class SharedGradients:
 def average(
     shared: SharedGradients, bucket: dist.GradBucket  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the mean of both ranks' gradients, in place.
-
-    Raises DistNetworkError where the other rank has ended.
-    """
+    """DDP's communication hook: the mean of both ranks' gradients, in place."""
     gradients = bucket.buffer()
     if gradients.dtype != torch.float32:
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
@@ -83,10 +72,9 @@ def average(
 
 def share_gradients(group: Group) -> SharedGradients | None:
     """Between the two ranks of a group, which both call this. None on both where they are on two hosts, or in
-    containers that share no network. Raises DistNetworkError where the other rank is lost meanwhile."""
+    containers that share no network."""
     with _local_socket() as listener:
-        # An abstract address: the rank reaches it that shares the network's interfaces. Nobody guesses it, so that it
-        # is never that of a rank on another host
+        # An abstract address, which nobody guesses: only a rank that shares the network's interfaces reaches it
         address = f"\0rankup-{secrets.token_hex(16)}"
         if group.is_rank0:
             listener.bind(address)
@@ -128,7 +116,6 @@ def _local_socket() -> socket.socket:
 
 
 def _of_this_user(peer: socket.socket) -> bool:
-    """Whether the other end is a process of this user. Both ends see the other in the same way."""
     user: int = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
     return user == os.geteuid()
 

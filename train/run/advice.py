@@ -1,8 +1,5 @@
-"""What this very training would gain here from other settings: one line each, measured before its first step.
-
-What is faster and changes nothing is a default. What changes numbers (bf16, more threads) or takes more of the machine
-(workers) is for the user to choose, and these lines say what there is to choose.
-"""
+"""What this very training would gain here from other settings, measured before its first step: settings that change
+numbers (bf16, more threads) or take more of the machine (workers), so that they are for the user to choose."""
 
 import math
 import statistics
@@ -17,7 +14,7 @@ from rankup import Group
 
 from ..config import Config
 from ..parallel.methods import Method
-from ..parallel.model import autocast, has_bf16, kept_buffers
+from ..parallel.model import autocast, kept_buffers
 from ..workloads import Workload
 
 LEAST_STEPS = 40  # a shorter training has nothing to gain
@@ -27,25 +24,26 @@ MOST_THREADS = 16  # of a process: few models gain from more
 LEAST_GAIN = 1.1
 
 
-def advise(config: Config, group: Group, *more: Any) -> None:
-    """Print what `lines` finds."""
+def advise(
+    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, make_batch: Callable[[], Any]
+) -> None:
+    """On rank 0. `plain`: the user's module; its weights, buffers and gradients stay as they are. `make_batch` prepares
+    a micro-batch, on the device."""
+    # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A compiled
+    # model would be compiled once more
+    alone = method.replicates_state and method.one_device_per_rank and not config.sync_bn and not config.compile
+    if not alone or (group.world_size > 1 and ":" in config.workload):
+        return
     try:
-        for line in lines(config, group, *more):
+        for line in lines(config, group, workload, plain, make_batch):
             group.log.info(f"advice: {line}")
     except Exception as error:  # an operation without bf16, too little memory: no reason to end a training
         group.log.debug(f"no advice: {type(error).__name__}: {error}")
 
 
 def lines(
-    config: Config, group: Group, method: Method, workload: Workload, plain: nn.Module, make_batch: Callable[[], Any]
+    config: Config, group: Group, workload: Workload, plain: nn.Module, make_batch: Callable[[], Any]
 ) -> Iterator[str]:
-    """For rank 0 to print. `plain`: the user's module; its weights, buffers and gradients stay as they are.
-    `make_batch` prepares a micro-batch, on the device."""
-    # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A compiled
-    # model would be compiled once more
-    alone = method.replicates_state and method.one_device_per_rank and not config.sync_bn and not config.compile
-    if not alone or (group.world_size > 1 and ":" in config.workload):
-        return
     began_s = time.perf_counter()
     batch = make_batch()
     load_s = time.perf_counter() - began_s
@@ -74,6 +72,15 @@ def lines(
     yield from on_setting(f"--num-threads {threads}", "The last bits of the weights change.", seconds, "threads")
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bf16 itself. Others emulate it, which is slower than fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return False
+
+
 def _seconds_of_a_pass(
     config: Config, device: torch.device, workload: Workload, plain: nn.Module, batch: Any
 ) -> float:
@@ -90,6 +97,11 @@ def _seconds_of_a_pass(
         return time.perf_counter() - began_s
 
 
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def on_setting(setting: str, price: str, seconds: dict[str, float], name: str) -> Iterator[str]:
     """Advice for a setting with which forward and backward take `seconds[name]` in place of `seconds["own"]`."""
     if name in seconds and (gain := seconds["own"] / seconds[name]) >= LEAST_GAIN:
@@ -102,10 +114,7 @@ def on_setting(setting: str, price: str, seconds: dict[str, float], name: str) -
 def on_workers(*, load_s: float, pass_s: float, free: int) -> Iterator[str]:
     """Advice where the training prepares each batch itself, in `load_s` seconds. `free`: idle CPUs."""
     wanted = min(free, math.ceil(load_s / max(pass_s, 1e-6)))
-    if wanted < 1:
-        return
-    gain = (load_s + pass_s) / max(pass_s, load_s / wanted)
-    if gain >= LEAST_GAIN:
+    if wanted >= 1 and (gain := (load_s + pass_s) / max(pass_s, load_s / wanted)) >= LEAST_GAIN:
         yield (
             f"--num-workers {wanted} may gain up to {gain:.1f}x here (measured: preparing a batch takes {_ms(load_s)}, "
             f"forward and backward {_ms(pass_s)}), and CPUs are idle."
@@ -115,9 +124,3 @@ def on_workers(*, load_s: float, pass_s: float, free: int) -> Iterator[str]:
 def _ms(seconds: float) -> str:
     # Three digits, but never 1.23e+03
     return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-def _wait_for(device: torch.device) -> None:
-    """Until a GPU has done all that it was given: only then is a time the time of the work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

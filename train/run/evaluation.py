@@ -1,11 +1,9 @@
 """Exact evaluation: every sample counts once, whatever the world size, and the loss is the same to the last bit.
 
-The batches are the same for every world size, and the ranks take them in turn. Each batch leaves its sums in a row of
-its own. The rows of all ranks are added, where every other rank has zeros, and only then summed in the order of the
-batches: floating-point sums depend on their order, and so 1 and 4 ranks agree exactly.
-
-The usual short cuts do not: a padded sampler counts some samples twice, and an average of the ranks' averages weighs
-samples by how many their rank had (pytorch issue 25162).
+The ranks take the same batches in turn. Each batch leaves its sums in a row of its own. The rows of all ranks are
+added, where every other rank has zeros, and only then summed in the order of the batches: floating-point sums depend on
+their order. A padded sampler would count some samples twice, and an average of the ranks' averages weighs samples by
+how many their rank had (pytorch/pytorch#25162).
 """
 
 from collections.abc import Iterable
@@ -19,9 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from rankup import Group, UserError
 
 from ..config import Config
-from ..data import Samples
-from ..data.samples import load_batches, to_device
-from ..parallel.model import autocast, eval_mode
+from ..data.samples import Samples, load_batches, to_device
+from ..parallel.model import autocast
 from ..workloads import Sums, Workload
 
 
@@ -36,22 +33,21 @@ class Result:
 def evaluate(
     config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
 ) -> Result:
-    """Evaluate `model`, the plain module: one that is wrapped for training would exchange buffers.
-
-    `batches`: this rank's. All ranks take part and get the same result. Raises UserError where the workload's sums have
-    no "count".
-    """
-    with eval_mode(model):
+    """Evaluate `model`, the plain module, on this rank's `batches`. All ranks take part and get the same result. Raises
+    UserError where the workload's sums have no "count"."""
+    training = [module for module in model.modules() if module.training]  # others are kept in eval mode by the user
+    model.eval()
+    try:
         sums = _sums_of_rank(config, group, workload, model, batches)
+    finally:
+        for module in training:
+            module.training = True
     rows, tables = (_add_over_ranks(group, part) for part in sums)
     totals = {name: float(row.sum()) for name, row in rows.items()}
-    names = ", ".join(totals)
+    names = ", ".join(totals) or "nothing"
     count = int(totals.pop("count", 0))
     if count < 1:
-        raise UserError(
-            f'workload {config.workload}: evaluate must return "count", the number of samples in the batch, got '
-            f"{names or 'nothing'}."
-        )
+        raise UserError(f'{config.workload}: evaluate must return "count", the number of samples, got {names}.')
     metrics = {name: value / count for name, value in totals.items()}
     return Result(metrics | (workload.derived(tables) if workload.derived else {}), count, tables)
 
@@ -59,11 +55,8 @@ def evaluate(
 def _sums_of_rank(
     config: Config, group: Group, workload: Workload, model: nn.Module, batches: Iterable[Any]
 ) -> tuple[Sums, Sums]:
-    """What this rank's batches add up to, on the CPU.
-
-    First the scalars, by name: float64 [number of batches of all ranks], zero for the batches of other ranks. Then the
-    tensors, summed over this rank's batches.
-    """
+    """What this rank's batches add up to, on the CPU: the scalars, float64 [number of batches of all ranks], zero for
+    those of other ranks; and the tensors, summed over this rank's batches."""
     num_rows = -(-len(workload.evaluation) // config.eval_batch_size)
     rows: Sums = {}
     tables: Sums = {}
@@ -83,7 +76,6 @@ def _sums_of_rank(
 
 
 def _add_over_ranks(group: Group, sums: Sums) -> Sums:
-    """The sums of all ranks, the same on each."""
     # Rank 0 always has a batch. A rank without one does not know which sums there are.
     own = {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in sorted(sums.items())}
     found = group.broadcast(own).items()

@@ -2,12 +2,12 @@
 `result.json`, and the table."""
 
 import json
-import logging
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,10 @@ from . import weights
 from .evaluation import Result
 
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
-ALWAYS = ("workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed")
-OF_IMAGES = ("dataset", "model")  # other workloads train on something else
+ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
+OF_IMAGES = {"dataset", "model"}  # other workloads train on something else
 # They say where a run is kept and how it is watched. Its row has its name
-NEVER = ("name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker")
+NEVER = {"name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker", "options"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,11 +57,12 @@ class Training:
         return self.job.group
 
 
-def describe(config: Config, group: Group, workload: Workload, order: Order, *, method: str) -> str:
-    """What is about to be trained, and how, in three lines: data, model, batch. `method`: its name in METHODS."""
+def describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
+    """What is about to be trained, and how, in three lines: data, model, batch."""
     origin = f", {workload.data_origin}" if workload.data_origin else ""
     name = config.model if config.workload == "images" else config.workload
     num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+    method = method_name(config, group.world_size)
     together = "" if method == "none" else f", {method}"
     least, more = divmod(config.batch_size, group.world_size)
     each = f"{least} to {least + 1}" if more else str(least)
@@ -75,12 +76,46 @@ def describe(config: Config, group: Group, workload: Workload, order: Order, *, 
     )
 
 
-def write_result(t: Training, *, seconds: float) -> None:
-    """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes.
+@contextmanager
+def progress(t: Training) -> Iterator[Callable[[], None]]:
+    """What to call after each step: rank 0 shows a bar on a terminal, elsewhere a line every `report_every_s`."""
+    kind = t.config.progress if t.config.progress != "auto" else ("bar" if sys.stderr.isatty() else "lines")
+    said_s, bar = time.monotonic(), None
+    if kind == "bar" and t.job.is_main:
+        from tqdm import tqdm
 
-    `seconds`: of the whole attempt. Raises UserError where the disk is full, and PeerLost where another attempt owns
-    the run by now.
-    """
+        bar = tqdm(total=t.total_steps, initial=t.job.step_number, unit="step", dynamic_ncols=True, leave=False)
+
+    def show() -> None:
+        nonlocal said_s
+        if bar is not None:
+            bar.update(t.job.step_number - bar.n)
+        if kind == "none" or not t.job.is_main or time.monotonic() - said_s < t.config.report_every_s:
+            return
+        said_s = time.monotonic()
+        if bar is not None:
+            bar.set_postfix_str(_progress_line(t), refresh=False)
+        else:
+            t.group.log.info(_progress_line(t))
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _progress_line(t: Training) -> str:
+    step, line, unit = f"step {t.job.step_number}/{t.total_steps}", t.job.position.line, t.workload.unit
+    if line is None:
+        return step
+    loss = math.nan if line["train/loss"] is None else line["train/loss"]
+    return f"{step}  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
+
+
+def write_result(t: Training, *, seconds: float) -> None:
+    """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes. `seconds`: of
+    the whole attempt. Raises UserError and PeerLost."""
     config, job, group, workload = t.config, t.job, t.group, t.workload
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
@@ -94,33 +129,17 @@ def write_result(t: Training, *, seconds: float) -> None:
         steps_per_epoch=t.steps_per_epoch, seconds=round(seconds, 1), peak_memory_mb=round(max(peaks)),
         digest=weights.digest(state), data=workload.data_name, parallel=method,
     )
-    goodput = job.figures.goodput_line(result["goodput"])
-    group.log.info(_table(result, workload.unit, goodput=goodput, tensorboard=config.tensorboard))
-
-
-def progress_line(t: Training) -> str:
-    """Where the run stands, for the terminal."""
-    step, line, unit = f"step {t.job.step_number}/{t.total_steps}", t.job.position.line, t.workload.unit
-    if line is None:
-        return step
-    loss = math.nan if line["train/loss"] is None else line["train/loss"]
-    return f"{step}  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
+    group.log.info(_table(result, workload.unit, goodput=job.figures.goodput_line(result["goodput"]),
+                          tensorboard=config.tensorboard))
 
 
 def shown_settings(config: Config, *, method: str, world_size: int) -> dict[str, bool | int | float | str]:
-    """ALWAYS, OF_IMAGES, the method of training in parallel, the world size, and whatever differs from its default.
-
-    Free options of an own workload are columns of their own.
-    """
-    fields = type(config).model_fields
-    always = (*ALWAYS, *OF_IMAGES) if config.workload == "images" else ALWAYS
-    found: dict[str, Any] = {name: getattr(config, name) for name in always}
+    """What HPARAMS shows: ALWAYS, whatever differs from its default, and free options of an own workload."""
+    always = ALWAYS | OF_IMAGES if config.workload == "images" else ALWAYS
+    shown = {*always, *config.model_dump(exclude_defaults=True)} - NEVER
+    found = {name: value for name, value in config.model_dump().items() if name in shown}
+    found |= {f"options.{name}": value for name, value in config.options.items()}
     found |= {"parallel": method, "world_size": world_size}
-    for name, value in config.model_dump().items():
-        if name == "options":
-            found |= {f"options.{key}": option for key, option in value.items()}
-        elif name not in (*found, *NEVER) and value != fields[name].get_default(call_default_factory=True):
-            found[name] = value
     return {name: v if isinstance(v, bool | int | float | str) else json.dumps(v) for name, v in found.items()}
 
 
@@ -132,9 +151,7 @@ def _peak_memory_mb(device: torch.device) -> float:
 
 
 def _table(result: dict[str, Any], unit: str, *, goodput: str, tensorboard: bool) -> str:
-    metrics = result["metrics"]
-    rows = {name.replace("_", " "): f"{metrics[name]:.4f}" for name in sorted(metrics)}
-    rows |= {
+    rows = {
         f"{unit}/s": f"{result[f'{unit}_per_s']:,.0f} (training alone)",
         "seconds": f"{result['seconds']:.1f}",
         "world size": f"{result['world_size']} on {', '.join(result['hosts'])}",
@@ -145,49 +162,16 @@ def _table(result: dict[str, Any], unit: str, *, goodput: str, tensorboard: bool
     if "://" not in result["run"]:
         curves = f", tensorboard --logdir {result['run']}" if tensorboard else ""
         rows["next"] = f"rankup status {result['run']}{curves}"
-    return f"finished after {result['step']} steps\n{two_columns(rows)}"
-
-
-def two_columns(rows: dict[str, str]) -> str:
-    """One row a line, the values aligned."""
-    width = max(len(name) for name in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    return f"finished after {result['step']} steps\n{_two_columns(result['metrics'], rows)}"
 
 
 def evaluation_table(result: Result, *, step: int, digest: str) -> str:
-    rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(result.metrics.items())}
-    rows |= {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
-    return two_columns(rows)
+    rows = {"samples": str(result.count), "step": str(step), "weights digest": digest[:16]}
+    return _two_columns(result.metrics, rows)
 
 
-class ProgressBar:
-    """Shows which steps are done: as a bar on a terminal, elsewhere as a line every `report_every_s` seconds."""
-
-    def __init__(self, config: Config, *, is_rank0: bool, step: int, total_steps: int, log: logging.Logger) -> None:
-        """`step`: the steps that were done before, when a run resumes."""
-        self._every_s, self._log = config.report_every_s, log
-        self._reported_s = time.monotonic()
-        kind = config.progress if config.progress != "auto" else ("bar" if sys.stderr.isatty() else "lines")
-        self._kind = kind if is_rank0 else "none"
-        self._bar: Any = None
-        if self._kind == "bar":
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
-
-    def show(self, step: int, text: Callable[[], str]) -> None:
-        """`step` steps are done. `text`: how it goes, such as the loss; it may wait for the device."""
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-        if time.monotonic() - self._reported_s < self._every_s or self._kind == "none":
-            return
-        self._reported_s = time.monotonic()
-        if self._bar is not None:
-            self._bar.set_postfix_str(text(), refresh=False)
-        else:
-            self._log.info(text())
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
+def _two_columns(metrics: dict[str, float], more: dict[str, str]) -> str:
+    """One row a line, the values aligned."""
+    rows = {name.replace("_", " "): f"{value:.4f}" for name, value in sorted(metrics.items())} | more
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

@@ -1,8 +1,4 @@
-"""The run directory of a training: `runs/<name>/` with settings, checkpoints, metrics, pictures and the result.
-
-The same command goes on from what it finds there, or refuses: nothing in the directory is overwritten that a user could
-miss, and one live attempt owns it. `rankup.open_job` does that; here stands what depends on the settings.
-"""
+"""The run directory of a training, `runs/<name>/`: what of it depends on the settings."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +11,6 @@ from rankup import Copy, Group, Job, UserError
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.methods import Method
 
-BEGIN_ANEW = "set --fresh to start anew, or another --name"
 ITEMS = {"model", "optimizer", "scaler"}  # what `train.loop.build` tracks
 ABOUT = {"config", "data", "steps_per_epoch"}  # of the record, beside what each checkpoint has
 
@@ -31,10 +26,7 @@ def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = N
 @contextlib.contextmanager
 def open_run_directory(config: Config, group: Group, method: Method) -> Iterator[Job]:
     """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, nothing.
-
-    All ranks call this. Raises UserError on all of them where another attempt is alive, a setting that affects the
-    result has changed, or the newest checkpoint can't be gone on with.
-    """
+    All ranks call this. Raises UserError where the run can't be gone on with, or another attempt is alive."""
     settings = rankup.Settings(
         seed=config.seed, fresh=config.fresh, save_every_steps=0, keep=config.keep,
         log_every_steps=config.log_every_steps, compare_every_steps=config.compare_every_steps,
@@ -43,7 +35,8 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
         save_timeout_s=config.save_timeout_s, store=config.run_dir if rankup.urls.is_url(config.run_dir) else "",
         mirror=config.mirror or "", save=config.save, sharded=config.checkpoint_format == "sharded", share_all=True,
         can_rescue=method.every_rank_has_all, tracker=config.tracker, shown=config.model_dump(mode="json"),
-        begin_anew=BEGIN_ANEW, again=f"The same command{' without --fresh' if config.fresh else ''}", check=check,
+        begin_anew="set --fresh to start anew, or another --name", check=check,
+        again=f"The same command{' without --fresh' if config.fresh else ''}",
         fits=lambda path, record: _check_settings(path, record, config),
         finished=lambda newest, result: _is_finished(newest, result, config, group),
     )
@@ -54,14 +47,12 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
 
 
 def check_data(copy: Copy, data_name: str) -> None:
-    """Raises UserError where the weights were trained on other data. The default data set falls back to digits if it
-    can't be downloaded; texts of another vocabulary would become other numbers."""
-    record = copy.record
-    if record["data"] != data_name:
-        setting = "bert-dir" if record["config"]["workload"] == "text" else "dataset"
-        raise UserError(
-            f"{copy.path} was trained on {record['data']}, got {data_name} now. Set --data-dir or --{setting}."
-        )
+    """Raises UserError where the weights were trained on other data: texts of another vocabulary would become other
+    numbers, and the default data set falls back to digits."""
+    trained_on = copy.record["data"]
+    if trained_on != data_name:
+        setting = "bert-dir" if copy.record["config"]["workload"] == "text" else "dataset"
+        raise UserError(f"{copy.path} was trained on {trained_on}, got {data_name} now. Set --data-dir or --{setting}.")
 
 
 def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Group) -> bool:
@@ -81,7 +72,5 @@ def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Gr
 def _check_settings(path: Path, record: dict[str, Any], config: Config) -> None:
     """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
     if changes := changed_settings(record["config"], config):
-        raise UserError(
-            f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. Set them back to go on, or "
-            "--fresh to start anew, or another --name."
-        )
+        out = "Set them back to go on, or --fresh to start anew, or another --name."
+        raise UserError(f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. {out}")

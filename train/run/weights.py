@@ -17,10 +17,7 @@ from .run_directory import check
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict, in the order of the names.
-
-    Equal digests mean equal weights to the bit: 0.0 and -0.0 differ here, unlike in `torch.equal`.
-    """
+    """SHA-256, in hex, over names, dtypes, shapes and bytes of a model's state dict."""
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -29,12 +26,6 @@ def digest(state: dict[str, torch.Tensor]) -> str:
             # A view: `tobytes` would copy all weights once more, at every start of every rank
             total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
-
-
-def check_same(group: Group, plain: torch.nn.Module) -> None:
-    """Raises UserError on all ranks where their weights differ before the first step."""
-    own = digest(plain.state_dict())[:16]
-    group.must_match("the initial weights", own, remedy="Look at init_from and bert_dir.")
 
 
 def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
@@ -47,11 +38,6 @@ def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
 
     group.on_rank0(load)
     plain.load_state_dict(group.broadcast_tensors(plain.state_dict()))
-
-
-def without_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Strip what wrappers put before the names: "module." (DP, DDP), "_orig_mod." (torch.compile), in any order."""
-    return {re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name): value for name, value in state.items()}
 
 
 def _read(path: Path, place: str) -> Any:
@@ -83,13 +69,9 @@ def _read(path: Path, place: str) -> Any:
 
 
 def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *, place: str = "") -> None:
-    """Load weights into `model` in place, from a checkpoint folder of this program, from a folder of Hugging Face's or
-    a file in safetensors, or from any file of a state dict that torch loads with weights_only.
-
-    Tensors whose shape differs, or that the file lacks, keep their initial value, and `say` lists them: a new head on a
-    trained body is the usual case. `place`: what the user named, where `path` is a copy of it. Raises UserError where
-    the file can't be read or nothing in it fits.
-    """
+    """Load what fits into `model`, from a checkpoint of this program, a folder of Hugging Face's, safetensors, or a
+    state dict that torch loads with weights_only. The rest keeps its initial value, and `say` lists it: a new head on a
+    trained body is the usual case. `place`: what the user named, where `path` is a copy of it. Raises UserError."""
     place = place or str(path)
     state = _read(path, place)
     for key in ("state_dict", "model_state_dict", "model"):  # in which published checkpoints usually wrap it
@@ -97,7 +79,9 @@ def init_from(model: torch.nn.Module, path: Path, say: Callable[[str], None], *,
             state = state[key]
             break
     entries = state.items() if isinstance(state, dict) else ()
-    given = without_prefixes({k: v for k, v in entries if isinstance(k, str) and isinstance(v, torch.Tensor)})
+    # Without what wrappers put before the names: "module." (DP, DDP), "_orig_mod." (torch.compile), in any order
+    given = {re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name): value for name, value in entries
+             if isinstance(name, str) and isinstance(value, torch.Tensor)}
     own = model.state_dict()
     fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
     if not fitting:

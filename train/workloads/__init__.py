@@ -13,17 +13,15 @@ from torch.utils.data import IterableDataset, TensorDataset
 from rankup import UserError
 
 from ..config import Config
-from ..data import MapSamples, Samples, TensorSamples
+from ..data.samples import MapSamples, Samples, TensorSamples
 from .workload import Sums, Workload
 
-__all__ = ["Sums", "Workload", "load"]
+__all__ = ["Sums", "TensorSamples", "Workload", "load"]
+
 
 def load(config: Config, *, pretrained: bool = True) -> Workload:
-    """Build the workload that the settings name.
-
-    `pretrained` False: a checkpoint's weights will replace those that the model begins with, so these need not exist.
-    Raises UserError where the import path leads nowhere, and for data that cannot be used.
-    """
+    """Build the workload that the settings name. Raises UserError. `pretrained` False: a checkpoint's weights will
+    replace those that the model begins with, so these need not exist."""
     if config.workload == "images":
         from . import images
 
@@ -61,20 +59,16 @@ def _load_own(config: Config) -> Workload:
 
 
 def _samples(config: Config, purpose: str, given: Any, *, seed: int) -> Samples:
-    """`given` itself, or samples made of a map-style Dataset. Raises UserError for anything else, and for none.
-
-    What takes an index is a Dataset: Hugging Face's has a method `batch` as well, which means something else.
-    """
+    """`given` itself, or samples made of a map-style Dataset: of what takes an index, as Hugging Face's does, whose
+    method `batch` means something else. Raises UserError for anything else, and for none."""
     samples: Any = given
     if type(given) is TensorDataset and len(given.tensors) == 2:  # by index, many times faster than one by one
         samples = TensorSamples(*given.tensors)
     elif hasattr(given, "__getitem__") and not isinstance(given, IterableDataset):
         samples = MapSamples(given, seed=seed)
     if not hasattr(samples, "batch") or not hasattr(given, "__len__"):
-        raise UserError(
-            f"workload: {purpose} of {config.workload} must be a map-style Dataset, with __getitem__ and __len__, or "
-            f"samples with batch() and __len__, got {type(given).__name__}."
-        )
+        rule = "a map-style Dataset, with __getitem__ and __len__, or samples with batch() and __len__"
+        raise UserError(f"workload: {purpose} of {config.workload} must be {rule}, got {type(given).__name__}.")
     if len(samples) == 0:
         raise UserError(f"workload: {config.workload} must have samples to use for {purpose}, got none.")
     return samples  # type: ignore[no-any-return]

@@ -1,7 +1,4 @@
-"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, read by transformers.
-
-Nothing is downloaded unless `bert_download` asks for it. Needs the extra `text`: pip install 'rankup[text]'.
-"""
+"""A BERT from a local folder, for `--workload text`: config.json, vocabulary and weights, read by transformers."""
 
 import hashlib
 import json
@@ -26,7 +23,7 @@ class WordPieceTokenizer:
     """Text -> the numbers of its word pieces between [CLS] and [SEP]."""
 
     def __init__(self, folder: Path, *, max_seq_len: int) -> None:
-        """Raises UserError, one line with the file's name, for a vocabulary that is missing or no BERT's."""
+        """Raises UserError for a vocabulary that is missing or no BERT's."""
         from transformers import BertTokenizer
 
         self.max_seq_len = max_seq_len
@@ -69,10 +66,7 @@ def build_bert(
     config: Config, *, num_classes: int, pretrained: bool
 ) -> tuple[WordPieceTokenizer, Bert, list[str], str]:
     """The tokenizer and the model of `bert_dir`, notes for the log, and a digest of the vocabulary and the config.
-
-    `pretrained`: with the folder's weights. Without, a checkpoint's will follow, and the folder needs none. The head is
-    random, by the seed alone. Raises UserError, one line that names the file.
-    """
+    `pretrained`: with the folder's weights; else a checkpoint's will follow. Raises UserError that names the file."""
     try:
         import transformers
     except ModuleNotFoundError:
@@ -87,15 +81,11 @@ def build_bert(
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
-        raise UserError(
-            f"{tokenizer.path}: must have at most the {shape.vocab_size} tokens that config.json says (vocab_size), "
-            f"got {tokenizer.size}."
-        )
+        rule = f"at most the {shape.vocab_size} tokens that config.json says (vocab_size)"
+        raise UserError(f"{tokenizer.path}: must have {rule}, got {tokenizer.size}.")
     if config.max_seq_len > shape.max_position_embeddings:
-        raise UserError(
-            f"max_seq_len must be <= {shape.max_position_embeddings}, as {folder}/config.json says "
-            f"(max_position_embeddings), got {config.max_seq_len}. Longer texts are cut; set --max-seq-len."
-        )
+        rule = f"<= {shape.max_position_embeddings}, as {folder}/config.json says (max_position_embeddings)"
+        raise UserError(f"max_seq_len must be {rule}, got {config.max_seq_len}. Longer texts are cut.")
     head = nn.Linear(shape.hidden_size, num_classes)
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
@@ -106,18 +96,13 @@ def build_bert(
 
 
 def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
-    """The folder `name`; with `download`, also that of a model of this name at the Hugging Face hub.
-
-    A download leaves out the weights unless `pretrained`. Raises UserError if there is no such folder or model.
-    """
+    """The folder `name`; with `download`, also that of a model at the hub, with weights if they are `pretrained`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if not download:
-        raise UserError(
-            f"bert_dir must be a folder, got {name}, which is not one here. {LAYOUT} To fetch it from the Hugging Face "
-            "hub, set --bert-download."
-        )
+        way = "To fetch it from the Hugging Face hub, set --bert-download."
+        raise UserError(f"bert_dir must be a folder, got {name}, which is not one here. {LAYOUT} {way}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -147,11 +132,8 @@ def _shape(folder: Path, dropout: float) -> Any:
 
 
 def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
-    """The encoder with the folder's weights, and notes on what was left out or starts at random.
-
-    Raises UserError where a weight is missing or of another shape: for a missing one transformers itself would go on
-    with random numbers. Only the pooler may be missing: encoders are published without it.
-    """
+    """The encoder with its weights, and notes on what was left out or starts at random: only the pooler, without which
+    encoders are published. For other missing weights transformers itself would go on with random numbers."""
     from transformers import BertModel
 
     try:

@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,22 +24,16 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # what the model is given, and labels
 TOP = 5
 
 
+@dataclass(frozen=True, kw_only=True)
 class Classification:
-    """For batches of inputs [B, ...] and labels, int64 [B]; the model's output is logits [B, num_classes].
+    """For batches of inputs [B, ...] and labels, int64 [B]; the model's output is logits [B, num_classes]."""
 
-    `prepare` turns the inputs of a batch into what the model takes, on the device. With `top5`, evaluation also counts
-    the samples whose label is among the five most probable, where there are more than five classes.
-    """
-
-    def __init__(
-        self, *, num_classes: int, label_smoothing: float,
-        prepare: Callable[[torch.Tensor], torch.Tensor] | None = None, top5: bool = False,
-    ) -> None:
-        self.num_classes, self.label_smoothing, self.prepare = num_classes, label_smoothing, prepare
-        self.top5 = top5 and num_classes > TOP
+    num_classes: int
+    label_smoothing: float
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None  # inputs -> what the model takes, on the device
+    top5: bool = False  # also count the samples whose label is among the five most probable of more classes
 
     def logits(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """The model's output, [B, num_classes]."""
         logits: torch.Tensor = model(self.prepare(inputs) if self.prepare else inputs)
         return logits
 
@@ -59,7 +54,7 @@ class Classification:
             "accuracy": (guess == labels).sum(),
             "confusion": pairs.view(self.num_classes, self.num_classes),
         }
-        if self.top5:
+        if self.top5 and self.num_classes > TOP:
             sums["accuracy_top5"] = (logits.topk(TOP, 1).indices == labels[:, None]).sum()
         return sums
 
@@ -70,11 +65,8 @@ class Classification:
 
 
 def class_scores(confusion: torch.Tensor, classes: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Name, precision, recall, F1 and number of samples of each class.
-
-    confusion: int64 [C, C], true class down, predicted class across. A score without a denominator is 0, as in
-    scikit-learn.
-    """
+    """Name, precision, recall, F1 (0 without a denominator, as in scikit-learn) and number of samples of each class,
+    from the matrix, int64 [C, C], true class down."""
     matrix = confusion.double()
     right, guessed, true = matrix.diagonal(), matrix.sum(0), matrix.sum(1)
     columns = (right / guessed.clamp(min=1), right / true.clamp(min=1), 2 * right / (guessed + true).clamp(min=1), true)
@@ -91,23 +83,24 @@ def macro_f1(confusion: torch.Tensor) -> float:
     return float(scores[both > 0].mean()) if both.any() else 0.0
 
 
-def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> str:
-    """The scores as a table, and the confusion matrix, int64 [C, C], below it."""
+def report(confusion: torch.Tensor, classes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """The scores as a table with the confusion matrix, int64 [C, C], below it; and both as values."""
+    scores = class_scores(confusion, classes)
     width = max(len("class"), *map(cell_len, classes))
     padded = {name: name + " " * (width - cell_len(name)) for name in classes}
     lines = [f"  {'class':<{width}}  precision  recall      f1  samples"]
-    for row in class_scores(confusion, classes):
-        scores = f"{row['precision']:9.4f}  {row['recall']:6.4f}  {row['f1']:6.4f}  {row['samples']:7}"
-        lines.append(f"  {padded[row['class']]}  {scores}")
+    for row in scores:
+        numbers = f"{row['precision']:9.4f}  {row['recall']:6.4f}  {row['f1']:6.4f}  {row['samples']:7}"
+        lines.append(f"  {padded[row['class']]}  {numbers}")
     cell = max(5, len(str(int(confusion.max()))) + 1)
     lines.append("  confusion matrix: true class down, predicted class across")
     for name, counts in zip(classes, confusion.tolist(), strict=True):
         lines.append(f"  {padded[name]}  {''.join(f'{count:{cell}}' for count in counts)}")
-    return "\n".join(lines)
+    return "\n".join(lines), {"classes": scores, "confusion": confusion.tolist()}
 
 
-# The picture of a confusion matrix, legible on a phone too. matplotlib draws it, imported where something is drawn:
-# 0.4 s that no start pays. Never pyplot, whose state threads share --------------------------------------------------
+# The picture of a confusion matrix, legible on a phone too. matplotlib is imported where something is drawn: 0.4 s that
+# no start pays. Never pyplot, whose state threads share -------------------------------------------------------------
 
 WIDTH = 1000  # pixels: a phone shows them at a third of this, so TEXT is 10 pixels there
 TEXT = 28  # pixels, as a point is one at this resolution
@@ -119,8 +112,7 @@ NAMED = 20  # with more classes, the names and counts of a matrix would be too s
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The picture of a confusion matrix, int64 [C, C], by its name: true class down, predicted class across, and in
-    each cell its percent of the row. None with more than NAMED classes."""
+    """The picture of a confusion matrix, int64 [C, C], by its name. None with more than NAMED classes."""
     if len(classes) > NAMED:
         return {}
     # Its cache of fonts lies in ours: a home that can't be written would cost a warning and a folder
@@ -136,7 +128,7 @@ def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str
 
 
 def draw_matrix(matrix: torch.Tensor, labels: Sequence[str]) -> "Figure":
-    """The matrix with the names of all classes."""
+    """True class down, predicted class across, and in each cell its percent of the row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / DPI, (WIDTH + 60) / DPI), dpi=DPI, layout="constrained")

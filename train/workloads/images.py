@@ -14,7 +14,7 @@ from rankup import UserError
 
 from ..config import Config
 from ..config.settings import Augment
-from ..data import Samples, TensorSamples
+from ..data.samples import Samples, TensorSamples
 from ..data.sources import load
 from .classification import Classification, confusion_pictures
 from .workload import Workload
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """uint8 [B, C, H, W] -> float32 [B, C, H, W] of mean 0 and deviation 1, in the images' memory format.
-
-    `mean` and `std`: one per channel, of images / 255.
-    """
+    """uint8 [B, C, H, W] -> float32 [B, C, H, W] of mean 0 and deviation 1, in the images' memory format."""
     moments = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
 
     def normalize(images: torch.Tensor) -> torch.Tensor:
@@ -42,7 +39,12 @@ def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[tor
 def build(config: Config) -> Workload:
     """The workload of `config.dataset` and `config.model`. Raises UserError."""
     train, test = load(config)
-    channels, size = _shape(train)
+    if isinstance(train, TensorSamples):
+        channels, size, width = train.images.shape[1:]
+        if size != width:
+            raise UserError(f"{train.origin}: images must be square, got {size} x {width}. Set --image-size.")
+    else:
+        channels, size = 3, train.image_size
     num_classes = len(train.classes)
     samples = _samples(train, config, augment=config.augment)
     model = build_model(config.model, channels=channels, size=size, num_classes=num_classes, dropout=config.dropout)
@@ -70,26 +72,14 @@ def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: A
     if config.in_memory != "always":
         return files
     images, labels = files.batch(torch.arange(len(files)), None)
-    return TensorSamples(images, labels, augment=augment is True, mirror=found.mirror, seed=config.seed)
-
-
-def _shape(found: "TensorSamples | FileSamples") -> tuple[int, int]:
-    """Channels and size (height = width) of the images. Raises UserError if they are not square."""
-    if not isinstance(found, TensorSamples):
-        return 3, found.image_size
-    channels, height, width = found.images.shape[1:]
-    if height != width:
-        raise UserError(f"{found.origin}: images must be square, got {height} x {width}. Set --image-size.")
-    return channels, height
+    return TensorSamples(images, labels, augment=augment is True, seed=config.seed)
 
 
 def _open_input(
     path: str, train: "TensorSamples | FileSamples", *, channels: int, size: int
 ) -> tuple[Samples, Callable[[int], str]]:
-    """Samples from an image file or a folder of them, and their names by number. Their labels are unknown: all 0.
-
-    They are prepared as those that the model was evaluated with.
-    """
+    """Samples from an image file or a folder of them, prepared as those that the model was evaluated with; their labels
+    are unknown: all 0. And their names by number."""
     from ..data.file_samples import FileSamples  # here: torchvision, which images in memory do without
     from ..data.sources.imagefolder import EXTENSIONS, MEAN, STD
 
@@ -110,47 +100,21 @@ def _open_input(
 
 
 def build_model(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights.
-
-    `name`: cnn, mlp, or one of torchvision's classifiers. Raises UserError for an unknown name, for images of a size
-    that the model cannot take, and for dropout where it has none.
-    """
+    """A classifier: float [B, channels, size, size] -> logits [B, num_classes], with random weights. Raises UserError
+    for an unknown name, for images of a size that the model cannot take, and for dropout where it has none."""
     if name == "cnn":
         return cnn(channels=channels, size=size, num_classes=num_classes, dropout=dropout)
     if name == "mlp":
         hidden = nn.Linear(channels * size * size, 256)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Dropout(dropout), nn.Linear(256, num_classes))
-    return _torchvision(name, channels=channels, size=size, num_classes=num_classes, dropout=dropout)
 
-
-def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
-    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts.
-
-    0.41 million parameters for 28 x 28 pixels. It has no batch norm, whose statistics are those of one rank's samples:
-    N ranks would not train like one. Raises UserError for images smaller than 4 x 4.
-    """
-    side = size // 4
-    if side == 0:
-        raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(dropout),
-        nn.Linear(32 * side * side, 256), nn.ReLU(),
-        nn.Linear(256, num_classes),
-    )
-
-
-def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
     from torchvision import models
 
     known = models.list_models(module=models)
     if name not in known:
         close = get_close_matches(name, ["cnn", "mlp", *known], n=1)
-        raise UserError(
-            f'model must be cnn, mlp or a torchvision classifier, got "{name}".'
-            + (f' Did you mean "{close[0]}"?' if close else "")
-        )
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        raise UserError(f'model must be cnn, mlp or a torchvision classifier, got "{name}".{hint}')
     options: dict[str, object] = {"num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):
         # No second output, which our loss does not take, and not the slow initialisation that torchvision warns about.
@@ -164,7 +128,10 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
     try:
         model: nn.Module = models.get_model(name, weights=None, **options)
         if channels != 3:
-            _first_convolution_for(model, channels)
+            first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+            first.in_channels = channels
+            first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
+            first.reset_parameters()
         _dry_run(model, channels=channels, size=size)
     except TypeError:
         if "dropout" not in options:
@@ -172,28 +139,30 @@ def _torchvision(name: str, *, channels: int, size: int, num_classes: int, dropo
         raise UserError(f"dropout can't be set for model {name}, got {dropout:g}. Leave --dropout out.") from None
     except (ValueError, AssertionError, RuntimeError) as error:
         reason = str(error).splitlines()[0].rstrip(".!")
-        raise UserError(
-            f"model {name} must get images of a size that it can take, got {size} x {size}: {reason}. "
-            "Set --image-size (224 suits every model), or choose another --model."
-        ) from None
+        got = f"got {size} x {size}: {reason}. Set --image-size (224 suits every model), or another --model."
+        raise UserError(f"model {name} must get images of a size that it can take, {got}") from None
     return model
 
 
-def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
-    """Pass shapes through the model, without data or arithmetic. Raises what the model raises.
+def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
+    """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts. No batch norm,
+    whose statistics are those of one rank's samples: N ranks would not train like one."""
+    side = size // 4
+    if side == 0:
+        raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(dropout),
+        nn.Linear(32 * side * side, 256), nn.ReLU(),
+        nn.Linear(256, num_classes),
+    )
 
-    An image that is too small would otherwise fail in the first step, after the data were loaded.
-    """
+
+def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
+    """Pass shapes through the model, without data or arithmetic. Raises what the model raises for too small images."""
     shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     model.eval()
     with torch.no_grad():
         functional_call(model, shapes, (torch.empty(2, channels, size, size, device="meta"),))
     model.train()
-
-
-def _first_convolution_for(model: nn.Module, channels: int) -> None:
-    """Make the first convolution one of `channels` input channels, with torch's own initial weights."""
-    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    first.in_channels = channels
-    first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
-    first.reset_parameters()

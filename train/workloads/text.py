@@ -1,19 +1,18 @@
 """Classification of texts, Chinese included: by a small encoder of characters, or by a BERT from a local folder."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ..config import Config
-from ..data import Samples
+from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
 from .bert import WordPieceTokenizer, build_bert
-from .classification import Classification, class_scores, confusion_pictures, macro_f1, report
-from .workload import Sums, Workload
+from .classification import Classification, confusion_pictures, macro_f1, report
+from .workload import Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
@@ -36,11 +35,8 @@ class CharacterTokenizer:
 
 
 class TextEncoder(nn.Module):
-    """int64 [B, T], padded with PAD -> logits [B, C].
-
-    Convolutions over two to four characters, the maximum of each filter over the text, one linear layer (Kim 2014,
-    Convolutional Neural Networks for Sentence Classification). More padding changes nothing.
-    """
+    """int64 [B, T], padded with PAD -> logits [B, C]: convolutions over two to four characters, the maximum of each
+    filter over the text, one linear layer (Kim 2014, Convolutional Neural Networks for Sentence Classification)."""
 
     def __init__(self, *, vocabulary: int, num_classes: int, dropout: float, width: int = 96) -> None:
         super().__init__()
@@ -66,10 +62,7 @@ Tokenizer = CharacterTokenizer | WordPieceTokenizer
 
 
 class TextSamples:
-    """Tokenized texts in memory. A batch is as long as its longest text.
-
-    `lengths`, int64 [N], lets the order put texts of similar length into one batch; `num_cut` texts were too long.
-    """
+    """Tokenized texts in memory. A batch is as long as its longest text; `num_cut` texts were too long."""
 
     in_memory = True
 
@@ -86,7 +79,7 @@ class TextSamples:
         return len(self.labels)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 [B, T], and labels, int64 [B]. Texts are not augmented: every epoch gives the same."""
+        """Tokens, int64 [B, T], and labels, int64 [B]."""
         lengths = self.lengths[indices]
         columns = torch.arange(int(lengths.max()))
         real = columns < lengths[:, None]
@@ -95,10 +88,7 @@ class TextSamples:
 
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
-    """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`.
-
-    Raises UserError.
-    """
+    """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`. Raises UserError."""
     found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
     num_classes = len(found.classes)
     tokenizer: Tokenizer
@@ -114,11 +104,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     def open_input(path: str) -> tuple[Samples, Callable[[int], str]]:
         lines = read_lines(path)
         return TextSamples(lines, [0] * len(lines), tokenizer), lambda index: lines[index]
-
-    def tables(sums: Sums) -> tuple[str, dict[str, Any]]:
-        confusion = sums["confusion"]
-        values = {"classes": class_scores(confusion, found.classes), "confusion": confusion.tolist()}
-        return report(confusion, found.classes), values
 
     number = {name: index for index, name in enumerate(found.classes)}
     train, evaluation = (
@@ -137,7 +122,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_name=data_name,
         data_origin=f"{found.train.path} and {found.evaluation.path.name}",
         classes=found.classes, unit="texts", input_name=lambda index: found.evaluation.texts[index],
-        open_input=open_input, report=tables,
+        open_input=open_input, report=lambda sums: report(sums["confusion"], found.classes),
         pictures=lambda sums: confusion_pictures(sums["confusion"], found.classes),
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
         notes=notes,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..data import Samples
+from ..data.samples import Samples
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.
@@ -46,8 +46,7 @@ class Workload:
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:
-        """What a batch adds to the evaluation: from `evaluate`, or else the loss, which then has to be a mean over the
-        samples."""
+        """What a batch adds to the evaluation: from `evaluate`, or else the loss, a mean over the samples."""
         if self.evaluate is not None:
             return self.evaluate(model, batch)
         # The length of the first tensor that has one

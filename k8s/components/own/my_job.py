@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from train.config import Config
-from train.data import TensorSamples
-from train.workloads import Sums, Workload
+from train.workloads import Sums, TensorSamples, Workload
 
 HELD_BACK = 5  # every fifth row is for the evaluation
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from rankup.seeds import derive_seed
 from train.config import Config
-from train.data import TensorSamples
+from train.data.samples import TensorSamples
 from train.workloads import Workload
 from train.workloads.classification import Classification
 

@@ -45,7 +45,7 @@ def test_k8s_nothing_added_is_the_plain_file() -> None:
 def config_of(words: list[str]) -> Config:
     """What the program makes of its own words."""
     parsed = parse_args(words)
-    return load_config(parsed.settings, file=parsed.config_file, mistakes=parsed.mistakes)
+    return load_config(parsed.settings, file=parsed.options.config, mistakes=parsed.mistakes)
 
 
 def check_command(pods: list[Object], what: str) -> None:

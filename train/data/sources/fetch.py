@@ -1,9 +1,5 @@
-"""Find a data set, or fetch it once per node: one process downloads to a temporary name, checks and renames; the
-others wait.
-
-Ranks that download at the same time can corrupt the data: one reads what another has half written. To let local rank 0
-do it is not enough, because other jobs on the node may want the same data. So a lock on a file decides.
-"""
+"""Find a data set, or fetch it once per node: one process downloads to a temporary name, checks and renames; the others
+wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
 
 import os
 import shutil
@@ -16,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankup import UserError, cache_roots
-
-Say = Callable[[str], None]
 
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
 SILENCE_S = 10  # give up when a server has sent nothing for this long
@@ -51,30 +45,23 @@ class Remote:
 
     kind: str  # the class of torchvision.datasets
     folder: str  # where that keeps it, below its root
-    lacks: str  # follows "holds" in a message: "no folder X"
+    needs: str  # follows "must hold" in a message: "a folder X"
     find: Callable[[Path], Path | None]  # its folder at or below this one, if it is there
     check: Callable[[Path], object] = lambda _: None  # raises UserError unless the first part of `folder` is complete
     here: Path | None = None  # where Debian's package puts it
     package: str = ""  # Debian's, for a network that mirrors only Debian
 
 
-def print_to_stderr(line: str) -> None:
-    """The usual `say`."""
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def locate(remote: Remote, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
-    """The folder that holds the data set, fetched if need be.
-
-    In data_dir if it is given: found there, or downloaded to it if it is empty or not there yet. Otherwise on this
-    machine, where Debian's package has it, then in the cache, then downloaded to the cache.
-    Raises UserError for a folder that holds something else, and as `fetch` does.
-    """
-    top = Path(remote.folder).parts[0]
+def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
+    """The folder that holds the data set: in data_dir if it is given, otherwise where Debian's package has it, or in
+    the cache; fetched if need be. Raises UserError for a data_dir that holds something else, and as `fetch` does."""
     others: list[str] = []
     if data_dir is None:
-        cached = next((root for root in cache_roots() if (root / top).is_dir()), None)  # it need not be writable
-        places = [place for place in (remote.here, cached) if place is not None]
+        places = [place for place in (remote.here, *cache_roots()) if place is not None]
     else:
         places = [Path(data_dir).expanduser()]
         try:  # before the search: what another process renames into place is then found
@@ -87,22 +74,17 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float, say: Say) 
         if (found := remote.find(place)) is not None:
             return found
     if others:
-        raise UserError(
-            f"{data_dir}: holds {remote.lacks}, but {others[0]}. "
-            "Set data_dir to the folder that holds it, or to an empty one to download to."
-        )
-    root = writable_cache() if data_dir is None else places[0]
-    fetch(remote, root.absolute() / top, timeout_s=timeout_s, say=say)
-    return root.absolute() / remote.folder
+        got = f"got {others[0]}. Set --data-dir to the right folder, or to an empty one."
+        raise UserError(f"{data_dir}: must hold {remote.needs}, {got}")
+    root = (writable_cache() if data_dir is None else places[0]).absolute()
+    fetch(remote, root / Path(remote.folder).parts[0], timeout_s=timeout_s)
+    return root / remote.folder
 
 
-def fetch(remote: Remote, target: Path, *, timeout_s: float, say: Say) -> None:
-    """Have the folder `target` fetched and checked by this process or by another on this node.
-
-    If the download fails, the processes that waited for it raise the same reason, instead of trying the same in vain
-    one after the other. Raises NotFetched if no source gives the data, UserError if `target` cannot be written or the
-    process that downloads does not finish within `timeout_s`.
-    """
+def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
+    """Have the folder `target` fetched and checked by this process or by another on this node. Those who waited for one
+    that failed raise the same reason. Raises NotFetched if no source gives the data, UserError if `target` cannot be
+    written or the process that downloads does not finish within `timeout_s`."""
     from filelock import FileLock, Timeout  # here: for what downloads nothing
 
     root, failed, began_s = target.parent, target.with_name(f".{target.name}.failed"), time.time()
@@ -121,31 +103,27 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float, say: Say) -> None:
                 failed.write_text(str(error))
                 raise
     except Timeout as error:
-        raise UserError(
-            f"{root}: another process has not finished downloading {remote.kind} after {timeout_s:g} s "
-            "(download_timeout_s). Is it alive?"
-        ) from error
+        late = f"after {timeout_s:g} s (download_timeout_s). Is it alive?"
+        raise UserError(f"{root}: another process has not finished downloading {remote.kind} {late}") from error
     except OSError as error:
-        raise UserError(
-            f"{error.filename or root}: {remote.kind} cannot be stored there ({error.strerror}). "
-            "Name a folder with room that can be written in data_dir or RANKUP_CACHE."
-        ) from error
+        why = f"{remote.kind} cannot be stored there ({error.strerror}). Set --data-dir or RANKUP_CACHE."
+        raise UserError(f"{error.filename or root}: {why}") from error
 
 
 def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """From the web, else from the Debian package: to a temporary folder beside the target, check, rename."""
+    """From the web, else from Debian's package: to a temporary folder beside the target, check, rename."""
     for path in target.parent.glob(f".{target.name}.partial-*"):  # of processes that were killed
         shutil.rmtree(path, ignore_errors=True)
-    sources = {"web": _from_web}
-    if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
-        sources["apt"] = _from_debian
     reasons = []
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as temporary:
-        for name, get in sources.items():
+        sources = {"web": [[sys.executable, "-W", "ignore", "-c", DOWNLOAD, remote.kind]]}
+        if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
+            sources["apt"] = _of_debian(remote, Path(temporary) / "apt")
+        for name, commands in sources.items():
             folder = Path(temporary) / name
             folder.mkdir()
             try:
-                get(remote, folder, time.monotonic() + timeout_s / len(sources))
+                _run(commands, folder, time.monotonic() + timeout_s / len(sources))
                 remote.check(folder / target.name)
             except subprocess.TimeoutExpired:
                 reasons.append(f"{name}: timed out")
@@ -160,37 +138,33 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
     )
 
 
-def _from_web(remote: Remote, folder: Path, until_s: float) -> None:
-    _run([sys.executable, "-W", "ignore", "-c", DOWNLOAD, remote.kind], folder, until_s)
-
-
-def _from_debian(remote: Remote, folder: Path, until_s: float) -> None:
+def _of_debian(remote: Remote, folder: Path) -> list[list[str]]:
     """Unpack the folder of the package, without root. A bare container has no lists of packages: they come first."""
-    for name in ("lists/partial", "cache/archives/partial", remote.folder):
-        (folder / name).mkdir(parents=True)
     # As root, apt switches to a user who may not write here, unless the first option keeps it from doing so
     options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S}",
                f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
     apt = ["apt-get", *(word for option in options for word in ("-o", option))]
-    lists = _run([*apt, "update"], folder, until_s, may_fail=True)  # some of the lists may be enough
-    _run([*apt, "download", remote.package], folder, until_s, lists)
-    _run(["sh", "-c", "dpkg -x *.deb unpacked"], folder, until_s)
-    (folder / f"unpacked{remote.here}").rename(folder / remote.folder)
+    return [
+        ["mkdir", "-p", "lists/partial", "cache/archives/partial", str(Path(remote.folder).parent)],
+        [*apt, "update"],  # some of the lists may be enough
+        [*apt, "download", remote.package],
+        ["sh", "-c", f"dpkg -x *.deb unpacked && mv unpacked{remote.here} {remote.folder}"],
+    ]
 
 
-def _run(command: list[str], folder: Path, until_s: float, before: str = "", *, may_fail: bool = False) -> str:
-    """The command's output. If it fails, OSError with apt's first two errors in that and in the output `before`, else
-    with the last two lines."""
-    done = subprocess.run(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env={**os.environ, "LC_ALL": "C", "TQDM_DISABLE": "1"}, check=False,  # no bar in a reason
-        timeout=max(0.0, until_s - time.monotonic()),
-    )
-    if done.returncode and not may_fail:
-        errors = [line for line in (before + done.stdout).splitlines() if line.startswith(("E:", "Err:"))]
-        reason = " ".join(errors[:2] or done.stdout.splitlines()[-2:])
-        raise OSError(reason or f"{command[0]} ended with {done.returncode}")
-    return done.stdout
+def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
+    """One after the other. If the last one fails, OSError with apt's first two errors, else the last two lines."""
+    lines: list[str] = []
+    for command in commands:
+        done = subprocess.run(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", env={**os.environ, "LC_ALL": "C", "TQDM_DISABLE": "1"}, check=False,  # no bar in a reason
+            timeout=max(0.0, until_s - time.monotonic()),
+        )
+        lines += done.stdout.splitlines()
+    if done.returncode:
+        errors = [line for line in lines if line.startswith(("E:", "Err:"))]
+        raise OSError(" ".join(errors[:2] or lines[-2:]) or f"{command[0]} ended with {done.returncode}")
 
 
 def writable_cache() -> Path:
@@ -204,7 +178,4 @@ def writable_cache() -> Path:
             continue
         if os.access(root, os.W_OK | os.X_OK):
             return root
-    raise UserError(
-        f"{' and '.join(map(str, roots))}: cannot be written, so no data can be kept there. "
-        "Set RANKUP_CACHE or data_dir to a folder that can."
-    )
+    raise UserError(f"{' and '.join(map(str, roots))}: cannot be written. Set --data-dir or RANKUP_CACHE.")

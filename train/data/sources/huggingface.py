@@ -1,7 +1,5 @@
-"""Hugging Face data sets: rows of images or of texts, as those of files are.
-
-The package `datasets` maps the rows into memory (Arrow), so that each is found by its number without reading others.
-"""
+"""Hugging Face data sets: rows of images or of texts, as those of files are. The package `datasets` maps the rows into
+memory (Arrow), so that each is found by its number without reading others."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from rankup import UserError
 from ...config import Config
 from ...config.load import flag
 from ..file_samples import FileSamples, read_file
-from .fetch import Say
 from .imagefolder import MEAN, STD
 from .texts import Texts, TextSet, checked, texts_of
 
@@ -31,23 +27,20 @@ EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  #
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
 
 
-def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
-    """The images of the splits that the settings name, in the order of their rows. Raises UserError, see `open_rows`;
-    naming the row, for rows without an image or a label."""
+def load(config: Config) -> tuple[FileSamples, FileSamples]:
+    """The images of the splits that the settings name, in the order of their rows. Raises UserError."""
     train, test = open_rows(config, _is_image, what="images")
     return _file_set(train, train.classes, config), _file_set(test, train.classes, config)
 
 
 def load_texts(config: Config) -> Texts:
-    """The texts of the splits that the settings name. Raises UserError, see `open_rows`; naming the row, for rows
-    without a text or a label."""
+    """The texts of the splits that the settings name. Raises UserError."""
     train, test = open_rows(config, _is_text, what="texts", usual="text")
 
     def read(rows: Rows) -> TextSet:
-        cells = zip(rows.labels, rows.cells().to_pylist(), strict=True)
-        found = ((row, (label or "").strip(), (text or "").strip())
-                 for row, (label, text) in enumerate(cells, rows.start))
-        return checked(found, Path(config.dataset) / rows.split, train.classes, unit="row")
+        pairs = zip(rows.labels, rows.cells().to_pylist(), strict=True)
+        numbered = ((row, label or "", text or "") for row, (label, text) in enumerate(pairs, rows.start))
+        return checked(numbered, Path(config.dataset) / rows.split, train.classes, unit="row")
 
     return texts_of(read(train), read(test), train.classes, _title(config), config)
 
@@ -61,15 +54,8 @@ def one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
 
 
-# Where they are: a folder, the cache of `datasets`, or, if asked for, the hub --------------------------------------
-
-
 def open_splits(config: Config) -> Mapping[str, Any]:
-    """Split -> `datasets.Dataset`, from the place that `config.dataset` names behind hf:.
-
-    Nothing is downloaded unless hf_download is set. Raises UserError without the package `datasets`, and for what is
-    neither a folder nor cached, can't be read, or is refused by the hub.
-    """
+    """Split -> `datasets.Dataset`, from a folder, the cache of `datasets`, or, with hf_download, the hub."""
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
             f"dataset must be another than {config.dataset} without the package datasets, which is not installed: "
@@ -78,16 +64,10 @@ def open_splits(config: Config) -> Mapping[str, Any]:
     # It would report to the hub what is used here. Read when the packages are imported
     os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     import datasets
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
     from huggingface_hub import constants
 
     name = config.dataset.removeprefix("hf:")
     folder = Path(name).expanduser()
-    if not folder.is_dir() and name in _PACKAGED_DATASETS_MODULES:  # it would read what lies in the working directory
-        raise UserError(
-            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is the name of a "
-            "format. Files of any format are read by hf:FOLDER."
-        )
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
@@ -118,38 +98,29 @@ def open_splits(config: Config) -> Mapping[str, Any]:
 
 @dataclass
 class Rows:
-    """Rows of one split, from number `start` on, as `table`, a `datasets.Dataset`.
+    """Rows of one split, from number `start` on."""
 
-    where: the data set and the split, for messages; input, label: their columns; labels: the label of each row as a
-    text, None where there is none; classes: those that the column declares, else the values that occur, sorted.
-    """
-
-    table: Any
+    table: Any  # a `datasets.Dataset`
     split: str
     start: int
-    where: str
-    input: str = ""
+    where: str  # the data set and the split, for messages
+    input: str = ""  # input, label: their columns
     label: str = ""
-    labels: Sequence[str | None] = ()
-    classes: tuple[str, ...] = ()
+    labels: Sequence[str | None] = ()  # of each row as a text, None where there is none
+    classes: tuple[str, ...] = ()  # those that the column declares, else the values that occur, sorted
 
     def cells(self) -> Any:
         """The values of the column `input`, a pyarrow.ChunkedArray."""
         return self.table.data.column(self.input)
 
     def use(self, column: str, label: str) -> None:
-        """Read the labels. Raises UserError where a column is missing."""
-        features = self.table.features
-        if missing := {column, label} - set(features):
-            raise UserError(f"{self.where}: must have the columns of the training rows, got no {missing.pop()}.")
+        """Read the labels."""
         self.input, self.label = column, label
         values = self.table.data.column(label).to_pylist()
-        if hasattr(features[label], "int2str"):
-            try:  # -1 stands for a label that was not published
-                self.labels = [None if value in (None, -1) else features[label].int2str(value) for value in values]
-            except ValueError as error:
-                raise UserError(f"{self.where}: {label} must hold class labels, got: {one_line(error)}.") from None
-            self.classes = tuple(features[label].names)
+        if names := getattr(self.table.features[label], "names", None):  # -1 stands for a label that was not published
+            known = range(len(names))
+            self.labels = [names[value] if value in known else None for value in values]
+            self.classes = tuple(names)
         else:
             self.labels = [None if value is None else str(value) for value in values]
             self.classes = tuple(map(str, sorted({value for value in values if value is not None})))
@@ -157,11 +128,7 @@ class Rows:
 
 def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: str = "") -> tuple[Rows, Rows]:
     """The rows to train and to evaluate on, with their labels. `fits`: whether a column's feature holds `what`;
-    `usual`: the column that is taken if no other is named.
-
-    Raises UserError as `open_splits`; naming those there are, for a split, part or column that is not there; and for
-    fewer than two classes.
-    """
+    `usual`: the column that is taken if no other is named. Raises UserError."""
     splits = open_splits(config)
     usual_splits = [*EVALUATED[config.eval_split], *(name for names in EVALUATED.values() for name in names)]
     evaluated = config.hf_eval_split or next((name for name in usual_splits if name in splits), None)
@@ -175,7 +142,6 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
     features = train.table.features
 
     def column(setting: str, wanted: str | None, fitting: list[str], usual: list[str], what: str) -> str:
-        """The column that the setting names, one of those that hold `what`; else the only one of `usual`."""
         if wanted is None and len(usual) == 1:
             return usual[0]
         if wanted in fitting:
@@ -187,8 +153,7 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
 
     declared = [name for name in features if type(features[name]).__name__ == "ClassLabel"]
     labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")]
-    discrete = [name for name in features if name in declared or _is_discrete(features[name])]
-    label = column("label_column", config.label_column, discrete, labels, "labels")
+    label = column("label_column", config.label_column, [*features], labels, "labels")
     fitting = [name for name in features if fits(features[name]) and name != label]
     given = column("input_column", config.input_column, fitting, [usual] if usual in fitting else fitting, what)
     for rows in (train, test):
@@ -199,7 +164,7 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
 
 
 def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Rows:
-    """The rows of a split, or of a part of one such as train[:90%]. Raises UserError."""
+    """The rows of a split, or of a part of one such as train[:90%]."""
     from datasets import ReadInstruction
 
     split, rows = wanted.partition("[")[0], range(0)
@@ -212,10 +177,6 @@ def _part(splits: Mapping[str, Any], wanted: str, name: str, setting: str) -> Ro
             f"as {next(iter(splits))}[:90%], got {wanted}."
         )
     return Rows(splits[split].select(rows), split, rows.start, f"{name}, split {split}")
-
-
-def _is_discrete(feature: Any) -> bool:
-    return getattr(feature, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool"))
 
 
 def _is_text(feature: Any) -> bool:
@@ -231,35 +192,23 @@ def _is_image(feature: Any) -> bool:
 # Images ------------------------------------------------------------------------------------------------------------
 
 
-def _encoded(table: Any, column: str, number: int) -> bytearray:
-    """The bytes of one image. Raises UserError for one that is a file of its own and can't be read."""
-    cell = table.data.column(column)[number].as_py()
-    found = cell["bytes"] if isinstance(cell, dict) else cell
-    return read_file(cell["path"]) if found is None else bytearray(found)
-
-
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
     """Raises UserError, naming the first row that has no image or no label."""
-    import pyarrow
-    import pyarrow.compute
-
     place = {name: number for number, name in enumerate(classes)}
     for row, label in enumerate(rows.labels, rows.start):
         if label not in place:
             got = "none" if label is None else f"{label}, which the training rows lack,"
             raise UserError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
     labels = torch.tensor([place[str(label)] for label in rows.labels], dtype=torch.int64)
-    encoded, read = rows.cells(), partial(_encoded, rows.table, rows.input)
-    files: list[str | None] = [None] * len(labels)
-    if pyarrow.types.is_struct(encoded.type):
-        files = pyarrow.compute.struct_field(encoded, "path").to_pylist()
-        encoded = pyarrow.compute.struct_field(encoded, "bytes")
-    title, paths = _title(config), []
-    for row, (has_bytes, file) in enumerate(zip(encoded.is_valid().to_pylist(), files, strict=True), rows.start):
-        if not has_bytes and not file:
-            raise UserError(f"{rows.where}: {rows.input} must hold an image in each row, got none in row {row}.")
-        paths.append(f"{title}/{rows.split}/{row}" if has_bytes or not file else file)
-    lengths = pyarrow.compute.binary_length(encoded).to_pylist()  # from the offsets: no image is read
+    title = _title(config)
+    paths, lengths = _listed(rows, title)
+    cells = rows.cells()
+
+    def read(number: int) -> bytearray:
+        cell = cells[number].as_py()
+        content = cell["bytes"] if isinstance(cell, dict) else cell
+        return read_file(cell["path"]) if content is None else bytearray(content)
+
     # The same on every node, unlike the fingerprint of `datasets`, in which the folder's name and its files' times are
     digest = hashlib.sha256(repr((classes, [Path(path).name for path in paths], lengths)).encode())
     digest.update(labels.numpy().tobytes())
@@ -267,6 +216,24 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
         digest.update(read(index))
     return FileSamples(
         tuple(paths), labels, classes, MEAN, STD, f"{title}-{digest.hexdigest()[:8]}",
-        origin=f"column {rows.input} of {rows.where}", margin=config.augment in ("imagenet", "trivial"),
-        contents=read,
+        origin=f"column {rows.input} of {rows.where}", margin=isinstance(config.augment, str), contents=read,
     )
+
+
+def _listed(rows: Rows, title: str) -> tuple[list[str], list[int | None]]:
+    """The path of each image, or a name for one whose bytes are in its row; and their lengths, without reading any."""
+    import pyarrow
+    import pyarrow.compute
+
+    encoded = rows.cells()
+    files: list[str | None] = [None] * len(encoded)
+    if pyarrow.types.is_struct(encoded.type):
+        files = pyarrow.compute.struct_field(encoded, "path").to_pylist()
+        encoded = pyarrow.compute.struct_field(encoded, "bytes")
+    lengths = pyarrow.compute.binary_length(encoded).to_pylist()
+    paths = []
+    for row, (length, file) in enumerate(zip(lengths, files, strict=True), rows.start):
+        if length is None and not file:
+            raise UserError(f"{rows.where}: {rows.input} must hold an image in each row, got none in row {row}.")
+        paths.append(file if length is None and file else f"{title}/{rows.split}/{row}")
+    return paths, lengths

@@ -10,7 +10,6 @@ from rankup import UserError
 
 from ...config import Config
 from ..file_samples import FileSamples
-from .fetch import Say
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, or all in <data_dir>/<class>/."
@@ -19,13 +18,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Listed = dict[str, list[str]]  # class -> the paths of its images
 
 
-def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
+def load(config: Config) -> tuple[FileSamples, FileSamples]:
     """The images of data_dir/train and of data_dir/val (else test). Without these folders, nine in ten images of each
-    class are to train on and the others to test on, chosen by a digest of their names: always the same.
-
-    Files are listed in the order of their names, hidden ones left out; none is opened. Raises UserError, naming the
-    path, for no images, an empty class, a file with another extension, or classes that differ between the halves.
-    """
+    class are to train on and the others to test on, always the same. No file is opened. Raises UserError."""
     assert config.data_dir is not None, "load_config refuses imagefolder without data_dir"
     root = Path(config.data_dir).expanduser()
     train, test = root / "train", root / "val"
@@ -34,8 +29,8 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
     if train.is_dir() or test.is_dir():
         train_files, test_files = _list(train), _list(test)
         for name in sorted(train_files.keys() ^ test_files.keys()):
-            here, there = (train, test) if name in train_files else (test, train)
-            raise UserError(f"{here / name}: is a class that {there} lacks. Both need the same class folders.")
+            has, lacks = (train, test) if name in train_files else (test, train)
+            raise UserError(f"{has / name}: is a class that {lacks} lacks. Both need the same class folders.")
     else:
         train = test = root
         parts = {name: _split(root / name, paths) for name, paths in _list(root).items()}
@@ -54,7 +49,6 @@ def load(config: Config, say: Say) -> tuple[FileSamples, FileSamples]:
 
 
 def _samples(files: Listed, folder: Path, name: str, config: Config) -> FileSamples:
-    """A class's number is its place among the sorted names."""
     labels = [label for label, paths in enumerate(files.values()) for _ in paths]
     return FileSamples(
         tuple(path for paths in files.values() for path in paths), torch.tensor(labels, dtype=torch.int64),

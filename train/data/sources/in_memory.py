@@ -16,7 +16,7 @@ from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
-from .fetch import NotFetched, Remote, Say, locate
+from .fetch import NotFetched, Remote, locate, say
 
 # MNIST and its relatives: four IDX files. An IDX file is a big-endian header (two zero bytes, a type byte, the number
 # of dimensions, one 32-bit size per dimension) followed by the values, here unsigned bytes alone.
@@ -58,64 +58,49 @@ FAMILIES = {
         here=Path("/usr/share/datasets/fashion-mnist"), package="dataset-fashion-mnist",
     ),
     # Handwritten digits (LeCun et al. 1998)
-    "mnist": Family(
-        "mnist", "MNIST", tuple("0123456789"), mean=0.1307, std=0.3081, mirror=False
-    ),
+    "mnist": Family("mnist", "MNIST", tuple("0123456789"), mean=0.1307, std=0.3081, mirror=False),
     # Handwritten digits that ship with the program, 8 x 8 pixels
     "digits": Family(
-        "digits", "digits", tuple("0123456789"), mean=0.2873, std=0.3537, digest="27dce9ae",
-        mirror=False, here=Path(__file__).parents[2] / "samples" / "digits",
+        "digits", "digits", tuple("0123456789"), mean=0.2873, std=0.3537, digest="27dce9ae", mirror=False,
+        here=Path(__file__).parents[2] / "samples" / "digits",
     ),
 }
 
 
-def mnist(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
-    """The training half and the test half, uint8 [N, 1, H, W]: 28 x 28 pixels, the digits that ship 8 x 8.
-
-    The digits take the place of Fashion-MNIST where it cannot be fetched and the user named no data_dir: a first try
-    without a network shall train something. `say` gets a line then. Raises UserError, see `find_family`.
-    """
+def mnist(config: Config) -> tuple[TensorSamples, TensorSamples]:
+    """The training half and the test half, uint8 [N, 1, H, W]. The digits take the place of Fashion-MNIST where it
+    cannot be fetched and the user named no data_dir: a first try without a network shall train something."""
     family = FAMILIES[config.dataset]
     data_dir = None if config.dataset == "digits" else config.data_dir
     try:
-        folder = find_family(family, data_dir=data_dir, timeout_s=config.download_timeout_s, say=say)
+        folder = find_family(family, data_dir=data_dir, timeout_s=config.download_timeout_s)
     except NotFetched as error:
         if config.dataset != "fashion-mnist" or config.data_dir is not None:
             raise
         say(f"{error} Using digits instead.")
-        return mnist(config.model_copy(update={"dataset": "digits"}), say)
+        return mnist(config.model_copy(update={"dataset": "digits"}))
     return read_halves(folder, family)
 
 
-def find_family(family: Family, *, data_dir: str | None, timeout_s: float, say: Say) -> Path:
+def find_family(family: Family, *, data_dir: str | None, timeout_s: float) -> Path:
     """The folder that holds the four files, fetched if need be. Raises UserError, see `locate`."""
     remote = Remote(
-        family.kind, f"{family.kind}/raw", f"none of the files of {family.kind} ({', '.join(NAMES)}; plain or .gz)",
+        family.kind, f"{family.kind}/raw", f"the files of {family.kind} ({', '.join(NAMES)}; plain or .gz)",
         find=lambda root: find_files(root, family), check=lambda folder: read_halves(folder / "raw", family),
         here=family.here, package=family.package,
     )
-    return locate(remote, data_dir=data_dir, timeout_s=timeout_s, say=say)
+    return locate(remote, data_dir=data_dir, timeout_s=timeout_s)
 
 
 def find_files(root: Path, family: Family) -> Path | None:
-    """The folder below `root` that holds the four files, plain or .gz: root itself or torchvision's layout.
-
-    None if neither holds any of them. Raises UserError if some are there and others are missing.
-    """
-    for folder in (root, root / family.kind / "raw"):
-        missing = [name for name in NAMES if _file(folder, name) is None]
-        if not missing:
-            return folder
-        if len(missing) < len(NAMES):
-            raise UserError(f"{folder}: {missing[0]} (or .gz) is missing beside other files of {family.kind}. Add it.")
-    return None
+    """The folder that holds the four files, plain or .gz: root itself or torchvision's layout below it."""
+    folders = (root, root / family.kind / "raw")
+    return next((folder for folder in folders if all(_file(folder, name) for name in NAMES)), None)
 
 
 def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamples]:
-    """The training half and the test half from the folder that `find_family` gave. Raises UserError, see `read_half`.
-
-    Other images than the published ones get a name of their own: a run on the one does not go on with the other.
-    """
+    """The training half and the test half. Other images than the published ones get a name of their own: a run on the
+    one does not go on with the other."""
     train, test = (read_half(folder, family, train=train) for train in (True, False))
     digest = hashlib.sha256()
     for half in (train, test):
@@ -127,17 +112,11 @@ def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamp
 
 
 def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
-    """Read one half of a set from a folder: images uint8 [N, 1, H, W], labels int64 [N].
-
-    Raises UserError, naming the file, if one is missing or damaged, the counts differ or a label is out of range.
-    """
+    """One half of a set: images uint8 [N, 1, H, W], labels int64 [N]. Raises UserError, naming the file."""
     image_path, label_path = (_file(folder, name) or folder / name for name in FILES[train])
     images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
     if len(images) != len(labels):
-        raise UserError(
-            f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}. "
-            "The two files belong to different sets."
-        )
+        raise UserError(f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}.")
     if (highest := int(labels.max())) >= len(family.classes):
         raise UserError(f"{label_path}: label must be 0..{len(family.classes) - 1} for {family.kind}, got {highest}.")
     return TensorSamples(
@@ -152,10 +131,8 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def read_idx(path: Path, expect: Kind) -> torch.Tensor:
-    """Read one IDX file, plain or gzip: uint8 [N, H, W] for images, uint8 [N] for labels.
-
-    Raises UserError, naming the file, if it cannot be read, is not of that kind, is empty, truncated or too long.
-    """
+    """Read one IDX file, plain or gzip: uint8 [N, H, W] for images, uint8 [N] for labels. Raises UserError if it cannot
+    be read, is not of that kind, is empty, truncated or too long."""
     try:
         with path.open("rb") as file:
             packed = file.peek(2)[:2] == b"\x1f\x8b"  # told by the content, not by the name
@@ -178,17 +155,13 @@ FOLDER = "cifar-10-batches-py"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def cifar10(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
-    """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on; from data_dir, the cache, or downloaded.
-
-    Raises UserError for data that are missing or whose md5 differs from torchvision's, NotFetched if they cannot be
-    downloaded.
-    """
+def cifar10(config: Config) -> tuple[TensorSamples, TensorSamples]:
+    """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on. Raises UserError."""
     remote = Remote(
-        "CIFAR10", FOLDER, f"no folder {FOLDER}",
+        "CIFAR10", FOLDER, f"a folder {FOLDER}",
         find=lambda root: next((path for path in (root, root / FOLDER) if path.name == FOLDER and path.is_dir()), None),
     )
-    folder = locate(remote, data_dir=config.data_dir, timeout_s=config.download_timeout_s, say=say)
+    folder = locate(remote, data_dir=config.data_dir, timeout_s=config.download_timeout_s)
     return _read_cifar10(folder, train=True), _read_cifar10(folder, train=False)
 
 
@@ -201,14 +174,11 @@ def _read_cifar10(folder: Path, *, train: bool) -> TensorSamples:
             warnings.simplefilter("ignore")
             found = CIFAR10(root=str(folder.parent), train=train)
     except RuntimeError as error:
-        raise UserError(
-            f"{folder}: must hold the published files, got others (their md5 differs) or none. Remove it and run again "
-            "to download it."
-        ) from error
-    images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+        got = "got others (their md5 differs) or none. Remove it."
+        raise UserError(f"{folder}: must hold the published files, {got}") from error
     return TensorSamples(
-        images, torch.tensor(found.targets, dtype=torch.int64), CLASSES, mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}",
+        torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(found.targets), CLASSES,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), name="cifar10", origin=f"CIFAR-10 in {folder}",
     )
 
 
@@ -217,12 +187,9 @@ def _read_cifar10(folder: Path, *, train: bool) -> TensorSamples:
 GRID = 4  # each class is a pattern of 4 x 4 squares per channel
 
 
-def fake(config: Config, say: Say) -> tuple[TensorSamples, TensorSamples]:
-    """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32.
-
-    An image is its class's pattern (0 or 64) plus noise (0..191). Only integers are drawn at random, so that every kind
-    of CPU makes the same images. They do not depend on the run's seed.
-    """
+def fake(config: Config) -> tuple[TensorSamples, TensorSamples]:
+    """`fake_samples` images to train on, a quarter as many to test on: uint8 [N, 3, S, S], S = image_size or 32: the
+    pattern of a class (0 or 64) plus noise (0..191), integers alone, which every kind of CPU draws alike."""
     count = config.fake_samples
     return _fake_half(config, count, seed=21), _fake_half(config, max(1, count // 4), seed=22)
 
@@ -237,7 +204,7 @@ def _fake_half(config: Config, count: int, *, seed: int) -> TensorSamples:
     for start in range(0, count, 1024):
         piece = patterns[labels[start : start + 1024]]
         images[start : start + 1024] += piece[:, :, cell][:, :, :, cell]
-    classes = tuple(f"class {number}" for number in range(num_classes))
     return TensorSamples(
-        images, labels, classes, mean=(0.5,) * 3, std=(0.25,) * 3, name="fake", origin="made up, no real images"
+        images, labels, tuple(f"class {number}" for number in range(num_classes)), mean=(0.5,) * 3, std=(0.25,) * 3,
+        name="fake", origin="made up, no real images",
     )

@@ -44,21 +44,15 @@ class Texts:
 
 
 def load_texts(config: Config) -> Texts:
-    """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names.
-
-    Both are cut, to limit_train and limit_eval. If there is no such part to evaluate on, the other of dev and test is
-    taken. The classes are those of the training part, sorted. Raises UserError, naming file and lines, for missing or
-    empty files and for bad lines.
-    """
+    """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names, or else
+    the other of dev and test. Raises UserError, naming file and lines."""
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
-    if train_path is None:
-        raise UserError(f"{folder}: must hold texts to train on, got no file train.txt or .tsv. {LAYOUT}")
     other = "test" if config.eval_split == "dev" else "dev"
     evaluation_path = _file(folder, config.eval_split) or _file(folder, other)
-    if evaluation_path is None:
-        problem = f"must hold texts to evaluate on, got no dev or test beside {train_path.name}"
-        raise UserError(f"{folder}: {problem}. {LAYOUT}")
+    if train_path is None or evaluation_path is None:
+        missing = "train" if train_path is None else "dev or test"
+        raise UserError(f"{folder}: must hold texts to train and to evaluate on, got no file {missing}. {LAYOUT}")
     train = checked(_rows(train_path), train_path)
     classes = tuple(sorted({*train.labels}))
     if len(classes) < 2:
@@ -76,42 +70,28 @@ def texts_of(train: TextSet, evaluation: TextSet, classes: tuple[str, ...], name
         TextSet(part.path, part.texts[: limit or None], part.labels[: limit or None])
         for part, limit in ((train, config.limit_train), (evaluation, config.limit_eval))
     ]
-    return Texts(
-        halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8],
-        tuple(sorted(counts, key=lambda character: (-counts[character], character))),
-    )
+    characters = tuple(sorted(counts, key=lambda character: (-counts[character], character)))
+    return Texts(halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8], characters)
 
 
 def read_lines(path: str) -> tuple[str, ...]:
-    """The texts of a file without labels, one a line, to be predicted; empty lines are skipped.
-
-    Raises UserError if the file cannot be read or has no text.
-    """
+    """The texts of a file without labels, one a line; empty lines are skipped. Raises UserError, also for no text."""
     lines = tuple(text for line in _lines(Path(path)) if (text := line.strip()))
     if not lines:
-        raise UserError(
-            f"--input must be a file with one text a line, or - for standard input, got {path}, which is empty."
-        )
+        raise UserError(f"--input must be a file with one text a line, got {path}, which is empty.")
     return lines
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    """The file of a part: train.txt, or with a word in front as in cnews.train.txt; None if there is none.
-
-    Raises UserError for two, and for a folder that cannot be listed.
-    """
+    """The file of a part: train.txt, or with a word in front as in cnews.train.txt. Raises UserError for two."""
     try:
-        files = [path for path in sorted(folder.iterdir()) if path.suffix in (".txt", ".tsv") and path.name[0] != "."]
+        files = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".tsv") and path.name[0] != ".")
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror}). {LAYOUT}") from error
-    for name in NAMES[part]:
-        found = [path for path in files if path.stem.split(".")[-1] == name]
-        if len(found) > 1:
-            two = f"{found[0].name} and {found[1].name}"
-            raise UserError(f"{folder}: must hold one file {name}, got {two}. Remove one.")
-        if found:
-            return found[0]
-    return None
+    found = [path for path in files if path.stem.split(".")[-1] in NAMES[part]]
+    if len(found) > 1:
+        raise UserError(f"{folder}: must hold one file {part}, got {found[0].name} and {found[1].name}. Remove one.")
+    return found[0] if found else None
 
 
 def _lines(path: Path) -> list[str]:
@@ -128,25 +108,23 @@ def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             label, _, text = line.partition("\t")
-            yield number, label.strip(), text.strip()
+            yield number, label, text
 
 
 def checked(
     rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
 ) -> TextSet:
-    """The rows of `path`: the number, the label and the text of each.
-
-    `classes`: the labels that there may be; empty for any. Raises UserError for bad rows, and for none.
-    """
+    """The rows of `path`: the number, the label and the text of each. `classes`: the labels that there may be; empty
+    for any. Raises UserError for bad rows, and for none."""
     texts, labels, bad = list[str](), list[str](), list[str]()
     known = frozenset(classes)
     for number, label, text in rows:
-        texts.append(text)
-        labels.append(label)
-        if not label or not text:
-            bad.append(f"{unit} {number}: no {'text' if label else 'label'}")
-        elif known and label not in known:
-            bad.append(f"{unit} {number}: unknown label {label[:20]}")
+        texts.append(text.strip())
+        labels.append(label.strip())
+        if not labels[-1] or not texts[-1]:
+            bad.append(f"{unit} {number}: no {'text' if labels[-1] else 'label'}")
+        elif known and labels[-1] not in known:
+            bad.append(f"{unit} {number}: unknown label {labels[-1][:20]}")
     if not texts:
         raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
     if bad:

@@ -1,0 +1,376 @@
+"""What a node's memory holds of a run: a rescue, and parts.
+
+The rescue is a copy that a rank writes when it loses a peer, right before it ends (Gupta et al., "Just-In-Time
+Checkpointing", EuroSys 2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too
+little room in the same folders of the temporary directory. It is lost with its node, so it never replaces a checkpoint.
+
+Where no rank holds the whole state (FSDP2), each keeps its own part of a recent step: a sharded copy with the file of
+one rank, in `<run id>.rank-00001`. With several nodes a rank of the next node holds a second one, unless a rank there
+holds the same part anyway (hybrid sharding), as in Wang et al., "Gemini: Fast Failure Recovery in Distributed Training
+with In-Memory Checkpoints", SOSP 2023. All ranks copy their parts after the same commit, and a thread does the rest.
+Before the next ones all ranks agree that the last ones are whole: a rank keeps two, and at any moment the ranks have
+whole ones of one step.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankup.agent.processes import memory_available, read
+from rankup.errors import UserError, reason
+from rankup.group.group import Group
+from rankup.places.files import read_json
+from rankup.state import copies
+from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, list_copies, step_of, to_json, verify
+from rankup.state.reading import Copy
+from rankup.state.saver import HostCopies, Writing
+from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, to_file
+from rankup.timing import HURRY_S, SHARE
+
+SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
+FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
+Of = tuple[int, str, str]  # step, attempt and run of a copy
+
+
+# Folders --------------------------------------------------------------------------------------------------------
+
+
+def homes() -> list[Path]:
+    """The folders in which this user's runs may have theirs, the fastest first."""
+    places = [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    return [place / f"rankup-{os.getuid()}" for place in places if place.is_dir()]
+
+
+def make_room(needed: float, *, free: float = math.inf) -> Path:
+    """The first of the `homes` with `needed` bytes free, there and of the memory, of which `free` are. Raises OSError
+    where none has them."""
+    problems = []
+    for home in homes():
+        try:
+            home.mkdir(mode=0o700, exist_ok=True)  # a rescue holds the weights
+            if not _is_ours(home):
+                raise PermissionError(f"{home} belongs to another user or is open to others")
+            if (left := min(free, shutil.disk_usage(home.parent).free)) < needed:
+                raise OSError(f"{home.parent} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
+            return home
+        except OSError as error:
+            problems.append(str(error))
+    raise OSError("; ".join(problems))
+
+
+def list_held(*, parts: bool = False) -> Iterator[Path]:
+    """The rescues of all runs on this node, or the parts. Their bytes are not looked at yet."""
+    for folder in (folder for home in filter(_is_ours, homes()) for folder in home.glob("*")):
+        if ("." in folder.name) == parts:
+            yield from list_copies(folder)
+
+
+def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
+    """Remove this node's rescues of the run, or the parts, but those of the steps in `keep`. Several ranks may do it at
+    once."""
+    for home in filter(_is_ours, homes()):  # nearly always there is none: a save costs no more than this look
+        for folder in home.glob(f"{run}.*") if parts else [home / run]:
+            for path in list_copies(folder):
+                if step_of(path) not in keep:
+                    shutil.rmtree(path, ignore_errors=True)
+            if not list_copies(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(home: Path) -> bool:
+    """Whether nobody else could have put anything there: all users of a machine may write to /dev/shm and /tmp."""
+    with contextlib.suppress(OSError):
+        facts = home.lstat()
+        return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    return False
+
+
+# The rescue -----------------------------------------------------------------------------------------------------
+
+
+def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
+    """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
+    is called if they are needed. Returns why they were not written, or ""."""
+    try:
+        folder = make_room(0) / run
+        folder.mkdir(exist_ok=True)
+        with (folder / ".lock").open("a", encoding="ascii") as lock:
+            # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one
+            # that is killed while it writes
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if any(step_of(path) >= step for path in list_held() if path.parent.name == run):
+                return ""
+            files = make_files()
+            # Twice its size: the ranks' own buffers live in shared memory too
+            folder = make_room(2 * sum(map(len, files.values()))) / run
+            copies.remove_unfinished(folder)
+            copies.save(folder, files, step=step, keep=1)
+            return ""
+    except (OSError, UserError) as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
+    """Copy from a GPU whose usual stream may wait for a dead rank for ever."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
+# Parts: keeping ---------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """Keeps this rank's part of the run with this id, and those of other nodes' ranks that it is asked to hold.
+    `wanted`: there is something to keep, because state is split among ranks."""
+
+    def __init__(self, group: Group, run: str, every: int | None) -> None:
+        """`every`: steps from one to the next; 0 for none at all, None so that they cost `SHARE` of the time."""
+        self.group, self.run, self.every = group, run, every
+        self.wanted = False
+        self._next = self._taken = 0  # steps
+        self._taken_s = self._cost_s = self._beside_s = 0.0  # when, what the last one cost, and its thread
+        self._copies, self._writing = HostCopies(group.device), Writing("part", math.inf)
+        self._known: list[Any] = []  # of each rank: its node, what says which part it holds, and bytes of that
+        self._folders: dict[int, Path] = {}  # by rank: those of the parts that are kept here
+        self._peer: int | None = None
+        self._link: Any = None  # threads send in a group of their own
+
+    def due(self, step: int) -> bool:
+        """Whether all ranks take their parts after this step."""
+        return self.wanted and self.every != 0 and (step % self.every == 0 if self.every else step >= self._next)
+
+    def take(self, step: int, make: Callable[[], tuple[bytes, dict[str, Any]]]) -> None:
+        """Copy this rank's part of the state of this step. All ranks call this, before that state changes. What fails
+        is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
+        group = self.group
+        group.collective(self._writing.join)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)  # what was queued before is not the cost of this
+        began_s, used_s = time.perf_counter(), time.thread_time()
+        record, state = make()
+        nodes, tensors = encode(state)
+        parts, places = local_parts(tensors)
+        failure = self._writing.failure
+        gap = self._gap(step, began_s) if failure is None else 0
+        size, which = sum(part.nbytes for part in parts.values()), _which(nodes, tensors)
+        gaps, *about = zip(*group.gather([gap, node_id(), which, size]), strict=True)
+        known, problem = list(zip(*about, strict=True)), reason(failure) if failure is not None else ""
+        if min(gaps) > 0 and known != self._known:
+            self._known = known
+            problem = self._make_room()
+            gaps = (*gaps, 1 - group.max(int(bool(problem))))
+        if min(gaps) == 0:
+            self.wanted = False
+            if problem:
+                group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
+            return
+        file = TensorFile(self._copies.take(parts), places)
+        self._copies.wait()
+        alike = [rank for rank, (_, other, _) in enumerate(known) if other == which]
+        record = to_json({**json.loads(record), "ranks": alike})
+        self._writing.start(lambda: self._write(step, {STATE: record, TREE: to_file(nodes), file_of(group.rank): file}))
+        self._next, self._taken, self._taken_s = step + max(gaps), step, began_s
+        self._cost_s = time.thread_time() - used_s
+
+    def wait(self) -> None:
+        """Let a part get done that is under way, because this process is about to end. Raises nothing."""
+        self._writing.join(HURRY_S)
+
+    def close(self) -> None:
+        """The state is saved, and the training ends: free the memory. All ranks call this."""
+        if self.wanted:
+            self.group.collective(self._writing.join)
+            self.group.barrier()
+            self.wanted = False
+            remove(self.run, parts=True)
+
+    def _gap(self, step: int, now_s: float) -> int:
+        """How many steps from this part to the next one, by what the last one cost."""
+        if not self._taken:
+            return FIRST
+        step_s = (now_s - self._taken_s) / max(1, step - self._taken)
+        return min(max(1, math.ceil((self._cost_s + self._beside_s) / SHARE / step_s)), 2**30)
+
+    def _make_room(self) -> str:
+        """Find folders for the parts that this rank holds. All ranks call this. Returns why there are none, or ""."""
+        group, known = self.group, self._known
+        peers = [peer_of(rank, known) for rank in range(group.world_size)]
+        if self._link is None and any(peer is not None for peer in peers):
+            self._link = dist.new_group(backend="gloo")
+        self._peer = peers[group.rank]
+        held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
+        here = sum(node == known[group.rank][0] for node, _, _ in known)
+        try:
+            # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
+            needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
+            home = make_room(needed, free=memory_available())
+        except OSError as error:
+            return str(error)
+        self._folders = {rank: home / _folder_of(self.run, rank) for rank in held}
+        return ""
+
+    # In a thread ------------------------------------------------------------------------------------------------
+
+    def _write(self, step: int, files: dict[str, Content]) -> None:
+        began_s, used_s = time.perf_counter(), time.thread_time()
+        path: Path | None = None
+        try:
+            path = _keep(self._folders[self.group.rank], step, files)
+        finally:  # a rank that fails has to say so: the others wait for its part
+            sent = _send(path, self._peer, self._link) if self._peer is not None else []
+            received = {rank: _receive(rank, self._link) for rank in self._folders if rank != self.group.rank}
+            for work, _ in sent:
+                work.wait()
+        for rank, part in received.items():
+            if part is not None:
+                _keep(self._folders[rank], *part)
+        # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
+        beside = 2 * SHARE * (time.perf_counter() - began_s)
+        self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
+
+
+def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
+    """Equal for two ranks that hold the same part."""
+    places = {
+        str([at for at, kind in zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+             if not kind.is_replicate()])
+        for tensor in tensors.values() if hasattr(tensor, "to_local")
+    }
+    # The state of a rank's own loader is in nobody else's part
+    return json.dumps([sorted(places), [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
+
+
+def node_id() -> str:
+    """Equal for two ranks that see the same memory."""
+    place = homes()[0].parent.stat()  # containers on one machine may see different memory
+    machine = read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+    return f"{machine} {place.st_dev} {place.st_ino}"
+
+
+def peer_of(rank: int, known: list[Any]) -> int | None:
+    """The rank on the next node that holds this one's part too; None where nobody has to. `known`: see `Parts`."""
+    own, which, _ = known[rank]
+    nodes = list(dict.fromkeys(node for node, _, _ in known))
+    if len(nodes) == 1 or any(other == which and node != own for node, other, _ in known):
+        return None
+    on = {node: [number for number, (each, _, _) in enumerate(known) if each == node] for node in nodes}
+    there = on[nodes[(nodes.index(own) + 1) % len(nodes)]]
+    return int(there[on[own].index(rank) % len(there)])
+
+
+def _folder_of(run: str, rank: int) -> str:
+    return f"{run}.rank-{rank:05d}"
+
+
+def _keep(folder: Path, step: int, files: dict[str, Content]) -> Path:
+    """Write a part, and keep the one before. Raises UserError."""
+    for older in list_copies(folder)[:-1]:
+        copies.remove(older)
+    copies.remove_unfinished(folder)
+    return copies.save(folder, files, step=step, keep=2)
+
+
+# Parts: going on --------------------------------------------------------------------------------------------------
+
+
+class PartsInMemory:
+    """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
+
+    def __init__(self, group: Group, check: Check, fits: Check) -> None:
+        """`check` and `fits`: see `rankup.state.saver.Options`. What they refuse is not there."""
+        self.group, own = group, []
+        for path in list_held(parts=True):
+            record: Any = read_json(path / STATE)
+            with contextlib.suppress(TypeError, LookupError, ValueError):
+                check(path, record)
+                fits(path, record)
+                ranks = [int(rank) for rank in record["ranks"]]
+                if record["world_size"] == group.world_size:
+                    own.append([str(path), ranks, step_of(path), str(record["attempt"]), str(record["run"])])
+        # By step, attempt and run: the node of each part, its path there, and the ranks of which it is
+        self._parts: dict[Of, set[tuple[str, str, tuple[int, ...]]]] = defaultdict(set)
+        answers = group.gather([node_id(), own])
+        self._nodes = [node for node, _ in answers]
+        for node, found in answers:
+            for path, ranks, step, attempt, run in found:
+                self._parts[step, attempt, run].add((node, path, tuple(ranks)))
+
+    def found(self) -> list[Of]:
+        """Step, attempt and run of what all ranks have a part of."""
+        every = {*range(self.group.world_size)}
+        return [of for of, parts in self._parts.items() if {rank for *_, ranks in parts for rank in ranks} >= every]
+
+    def load(self, *of: Any) -> tuple[Copy | None, str]:
+        """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed."""
+        group, path, problem = self.group, Path(), ""
+        for rank in range(group.world_size):
+            able = [(node != self._nodes[rank], at, node) for node, at, ranks in self._parts[of] if rank in ranks]
+            moved, at, node = min(able)
+            source = self._nodes.index(node)
+            if moved and group.rank == source:
+                whole = Path(at) if not find_problem(Path(at)) else None
+                for work, _ in _send(whole, rank):
+                    group.collective(work.wait)
+            if group.rank == rank:
+                path = Path(at)
+                if moved:
+                    path, problem = _take_over(_receive(source), _folder_of(of[2], rank))
+        record, damage = verify(path) if not problem else ({}, "")
+        if damage:
+            group.log.warning(f"a part in memory was passed over: {path}: {damage}")
+            copies.remove(path)
+        if problem := next(filter(None, group.gather(problem or damage)), ""):
+            return None, problem
+        # One for all: rank 0 alone may know the values of the last evaluation
+        return Copy(path, group.broadcast(record), {}, sharded=True), ""
+
+
+def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[Path, str]:
+    """Keep a part that was received. Returns where, and what is wrong."""
+    if part is None:
+        return Path(), "it is damaged on the node that has it"
+    try:
+        return _keep(make_room(sum(map(len, part[1].values()))) / name, *part), ""
+    except (OSError, UserError) as error:
+        return Path(), str(error)
+
+
+def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch.Tensor]]:
+    """Begin to send a part, or that there is none. Returns what to wait for, and what has to live until then."""
+    files = [file for file in path.iterdir() if file.name != MANIFEST] if path is not None else []
+    sizes = {file.name: file.stat().st_size for file in files}
+    note = json.dumps([step_of(path), sizes] if path is not None else None).encode()
+    tensors = [torch.tensor(len(note)), torch.frombuffer(bytearray(note), dtype=torch.uint8)]
+    tensors += [torch.from_file(str(file), size=sizes[file.name], dtype=torch.uint8) for file in files]
+    return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
+
+
+def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | None:
+    """What `_send` sends: the step, and the contents of the files."""
+    def receive(length: int) -> bytearray:
+        content = bytearray(length)
+        dist.recv(torch.frombuffer(content, dtype=torch.uint8), source, group=link)
+        return content
+
+    size = torch.zeros((), dtype=torch.int64)
+    dist.recv(size, source, group=link)
+    note = json.loads(receive(int(size)))
+    return None if note is None else (note[0], {name: receive(length) for name, length in note[1].items()})
