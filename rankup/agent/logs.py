@@ -156,6 +156,8 @@ class _Copied:
         return self.plain.write(text)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "plain":  # of one that is only being made, as by copy.copy
+            raise AttributeError(name)
         return getattr(self.plain, name)
 
 
