@@ -13,7 +13,7 @@ import torch
 from rankup.errors import UserError, disk_error
 from rankup.group.group import Group
 from rankup.observe.goodput import Course, Reporter, one_line, speed
-from rankup.observe.metrics import Metrics, entry
+from rankup.observe.metrics import Metrics, Progress, entry
 from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, address_of
 from rankup.places.files import write_json
@@ -29,22 +29,13 @@ FORMAT = 7
 
 
 @dataclass(slots=True)
-class Position:
-    """Where a run stood at its last commit.
+class Position(Progress):
+    """And how it goes on. `streams`: for each pass over a loader in this epoch, in the order of their beginnings, how
+    many batches it gave. `changes`: of `job.change` since the last step."""
 
-    `step`: how many steps are finished. `streams`: for each pass over a loader in this epoch, in the order of their
-    beginnings, how many batches it gave. `changes`: of `job.change` since the last step. `evaluated`: the step of the
-    last `job.log`, and `metrics` its values. `line`: the last line of training in `metrics.jsonl`, which every rank
-    knows: rank 0 may be killed before it writes it.
-    """
-
-    step: int = 0
     epoch: int = 0
     streams: list[int] = field(default_factory=list)
     changes: int = 0
-    evaluated: int = 0
-    metrics: dict[str, float] | None = None
-    line: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any] | None) -> "Position":

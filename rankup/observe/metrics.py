@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rankup.errors import disk_error
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 
 
-class Progress(Protocol):
-    """Where a run stands; every rank knows it."""
+@dataclass(slots=True)
+class Progress:
+    """Where a run stood at its last commit; every rank knows it."""
 
-    step: int  # the last finished one
-    evaluated: int  # the last step whose evaluation is complete
-    metrics: dict[str, float] | None  # its outcome
-    line: dict[str, Any] | None  # the last one of training in `metrics.jsonl`
+    step: int = 0  # finished ones
+    evaluated: int = 0  # the last step whose evaluation is complete
+    metrics: dict[str, float] | None = None  # its outcome
+    line: dict[str, Any] | None = None  # the last one of training in `metrics.jsonl`
 
 
 class Metrics:

@@ -221,7 +221,7 @@ def test_damaged_one_is_passed_over_and_said(trained: Path, tmp_path: Path, dama
     assert said[0].startswith(f"checkpoint step-00000012 was passed over: {why}")
 
 
-@pytest.mark.parametrize("place", [([9, 0], [16, 8]), ([0, 0], [16, 8]), (["x", 0], [16, 8]), ([8], [16, 8])])
+@pytest.mark.parametrize("place", [([9, 0], [16, 8]), (["x", 0], [16, 8]), ([8], [16, 8])])
 def test_part_that_lies_elsewhere_is_one_line_and_fills_no_tensor(trained: Path, tmp_path: Path, place: Any) -> None:
     shutil.copytree(newest(trained), tmp_path / "step-00000012")
     move(tmp_path / "step-00000012", *place)
