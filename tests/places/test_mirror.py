@@ -103,6 +103,14 @@ def test_fresh_begins_anew_there_too_and_keeps_what_was_there(disks: Disks) -> N
     assert "resumed from step-00000002" in disks.run("--lr=0.25", "--max-steps=4")
 
 
+def test_only_damaged_ones_are_left_there_and_nothing_begins_anew_without_a_word(disks: Disks) -> None:
+    disks.run(code=143, **STOP)
+    disks.lose()
+    for path in disks.mirror.glob("run/*/checkpoints/*/*/model.safetensors"):
+        flip(path, 99)
+    assert "must hold a whole checkpoint, got only damaged ones" in disks.run(code=2)
+
+
 def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(disks: Disks) -> None:
     disks.mirror.write_text("in the way")
     output = disks.run(preload=IMPATIENT, code=171)

@@ -240,7 +240,8 @@ def check_world_size(config: Config, world_size: int) -> None:
     product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
     least = world_size * config.accumulate
     if config.batch_size < least:
-        raise UserError(f"batch_size must be at least {least} ({product}), got {config.batch_size}.")
+        way_out = f"Set --batch-size {least}, or start fewer."
+        raise UserError(f"batch_size must be at least {least} ({product}), got {config.batch_size}. {way_out}")
 
 
 # YAML by PyYAML with the scalars of YAML 1.2. PyYAML follows YAML 1.1, where `3e-4` is a text, `no` is false, `010` is
