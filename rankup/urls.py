@@ -1,7 +1,6 @@
 """Addresses of object stores in settings: `s3://bucket/runs`. No torch and no fsspec here."""
 
 import re
-from urllib.parse import urlsplit
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PORT = re.compile(r"[^/:]*:\d{1,5}/")
@@ -26,13 +25,13 @@ def secrets_in(url: str) -> bool:
     Settings are printed, logged, saved with each checkpoint and seen in the list of processes. The name before the @ of
     abfs is a container's, and the parameters of tcp are a rank's.
     """
-    scheme, _, rest = url.partition("://")
+    scheme, _, rest = url.lower().partition("://")
     before, at, _ = rest.rpartition("@")
     # A key may have an @ or a / in it, which end no user here: an object store's address has no port
     has_port = extra_of(url) in ("", "http") and _PORT.match(before)
     password = bool(at) and ":" in before and not has_port
     user = "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss")
-    key = bool(urlsplit(url).query) and scheme in (*EXTRAS, "http", "https", "ftp")
+    key = "?" in rest and scheme in (*EXTRAS, "http", "https", "ftp")
     return is_url(url) and (password or user or key)
 
 
