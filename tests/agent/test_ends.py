@@ -43,6 +43,11 @@ def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | Non
     assert ended(*codes).judge().code == code
 
 
+def test_cause_is_named_with_rank_host_and_reason_and_is_no_rank_that_lost_it() -> None:
+    verdict = ended(End(0, "a", 1, RESET), End(1, "b", 1, "ValueError: boom")).judge()
+    assert verdict.text == "rank 1 on b ended with 1 (ValueError: boom)"
+
+
 def test_restarts_without_a_new_step_are_counted() -> None:
     ends = Ends(1, 2)
     found = []
