@@ -39,7 +39,7 @@ from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, l
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, to_file
-from rankup.timing import HURRY_S, SHARE
+from rankup.timing import ABANDONED_S, HURRY_S, SHARE
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
@@ -64,6 +64,10 @@ def make_room(needed: float, *, free: float = math.inf) -> Path:
             home.mkdir(mode=0o700, exist_ok=True)  # a rescue holds the weights
             if not _is_ours(home):
                 raise PermissionError(f"{home} belongs to another user or is open to others")
+            for folder in home.iterdir():  # it takes memory from all users of the node
+                with contextlib.suppress(OSError):
+                    if time.time() - folder.stat().st_mtime > ABANDONED_S:
+                        shutil.rmtree(folder, ignore_errors=True)
             if (left := min(free, shutil.disk_usage(home.parent).free)) < needed:
                 raise OSError(f"{home.parent} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
             return home
@@ -162,8 +166,6 @@ class Parts:
         is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
         group = self.group
         group.collective(self._writing.join)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)  # what was queued before is not the cost of this
         began_s, used_s = time.perf_counter(), time.thread_time()
         record, state = make()
         nodes, tensors = encode(state)
@@ -183,7 +185,6 @@ class Parts:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
         file = TensorFile(self._copies.take(parts), places)
-        self._copies.wait()
         alike = [rank for rank, (_, other, _) in enumerate(known) if other == which]
         record = to_json({**json.loads(record), "ranks": alike})
         self._writing.start(lambda: self._write(step, {STATE: record, TREE: to_file(nodes), file_of(group.rank): file}))
@@ -231,8 +232,10 @@ class Parts:
 
     def _write(self, step: int, files: dict[str, Content]) -> None:
         began_s, used_s = time.perf_counter(), time.thread_time()
+        copying_s = 0.0
         path: Path | None = None
         try:
+            copying_s = self._copies.wait()
             path = _keep(self._folders[self.group.rank], step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
@@ -243,7 +246,7 @@ class Parts:
             if part is not None:
                 _keep(self._folders[rank], *part)
         # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
-        beside = 2 * SHARE * (time.perf_counter() - began_s)
+        beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
 
 
