@@ -121,7 +121,7 @@ class Saver:
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
-        self._writing = Writing("save", options.save_timeout_s)
+        self._writing, self._count = Writing("save", options.save_timeout_s), 0
         # Of a sharded copy: what this rank has written, and what makes a copy of all ranks' files
         self._staging: Path | None = None  # rank 0's
         self._part: dict[str, Fingerprint] = {}
@@ -141,7 +141,7 @@ class Saver:
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
             self.second.save(step, record, tracked, wait=wait)
-        self.step, self._part, self._join_parts = step, {}, None
+        self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
             # No rank may wait for the part of one that writes none
@@ -189,7 +189,8 @@ class Saver:
         self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool
     ) -> tuple[Callable[[], None], bool]:
         """What is to be done of the save, and whether that may be done beside the training."""
-        staging = copies.staging_of(self.folder, step, self.token)
+        # Never the same name twice: NFS caches that it is the folder of a copy of this step by now
+        staging = copies.staging_of(self.folder, step, f"{self.token}-{self._count}")
         how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
         if self.group.is_rank0 and self.sharded:
             self.check_owner()

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rankup.state.saver import HostCopies
+from rankup.state import copies
+from rankup.state.saver import HostCopies, Options, Saver
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
@@ -103,6 +105,26 @@ def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_th
         assert other.exists()
         if file.name not in ("state.json", "manifest.json"):  # they name the run
             assert other.read_bytes() == file.read_bytes(), other
+
+
+def test_step_that_is_saved_again_is_put_together_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its evaluation. Over NFS another node may still take the folder's old name for the copy that it became."""
+    create, names = copies.create_staging, list[str]()
+    monkeypatch.setattr(copies, "create_staging", lambda staging: names.append(staging.name) or create(staging))
+    group: Any = SimpleNamespace(
+        rank=0, is_rank0=True, device=torch.device("cpu"), max=int, gather=lambda value: [value],
+        on_rank0=lambda call: call(), watch=SimpleNamespace(enter=lambda *_, **__: None),
+        log=SimpleNamespace(info=print),
+    )
+    saver = Saver(
+        group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=lambda step: None, second=None
+    )
+    for _ in range(2):
+        saver.save(8, b'{"step": 8}', {"count": {"n": 1}})
+        saver.look(wait=True)
+    assert (len({*names}), steps(tmp_path)) == (2, [8])
 
 
 def test_memory_of_a_copy_is_used_again_also_where_the_state_has_grown() -> None:
