@@ -64,10 +64,6 @@ def make_room(needed: float, *, free: float = math.inf) -> Path:
             home.mkdir(mode=0o700, exist_ok=True)  # a rescue holds the weights
             if not _is_ours(home):
                 raise PermissionError(f"{home} belongs to another user or is open to others")
-            for folder in home.iterdir():  # it takes memory from all users of the node
-                with contextlib.suppress(OSError):
-                    if time.time() - folder.stat().st_mtime > ABANDONED_S:
-                        shutil.rmtree(folder, ignore_errors=True)
             if (left := min(free, shutil.disk_usage(home.parent).free)) < needed:
                 raise OSError(f"{home.parent} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
             return home
@@ -95,6 +91,14 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_abandoned() -> None:
+    """Remove what no run went on with for long: it takes memory from all users of the node."""
+    for folder in (folder for home in filter(_is_ours, homes()) for folder in home.glob("*")):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _is_ours(home: Path) -> bool:
     """Whether nobody else could have put anything there: all users of a machine may write to /dev/shm and /tmp."""
     with contextlib.suppress(OSError):
@@ -110,6 +114,7 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
     """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
     is called if they are needed. Returns why they were not written, or ""."""
     try:
+        remove_abandoned()
         folder = make_room(0) / run
         folder.mkdir(exist_ok=True)
         with (folder / ".lock").open("a", encoding="ascii") as lock:
@@ -219,6 +224,7 @@ class Parts:
         self._peer = peers[group.rank]
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)
+        remove_abandoned()
         try:
             # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
             needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
