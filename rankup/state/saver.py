@@ -335,10 +335,11 @@ class HostCopies:
 
     def wait(self) -> float:
         """Wait until the device has made the last copies. Returns how long they took it, in seconds."""
-        for event in self._events[1:]:
-            event.synchronize()
-            return float(self._events[0].elapsed_time(event)) / 1000
-        return 0.0
+        if not (self._events and self._buffers):
+            return 0.0
+        began, ended = self._events
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the same memory format: else the copy would go element by element."""
