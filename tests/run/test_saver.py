@@ -112,7 +112,12 @@ def test_step_that_is_saved_again_is_put_together_in_another_folder(
 ) -> None:
     """After its evaluation. Over NFS another node may still take the folder's old name for the copy that it became."""
     create, names = copies.create_staging, list[str]()
-    monkeypatch.setattr(copies, "create_staging", lambda staging: names.append(staging.name) or create(staging))
+
+    def noted(staging: Path) -> Path:
+        names.append(staging.name)
+        return create(staging)
+
+    monkeypatch.setattr(copies, "create_staging", noted)
     group: Any = SimpleNamespace(
         rank=0, is_rank0=True, device=torch.device("cpu"), max=int, gather=lambda value: [value],
         on_rank0=lambda call: call(), watch=SimpleNamespace(enter=lambda *_, **__: None),

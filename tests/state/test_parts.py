@@ -172,7 +172,12 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
 
 def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
-    monkeypatch.setattr(HostCopies, "wait", lambda copies: waits.append(threading.current_thread().name) or 0.0)
+
+    def wait(_: HostCopies) -> float:
+        waits.append(threading.current_thread().name)
+        return 0.0
+
+    monkeypatch.setattr(HostCopies, "wait", wait)
     keep(Ranks(), 10, 20)
     assert waits == ["part"] * 4
 
