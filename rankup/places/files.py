@@ -65,12 +65,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, {} where that is missing, not whole, or something else."""
     try:
         with open_regular(path) as file:
-            return json_object(file.read())
+            return parse_json(file.read())
     except OSError:
         return {}
 
 
-def json_object(content: bytes) -> dict[str, Any]:
+def parse_json(content: bytes) -> dict[str, Any]:
     """What `content` holds, {} where that is no JSON object."""
     try:
         found = json.loads(content)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rankup.errors import PeerLost, UserError, reason
-from rankup.places.files import json_object
+from rankup.places.files import parse_json
 from rankup.timing import FIRST_PAUSE_S, LONGEST_PAUSE_S, REQUEST_S
 from rankup.urls import extra_of, is_url
 
@@ -101,7 +101,7 @@ class Place:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The object in JSON under `name`; {} where there is none, or where it is damaged."""
-        return json_object(self.read(name) or b"")
+        return parse_json(self.read(name) or b"")
 
     def write(self, name: str, content: bytes) -> None:
         """Write something small, in place of what was there."""

@@ -47,10 +47,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a directory": (lambda p: ((p / "state.json").unlink(), (p / "state.json").mkdir()), "can't be read (Is a direct"),
     "manifest of another step": (
         lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text().replace('"step": 20', '"step": 15')),
-        "its name says step 20, its manifest says step 15, its state says step 20",
+        "its name says step 20, its manifest 15, its state 20",
     ),
     "state of another step": (
-        lambda p: rewrite(p, step=15), "its name says step 20, its manifest says step 20, its state says step 15"
+        lambda p: rewrite(p, step=15), "its name says step 20, its manifest 20, its state 15"
     ),
 }
 
