@@ -120,8 +120,8 @@ def codes(text: str) -> frozenset[int]:
 
 def nodes(text: str) -> tuple[int, int]:
     """Of --nnodes: the fewest and the most."""
-    least, _, most = text.partition(":")
-    found = int(least), int(most or least)
+    least, colon, most = text.partition(":")
+    found = int(least), int(most if colon else least)
     if not 1 <= found[0] <= found[1]:
         raise ValueError(text)
     return found

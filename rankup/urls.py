@@ -26,14 +26,16 @@ def secrets_in(url: str) -> bool:
     Settings are printed, logged, saved with each checkpoint and seen in the list of processes. The name before the @ of
     abfs is a container's, and the parameters of tcp are a rank's.
     """
-    scheme, _, rest = url.partition("://")
+    if not is_url(url):
+        return False
+    parts, rest = urlsplit(url), url.partition("://")[2]
     before, at, _ = rest.rpartition("@")
     # A key may have an @ or a / in it, which end no user here: an object store's address has no port
     has_port = extra_of(url) in ("", "http") and _PORT.match(before)
     password = bool(at) and ":" in before and not has_port
-    user = "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss")
-    key = bool(urlsplit(url).query) and scheme in (*EXTRAS, "http", "https", "ftp")
-    return is_url(url) and (password or user or key)
+    user = "@" in rest.partition("/")[0] and parts.scheme not in ("abfs", "abfss")
+    key = bool(parts.query) and parts.scheme in (*EXTRAS, "http", "https", "ftp")
+    return password or user or key
 
 
 def must_hold_no_secrets(what: str) -> str:

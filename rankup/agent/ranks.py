@@ -306,6 +306,11 @@ class Ranks:
             log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
         await self.end()
 
+    async def _say_where_they_are(self, name: str) -> None:
+        """Every NOTICE_S, as long as the script runs that was asked to stop."""
+        while not await self.ended_within(timing.NOTICE_S):
+            log.warning("after %s the script still runs: %s", name, "; ".join(await self._where()))
+
     async def end(self) -> None:
         """Kill those that still run, and return once all have ended."""
         for rank in self.running:
@@ -332,6 +337,7 @@ class Ranks:
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
+            self.begin(self._say_where_they_are(name))
 
     def _signal(self, name: str, *, told: bool) -> None:
         """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
@@ -349,8 +355,12 @@ class Ranks:
                 if pid and has_handler(pid, signal.SIGUSR2):
                     self.server.signal(local_rank, signal.SIGUSR2)
             return
+        for line in await self._where():
+            log.info("%s", line)
+        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
+
+    async def _where(self) -> Sequence[str]:
         running = [rank.number for rank in self.running]
         with contextlib.suppress(OSError):  # a TimeoutError too
-            for line in await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S):
-                log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
+            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S)
+        return ["nobody knows where"]

@@ -130,10 +130,13 @@ class Script:
 
     @functools.cached_property
     def _neighbours(self) -> list[Path]:
-        """The files of its own, below that folder or in its package, that its imports run."""
+        """The files of its own, below that folder or in its package, that its imports run. A script in a package may
+        put the folder above that on the path."""
         found = set[Path]()
+        package = [folder for folder in self._path.parents if os.path.isfile(folder / "__init__.py")][-1:]
         for level, name in _imports_of(_outside_functions(self._body)):
-            for folder in self._path.parents[level - 1 : level] if level else [self._root]:
+            above = [folder.parent for folder in package if folder.name == name.partition(".")[0]]
+            for folder in self._path.parents[level - 1 : level] if level else [self._root, *above]:
                 for part in name.split("."):
                     folder /= part
                     found |= {folder / "__init__.py", folder.with_name(f"{part}.py")}

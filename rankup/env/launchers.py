@@ -160,7 +160,7 @@ def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
         found = _values(environ, {ours: prefix + name for ours, name in theirs.items()})
         if found.get("LOCAL_WORLD_SIZE") == str(size):
             found["MASTER_ADDR"] = "127.0.0.1"
-        elif "MASTER_ADDR" not in environ:
+        elif not {"MASTER_ADDR", "RANKUP_FILE"} & environ.keys():
             raise LaunchError(
                 f"{prefix}SIZE={size} on several nodes, but {launcher} does not say where rank 0 is. {way_out}"
             )

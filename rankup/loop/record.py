@@ -172,7 +172,7 @@ class Figures:
         own = [number_of(value) for value in values.values()]  # this waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
-        means, seen = self._reports.exchange(own, step=number)
+        means, seen = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.course, number)
         return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen

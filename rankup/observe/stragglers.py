@@ -168,14 +168,17 @@ class RankReports:
         self.load: Sequence[float] = ()
         # Rank 0's: the sums of the window that is open, and when and with which step it began
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
-        self._began_s, self._first = -math.inf, step + 1
+        self._began_s, self._first, self._saved = -math.inf, step + 1, False
         self._windows = deque[tuple[int, torch.Tensor]](maxlen=ROW)  # the newest: first step, seconds of a step
         self._rows = [0] * group.world_size  # of each rank: for how many windows it has been what it is not called
         self._called = set[int]()  # slow, in a line
 
-    def exchange(self, values: Sequence[float], *, step: int) -> tuple[list[float], dict[str, float]]:
+    def exchange(
+        self, values: Sequence[float], *, step: int, saving: bool
+    ) -> tuple[list[float], dict[str, float]]:
         """All ranks call this at a report, with as many `values`, once these have come from the device. Returns the
-        ranks' means, and on rank 0 what the line of a window's end says of the ranks."""
+        ranks' means, and on rank 0 what the line of a window's end says of the ranks. `saving`: rank 0 writes a copy
+        beside the training. It works for two then, which would hide a slow rank."""
         group, ranks = self.group, torch.zeros_like(self._seconds)
         ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
         numbers = group.sum(torch.cat([torch.tensor(values, dtype=torch.float64), ranks.flatten()]))
@@ -183,14 +186,16 @@ class RankReports:
         if not group.is_rank0 or group.world_size == 1:
             return means, {}
         self._seconds += numbers[len(values) :].view_as(ranks)
+        self._saved |= saving
         now_s = time.monotonic()
         if now_s - self._began_s < max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size):
             return means, {}
         window = self._seconds / (step + 1 - self._first)
-        for line in self.look(self._first, window):
-            group.log.info(line)
+        if not self._saved:
+            for line in self.look(self._first, window):
+                group.log.info(line)
         self._seconds.zero_()
-        self._began_s, self._first = now_s, step + 1
+        self._began_s, self._first, self._saved = now_s, step + 1, saving
         return means, {
             f"ranks/{name}_s/{rank}": round(own[part], 6)
             for rank, own in enumerate(window.tolist()) for part, name in enumerate(PARTS)

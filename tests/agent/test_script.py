@@ -35,12 +35,16 @@ def test_script_and_the_modules_of_its_own_must_match(tmp_path: Path) -> None:
     assert {name for name in found if found[name] != changed[name]} == {"imported helpers/loss.py"}
 
 
-def test_script_in_a_package_has_what_is_beside_and_above_it_for_its_own(tmp_path: Path) -> None:
-    script = write(tmp_path, "from . import near\nfrom ..outer import tools\nimport neighbour", "package/inner/main.py")
+def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None:
+    """It may put the folder above the package on the path."""
+    text = "from . import near\nfrom ..outer import tools\nfrom package.helpers import fit\nimport neighbour, other"
+    script = write(tmp_path, text, "package/inner/main.py")
     names = ("package/__init__.py", "package/outer.py", "package/inner/__init__.py", "package/inner/near.py")
-    for name in (*names, "neighbour.py"):
+    for name in (*names, "neighbour.py", "other.py"):
         write(tmp_path, "", name)
-    assert imported(Script.find([str(script)])) == {"../outer.py", "near.py"}
+    write(tmp_path, "import rankup", "package/helpers.py")
+    assert imported(Script.find([str(script)])) == {"../__init__.py", "../helpers.py", "../outer.py", "near.py"}
+    assert Script.find([str(script)]).imports_rankup()
 
 
 def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

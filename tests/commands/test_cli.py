@@ -86,6 +86,7 @@ MISTAKES = {
     "launch -m": "SCRIPT must be given.",
     "launch --restart-args ' x.py": "--restart-args must be words as a shell splits them, got '.",
     "launch --spares 1 x.py": "--spares must come with --nnodes, got none.",
+    "launch --nnodes 2: x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 2:.",
     "launch --nnodes 3:2 x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 3:2.",
     "launch --max-failures-per-node 3 x.py": "--max-failures-per-node must be 1 or more, with --nnodes 2:4 or",
     "launch --restart-on 2 x.py": "--restart-on must be exit codes such as 1,75, and neither 0 (finished)",

@@ -185,7 +185,8 @@ def test_environment_that_cannot_work_leaves_nothing(
 
 URLS = (
     "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
-    "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "https://me:hu@hush@host/model.pt",
+    "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "HTTPS://host/m?token=hush",
+    "https://me:hu@hush@host/model.pt",
 )
 
 

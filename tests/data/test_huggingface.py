@@ -176,6 +176,9 @@ def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
     mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})
     with pytest.raises(UserError, match="got other, which the training rows lack, in row 1"):
         load_hf(hf_sets.save(mixed, tmp_path / "mixed"))
+    mixed["test"] = rows["test"].remove_columns("label")
+    with pytest.raises(UserError, match="split test: must have the columns of the training rows, got no label"):
+        load_hf(hf_sets.save(mixed, tmp_path / "without"))
 
 
 def test_label_out_of_range_is_named(tmp_path: Path) -> None:
@@ -280,6 +283,9 @@ def test_rows_without_text_or_label_are_counted_and_named(tmp_path: Path) -> Non
     named = r"3 of 6 rows are bad \(row 1: no text; row 2: no label; row 3: no text\)"
     with pytest.raises(UserError, match=named):
         texts_from(where)
+    several = {"text": ["a", "b"], "labels": [["x"], ["x", "y"]]}
+    with pytest.raises(UserError, match=r"--label-column must name a column of labels among text, labels, got none\."):
+        texts_from(save_texts(tmp_path / "several", train=several, test=several))
 
 
 # Names at the hub: downloaded when asked for, once; otherwise nobody is asked --------------------------------------

@@ -175,6 +175,7 @@ def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: 
     assert way_out in refusal(spread)
     read = read_rank_env({**spread, "MASTER_ADDR": "node0", "MASTER_PORT": "12345"})
     assert (read.master_addr, read.rank) == ("node0", 1)
+    assert read_rank_env({**spread, "RANKUP_FILE": "/shared/meeting"}).file == "/shared/meeting"
     assert f"{prefix}SIZE=2 on several nodes" in refusal({f"{prefix}SIZE": "2"})
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rankup import cli
+from rankup.observe import stacks
 from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK
 from tests.rigs.fork_server import Forks
@@ -138,13 +139,15 @@ def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: st
     assert "track: count must change inside job.step alone" in output
 
 
-def test_slow_rank_is_named_and_status_has_speed_and_goodput(tmp_path: Path) -> None:
+def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(tmp_path: Path) -> None:
     """Whose steps report no values, and which names no run."""
     job = start(*LAUNCH, "--nproc", "2", "-m", "tests.job.slow_script", cwd=tmp_path)
     assert job.wait() == [0], job.outputs[0]
     assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", job.outputs[0])
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tests.job.slow_script"]
-    found = look(tmp_path / "runs" / "tests.job.slow_script", now=time.time())
+    run = tmp_path / "runs" / "tests.job.slow_script"
+    assert [rank.rank for rank in stacks.written(run)] == [0, 1]
+    found = look(run, now=time.time())
     assert (found["state"], found["step"], found["total_steps"], found["unit"]) == ("finished", 100, 100, "steps")
     assert found["per_s"] > 0
     assert found["goodput"]["share"] > 0

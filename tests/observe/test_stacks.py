@@ -168,6 +168,10 @@ def test_script_of_the_users_shows_its_stacks_too(forks: Forks, tmp_path: Path) 
         process.signal("SIGUSR2")
         wait_for("answer to the signal", lambda: f"are in {run / 'stacks'}" in output(), log=output)
         assert "rank 1: train.py" in output()
+        process.signal("SIGTERM")
+        said = "after SIGTERM the script still runs: ranks 0, 2: barrier (train.py:"
+        wait_for("where it is", lambda: said in output(), log=output)
+        assert process.code is None
 
 
 def test_run_that_nobody_has_started_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

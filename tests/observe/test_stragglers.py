@@ -111,6 +111,28 @@ def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_siz
     assert re.match(rf"rank 1 \(\S+\) is \d+ % slower than {others}, since step \d+: {part} takes ", line)
 
 
+def test_saves_of_rank_0_hide_no_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report is a window later; in every other one rank 0 writes a copy beside its steps."""
+    now, own, spoken = SimpleNamespace(s=0.0), SimpleNamespace(), list[str]()
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: now.s))
+
+    def add(numbers: torch.Tensor) -> torch.Tensor:
+        numbers[-3:] = torch.tensor([0.0, 0.6, max(0.0, own.s - 0.6)])
+        return numbers
+
+    log = SimpleNamespace(info=spoken.append)
+    group: Any = SimpleNamespace(rank=0, world_size=2, is_rank0=True, hosts=HOSTS, sum=add, log=log)
+    clock: Any = SimpleNamespace(take=lambda: [0.0, own.s, max(0.0, 0.6 - own.s)])
+    reports = RankReports(group, clock, step=0)
+    for number in range(1, 4 * ROW):
+        saving = number % 4 == 1  # it ends in the next window
+        own.s = 0.8 if number % 4 in (1, 2) else 0.5
+        now.s += 5.0
+        reports.exchange([1.0], step=10 * number, saving=saving)
+    (line,) = spoken
+    assert line.startswith("rank 1 (node0) is 20 % slower than the other, since step ")
+
+
 # Where the time of a step goes, on a clock that the test sets ---------------------------------------------------------
 
 @pytest.fixture

@@ -152,11 +152,14 @@ def open_rows(config: Config, fits: Callable[[Any], bool], *, what: str, usual: 
         )
 
     declared = [name for name in features if type(features[name]).__name__ == "ClassLabel"]
-    labels = declared if len(declared) == 1 else [name for name in features if name in ("label", "labels")]
-    label = column("label_column", config.label_column, [*features], labels, "labels")
+    single = [name for name in features if type(features[name]).__name__ in ("ClassLabel", "Value")]  # and no list
+    labels = declared if len(declared) == 1 else [name for name in single if name in ("label", "labels")]
+    label = column("label_column", config.label_column, single, labels, "labels")
     fitting = [name for name in features if fits(features[name]) and name != label]
     given = column("input_column", config.input_column, fitting, [usual] if usual in fitting else fitting, what)
     for rows in (train, test):
+        if missing := {given, label} - {*rows.table.features}:
+            raise UserError(f"{rows.where}: must have the columns of the training rows, got no {missing.pop()}.")
         rows.use(given, label)
     if len(train.classes) < 2:
         raise UserError(f"{train.where}: must have at least two labels to tell apart, got {len(train.classes)}.")
