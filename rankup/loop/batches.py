@@ -321,10 +321,13 @@ class Batches:
         # What a step needs is looked up here: by then nothing of it is in the processor's caches
         live, group, clock, enter = job.live, job.group, job.clock, job.group.watch.clock.enter
         position, streams = job.position, live.streams
+        seeded = source.seeds and job.device.type == "cpu"  # it seeds no GPU
         live.running.append(self)
         try:
             while True:
-                if not live.fetched and group.stops_before(position.step):
+                if live.fetched:  # a loop that has no job.step at all is refused here
+                    job.tracked.check_unchanged()
+                elif group.stops_before(position.step):
                     raise job.stopped()
                 clock.start()
                 outer = enter("data")  # for the status
@@ -339,7 +342,7 @@ class Batches:
                 live.newest = self
                 live.fetched += 1
                 streams[number] += 1
-                if not source.seeds:
+                if not seeded:
                     job.seed_batch()
                 yield batch
                 if self.weight != 1.0 and not live.weight_asked:

@@ -181,9 +181,13 @@ class Job:
         self.course.total = total
         self.live.running.append("steps")
         try:
-            while self.step_number < total:
+            before = -1
+            while (step := self.step_number) < total:
                 self.stop_here()
-                yield self.step_number
+                if step == before:  # a body that has no job.step would go on for ever
+                    self.tracked.check_unchanged()
+                before = step
+                yield step
         finally:
             self.live.running.remove("steps")
         self.loop_is_over = True

@@ -76,13 +76,14 @@ def find_origin(
     memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
     candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in memory.found()] if memory else []
     unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
-    origin, damaged = Origin(known or new, min(unseen, default=None)), dict[str, str]()
+    origin, damaged, bad = Origin(known or new, min(unseen, default=None)), dict[str, str](), set[str]()
     for line, one in in_order(candidates, known, may_take(options, group), group, folder):
         if memory is not None and one.kind == PARTS:
             origin.copy, problem = memory.load(one.step, one.attempt, one.run)
         else:
             origin.copy, problem = _load(group, stores, one, options)
         if origin.copy is None:
+            bad.add(one.where)
             damaged |= {_name(one, group, stores): problem} if one.kind < RESCUE else {}
             continue
         origin.kind, origin.writer = one.kind, origin.copy.record["attempt"]
@@ -93,7 +94,7 @@ def find_origin(
             origin.lineage.run = origin.copy.record["run"]  # run.json was lost: trackers know the run by the same id
         break
     passed_over(folder, damaged, origin.copy, group.log.warning if group.is_rank0 else None)
-    origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", options.check))
+    origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", bad, options.check))
     _put_aside_others(folder, origin.lineage.run)
     return origin
 
@@ -196,10 +197,12 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 
 
-def _saved(origin: Origin, checkpoints: Path, check: Check) -> tuple[str, dict[str, Any] | None]:
+def _saved(origin: Origin, checkpoints: Path, bad: set[str], check: Check) -> tuple[str, dict[str, Any] | None]:
     if origin.copy is not None and origin.kind < PEER:
         return str(origin.copy.path), origin.copy.record
-    for path in filter(looks_whole, reversed(list_copies(checkpoints))):
+    for path in reversed(list_copies(checkpoints)):
+        if str(path) in bad or not looks_whole(path):
+            continue
         with contextlib.suppress(TypeError, LookupError, ValueError):
             check(path, record := read_json(path / STATE))
             return str(path), record

@@ -39,7 +39,7 @@ from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, l
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, to_file
-from rankup.timing import HURRY_S, SHARE
+from rankup.timing import ABANDONED_S, HURRY_S, SHARE
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
@@ -91,6 +91,14 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_abandoned() -> None:
+    """Remove what no run went on with for long: it takes memory from all users of the node."""
+    for folder in (folder for home in filter(_is_ours, homes()) for folder in home.glob("*")):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _is_ours(home: Path) -> bool:
     """Whether nobody else could have put anything there: all users of a machine may write to /dev/shm and /tmp."""
     with contextlib.suppress(OSError):
@@ -106,6 +114,7 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
     """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
     is called if they are needed. Returns why they were not written, or ""."""
     try:
+        remove_abandoned()
         folder = make_room(0) / run
         folder.mkdir(exist_ok=True)
         with (folder / ".lock").open("a", encoding="ascii") as lock:
@@ -162,8 +171,6 @@ class Parts:
         is one line. `make` returns the contents of `state.json`, and the tracked items with split tensors."""
         group = self.group
         group.collective(self._writing.join)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)  # what was queued before is not the cost of this
         began_s, used_s = time.perf_counter(), time.thread_time()
         record, state = make()
         nodes, tensors = encode(state)
@@ -183,7 +190,6 @@ class Parts:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
         file = TensorFile(self._copies.take(parts), places)
-        self._copies.wait()
         alike = [rank for rank, (_, other, _) in enumerate(known) if other == which]
         record = to_json({**json.loads(record), "ranks": alike})
         self._writing.start(lambda: self._write(step, {STATE: record, TREE: to_file(nodes), file_of(group.rank): file}))
@@ -218,6 +224,7 @@ class Parts:
         self._peer = peers[group.rank]
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)
+        remove_abandoned()
         try:
             # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
             needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
@@ -231,8 +238,10 @@ class Parts:
 
     def _write(self, step: int, files: dict[str, Content]) -> None:
         began_s, used_s = time.perf_counter(), time.thread_time()
+        copying_s = 0.0
         path: Path | None = None
         try:
+            copying_s = self._copies.wait()
             path = _keep(self._folders[self.group.rank], step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
@@ -243,7 +252,7 @@ class Parts:
             if part is not None:
                 _keep(self._folders[rank], *part)
         # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
-        beside = 2 * SHARE * (time.perf_counter() - began_s)
+        beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
 
 

@@ -121,7 +121,7 @@ class Saver:
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device, options.save, say=group.log.info)
-        self._writing = Writing("save", options.save_timeout_s)
+        self._writing, self._count = Writing("save", options.save_timeout_s), 0
         # Of a sharded copy: what this rank has written, and what makes a copy of all ranks' files
         self._staging: Path | None = None  # rank 0's
         self._part: dict[str, Fingerprint] = {}
@@ -141,7 +141,7 @@ class Saver:
         self.group.watch.enter("save", self.timeout_s, step=step)
         if self.second is not None and may_go_on:  # this rank has all that rank 0 has
             self.second.save(step, record, tracked, wait=wait)
-        self.step, self._part, self._join_parts = step, {}, None
+        self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
             prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
             # No rank may wait for the part of one that writes none
@@ -189,7 +189,8 @@ class Saver:
         self, step: int, record: bytes, tracked: dict[str, Any], may_go_on: bool
     ) -> tuple[Callable[[], None], bool]:
         """What is to be done of the save, and whether that may be done beside the training."""
-        staging = copies.staging_of(self.folder, step, self.token)
+        # Never the same name twice: NFS caches that it is the folder of a copy of this step by now
+        staging = copies.staging_of(self.folder, step, f"{self.token}-{self._count}")
         how: dict[str, Any] = {"step": step, "keep": self.keep, "check_owner": self.check_owner}
         if self.group.is_rank0 and self.sharded:
             self.check_owner()
@@ -304,7 +305,7 @@ class HostCopies:
         self._say = say
         self._fit = {"sync": False, "async": True}.get(how)
         # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
-        self._copied = torch.Event(device) if device.type == "cuda" else None
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._buffers: Tensors = {}
 
     def fit(self, tensors: Tensors) -> bool:
@@ -323,21 +324,26 @@ class HostCopies:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
         work that is queued from now on does not get into them."""
         self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        for event in self._events[:1]:
+            event.record()
         # One call, in which other threads may run: the lease beats, the deadlines are watched
         if tensors:
-            torch._foreach_copy_([*self._buffers.values()], [*tensors.values()], non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
+            torch._foreach_copy_([*self._buffers.values()], [*tensors.values()], non_blocking=bool(self._events))
+        for event in self._events[1:]:
+            event.record()
         return self._buffers
 
-    def wait(self) -> None:
-        """Wait until the device has made the last copies."""
-        if self._copied is not None:
-            self._copied.synchronize()
+    def wait(self) -> float:
+        """Wait until the device has made the last copies. Returns how long they took it, in seconds."""
+        if not (self._events and self._buffers):
+            return 0.0
+        began, ended = self._events
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the same memory format: else the copy would go element by element."""
         had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
         if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._copied is not None, requires_grad=False)
+        return torch.empty_like(tensor, device="cpu", pin_memory=bool(self._events), requires_grad=False)

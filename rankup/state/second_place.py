@@ -112,11 +112,12 @@ class StoredRun:
                  if 0 < number_of(name) <= self.number and not name.startswith("lease/")]
         earlier = [one for one in _copies(names) if one.run == new.run and one != new]
         kept = {one.folder for one in [new, *earlier[: keep - 1]]}
+        # All of a run that --fresh has left stays
+        others = {one.number for one in _copies(names) if one.run != new.run}
 
         def is_old(name: str) -> bool:
             if "/checkpoints/" not in name:
-                return number_of(name) != self.number
-            # Those of a run that --fresh has put aside stay
+                return number_of(name) not in {self.number, *others}
             return f"/checkpoints/{new.run}/" in name and name.rpartition("/")[0] not in kept
 
         old = [name for name in names if is_old(name)]

@@ -127,6 +127,18 @@ def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: P
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
+def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
+        f"for _ in job.{loop}:\n    count['n'] += 1\njob.finish()\n"
+    )
+    codes, output = forks.run(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert codes == [2], output
+    assert "track: count must change inside job.step alone" in output
+
+
 def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(tmp_path: Path) -> None:
     """Whose steps report no values, and which names no run."""
     job = start(*LAUNCH, "--nproc", "2", "-m", "tests.job.slow_script", cwd=tmp_path)

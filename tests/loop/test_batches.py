@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from torch.utils.data import (
 )
 
 from rankup.errors import UserError
-from rankup.loop.batches import evaluation_batches, part_of, source_of
+from rankup.loop.batches import Batches, evaluation_batches, part_of, source_of
+from rankup.loop.record import Live, Position
 from rankup.seeds import AHEAD
 
 
@@ -147,6 +149,14 @@ def test_iterable_that_loads_in_this_process_leaves_a_random_state_of_the_batch(
 
     assert drawn(3) == drawn(0)[3:]
     assert len({*drawn(0)}) > 4
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda", 2)])
+def test_gpu_is_seeded_for_each_batch_although_the_loader_seeds_the_host(device: str, times: int) -> None:
+    job = MagicMock(device=torch.device(device), live=Live(Position(), []))
+    job.settings.seed, job.group.stops_before.return_value = 1, False
+    assert [*Batches(job, [1, 2], source_of([1, 2], 0, 1, any_order=False))] == [1, 2]
+    assert job.seed_batch.call_count == times
 
 
 @pytest.mark.parametrize(

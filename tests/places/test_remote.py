@@ -159,6 +159,8 @@ def test_fresh_starts_anew_and_keeps_the_earlier_run_in_the_store(machines: Mach
     assert "resumed" not in machines.run("second", "--epochs", "2", "--fresh", "--seed", "1")
     assert json.loads(machines.stored("run.json"))["run"] != earlier
     assert machines.stored("config.yaml").count(b"seed: 1")
+    first = {name.partition("/00000001/")[2] for name in machines.names()}
+    assert {"run.json", "metrics.jsonl", "config.yaml"} <= first
     assert "is finished" in machines.run("third", "--epochs", "2", "--seed", "1")
 
 

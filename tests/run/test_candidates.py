@@ -16,7 +16,7 @@ from rankup.state.choice import SECOND, Origin, find_origin, found_in
 from rankup.state.copies import list_copies
 from rankup.state.memory import write_rescue
 from rankup.state.saver import Options
-from tests.rigs.checkpoints import files_of, save, training_state
+from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
 from train.run.run_directory import _check_settings, check
 
@@ -59,11 +59,13 @@ class Node:
         state = training_state(step, **{"attempt": writer} | fields)
         assert write_rescue(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
 
-    def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None) -> Origin:
+    def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False) -> Origin:
         """`newest`: step and attempt of rank 0's newest checkpoint."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
-            save(self.run_dir / "checkpoints", newest[0], attempt=newest[1])
+            path = save(self.run_dir / "checkpoints", newest[0], attempt=newest[1])
+            if damaged:
+                flip(path / "model.safetensors", 99)
 
         def fits(path: Path, record: dict[str, Any]) -> None:
             _check_settings(path, record, Config())
@@ -111,6 +113,14 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
         assert origin.words == f"step-{expected[0]:08d}"
     else:
         assert origin.words == f"step {expected[0]}, the second copy on node0 (rank 0)"
+
+
+def test_damaged_checkpoint_is_not_taken_for_the_one_that_is_saved(node: Node) -> None:
+    """Else the run would not save that step again, and rescue none before it."""
+    node.copy(4, "a", A)
+    origin = node.go_on(A, (8, "a"), damaged=True)
+    assert origin.copy is not None
+    assert (origin.copy.step, origin.saved) == (4, ("", None))
 
 
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:

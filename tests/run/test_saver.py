@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rankup.state.saver import HostCopies
+from rankup.state import copies
+from rankup.state.saver import HostCopies, Options, Saver
 from tests.rigs.checkpoints import steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics, result
@@ -105,6 +107,31 @@ def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_th
             assert other.read_bytes() == file.read_bytes(), other
 
 
+def test_step_that_is_saved_again_is_put_together_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its evaluation. Over NFS another node may still take the folder's old name for the copy that it became."""
+    create, names = copies.create_staging, list[str]()
+
+    def noted(staging: Path) -> Path:
+        names.append(staging.name)
+        return create(staging)
+
+    monkeypatch.setattr(copies, "create_staging", noted)
+    group: Any = SimpleNamespace(
+        rank=0, is_rank0=True, device=torch.device("cpu"), max=int, gather=lambda value: [value],
+        on_rank0=lambda call: call(), watch=SimpleNamespace(enter=lambda *_, **__: None),
+        log=SimpleNamespace(info=print),
+    )
+    saver = Saver(
+        group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=lambda step: None, second=None
+    )
+    for _ in range(2):
+        saver.save(8, b'{"step": 8}', {"count": {"n": 1}})
+        saver.look(wait=True)
+    assert (len({*names}), steps(tmp_path)) == (2, [8])
+
+
 def test_memory_of_a_copy_is_used_again_also_where_the_state_has_grown() -> None:
     copies = HostCopies(torch.device("cpu"))
     weights, momentum = torch.ones(1000), torch.ones(500)
@@ -117,11 +144,12 @@ def test_memory_of_a_copy_is_used_again_also_where_the_state_has_grown() -> None
 def test_copy_from_a_gpu_is_of_the_moment_it_was_asked_for() -> None:
     device = torch.device("cuda", 0)
     weights, copies = torch.ones(50_000_000, device=device), HostCopies(device)
+    assert copies.wait() == 0.0
     for _ in range(2):
         weights.fill_(1.0)
         copied = copies.take({"weights": weights})["weights"]
         weights.fill_(2.0)
-        copies.wait()
+        assert copies.wait() > 0.0
         assert copied.is_pinned()
         assert bool((copied == 1.0).all())
 

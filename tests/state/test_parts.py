@@ -17,6 +17,7 @@ import torch
 from rankup.state.copies import no_check, to_json
 from rankup.state.memory import Parts, PartsInMemory, peer_of
 from rankup.state.reading import Copy, CopyFiles
+from rankup.state.saver import HostCopies
 from tests.rigs.checkpoints import damage, training_state
 
 TRIES = int(os.environ.get("RANKUP_DAMAGES", "200"))
@@ -167,6 +168,18 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
         if found is not None:
             came_to[found[0]] += 1
     assert min(came_to.values()) > TRIES // 10, came_to
+
+
+def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+
+    def wait(_: HostCopies) -> float:
+        waits.append(threading.current_thread().name)
+        return 0.0
+
+    monkeypatch.setattr(HostCopies, "wait", wait)
+    keep(Ranks(), 10, 20)
+    assert waits == ["part"] * 4
 
 
 def test_second_part_is_on_the_next_node_if_no_other_node_holds_the_same() -> None:
