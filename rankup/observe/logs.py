@@ -91,7 +91,8 @@ def is_run(folder: Path) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     """The logs of a run, in the order of the ranks."""
-    return sorted((folder / "logs").glob("rank-[0-9]*.log"), key=lambda path: (len(path.name), path.name))
+    found = [path for path in (folder / "logs").glob("rank-*.log") if path.stem.removeprefix("rank-").isdigit()]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def wanted_ranks(text: str) -> Collection[int]:

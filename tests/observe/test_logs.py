@@ -87,7 +87,7 @@ def test_last_line_without_an_end_and_bytes_that_are_no_text_are_printed(write, 
 
 def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -> None:
     old = write(0, "01 old", run="old")
-    write(0, "02 new", run="new")
+    write(0, "02 new", run="new").with_name("rank-0.old.log").touch()  # somebody else's
     os.utime(old, (1, 1))
     where = ["--run-dir", str(tmp_path)]
     assert printed(capfd, *where) == ["02 rank 0 on vm: new"]
