@@ -144,8 +144,9 @@ class Run:
                 raise disk_error(FILE, self.folder, error) from None
             open_files()
             for place in self.places.values():
+                if place.required:  # or a machine that comes next would not know of a run that was begun anew
+                    place.upload(None, timeout_s=self.options.save_timeout_s)
                 place.copy(Path(self._saved_path) if self.saved else None)  # an earlier attempt may have had no time
-                place.settle()  # a machine that comes next must know of a run that was begun anew
 
         self.group.on_rank0(write)
         if (second := self.origin.second) is not None and not self.parts.wanted:  # of split state it has only a part
