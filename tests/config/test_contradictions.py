@@ -72,7 +72,7 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
     ("settings", "world_size", "message"),
     [
         ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. Set --batch-size 200, *"),
-        ({"accumulate": 65}, 1, "batch_size must be at least 65 (1 processes x accumulate=65), got 64. *"),
+        ({"accumulate": 65}, 1, "batch_size must be at least 65 (1 process x accumulate=65), got 64. *"),
         ({"batch_size": 12, "accumulate": 5}, 4,
          "batch_size must be at least 20 (4 processes x accumulate=5), got 12. *"),
         ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),

@@ -237,7 +237,8 @@ def check_world_size(config: Config, world_size: int) -> None:
     if config.parallel in ("none", "dp") and world_size > 1:
         got = f"got {config.parallel}. Each would train a model of its own."
         raise UserError(f"parallel must be auto or ddp with {world_size} processes, {got}")
-    product = f"{world_size} processes" + (f" x accumulate={config.accumulate}" if config.accumulate > 1 else "")
+    product = f"{world_size} process{'' if world_size == 1 else 'es'}"
+    product += f" x accumulate={config.accumulate}" if config.accumulate > 1 else ""
     least = world_size * config.accumulate
     if config.batch_size < least:
         way_out = f"Set --batch-size {least}, or start fewer."

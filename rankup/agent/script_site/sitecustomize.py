@@ -35,7 +35,7 @@ try:
     _file = os.open(os.environ.pop("RANKUP_STACKS"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
 except (KeyError, OSError, ValueError):
-    pass  # a disk that is full: the script runs all the same
+    pass  # no variable, or a full disk: the script runs all the same, without stacks
 _this = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one on the path
