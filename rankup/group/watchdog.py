@@ -306,14 +306,20 @@ class Watchdog:
 
     def _late(self) -> list[Suspect]:
         """Where nobody has ended: who gave no sign of life, else who does not wait for others."""
-        signs = [sign for sign in self.signs_of_life() if sign["rank"] != self.rank]
-        if not self._answered.is_set():
-            return [Suspect(0, "it does not answer")]
-        silent = [sign for sign in signs if time.time() - sign["seen"] > timing.QUIET_S]
-        busy = [sign for sign in signs if not sign["waiting"]]
-        return [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
-            Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy
-        ]
+        asked_s = time.time()
+        while True:
+            signs = [sign for sign in self.signs_of_life() if sign["rank"] != self.rank]
+            if not self._answered.is_set():
+                return [Suspect(0, "it does not answer")]
+            silent = [sign for sign in signs if time.time() - sign["seen"] > timing.QUIET_S]
+            busy = [sign for sign in signs if not sign["waiting"]]
+            suspects = [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
+                Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy
+            ]
+            # One that was stopped a moment ago said last that it waits: whoever lives says so again
+            older = [sign for sign in signs if sign["seen"] < asked_s]
+            if suspects or not older or self._heard.wait(timing.TICK_S) or time.time() - asked_s > timing.QUIET_S:
+                return suspects
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""

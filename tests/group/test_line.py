@@ -25,6 +25,7 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
 
 
 def sign(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
+    """`silent_s`: so long ago came the last sign, when the deadline passes; 0: one comes whenever somebody asks."""
     return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
 
 
@@ -45,6 +46,8 @@ ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
         ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
          "suspected: rank 2 on node1 (is alive, in step at step 7)"),
         ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
+        ([], None, [sign(0), sign(2), sign(3, silent_s=4.5)], True,
+         "suspected: rank 3 on node1 (gave no sign of life)"),
     ],
 )
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
@@ -52,15 +55,15 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     text: str,
 ) -> None:
     """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`."""
-    watch = watchdog_of(1, waiting=waiting)
+    watch, passed_s = watchdog_of(1, waiting=waiting), time.time()
 
     def say(kind: str) -> bool:
         """What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
         if late is not None:
             watch.hear(late)
         if signs is not None:
-            now = time.time()
-            watch.hear({"is": "ranks", "ranks": [{**each, "seen": now - each["silent_s"]} for each in signs]})
+            seen = [passed_s - each["silent_s"] if each["silent_s"] else time.time() for each in signs]
+            watch.hear({"is": "ranks", "ranks": [{**each, "seen": s} for each, s in zip(signs, seen, strict=True)]})
         return signs is not None
 
     watch.connect(SimpleNamespace(say=say), ["node0", "node0", "node1", "node1"])
