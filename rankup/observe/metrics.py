@@ -149,8 +149,9 @@ def newest_entries(progress: Progress) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
-    """Cut the file before its first line of training after `step`, or of evaluation after step `evaluated`, or that is
-    damaged: a killed attempt wrote it past the state that the run goes on from, and those steps are done again.
+    """Cut the file before its first line of training after `step`, or of evaluation after step `evaluated`: a killed
+    attempt wrote it past the state that the run goes on from, and those steps are done again. Damaged lines go
+    too, also from the middle, where a power cut may leave one.
 
     What stands before a line of a step before `since` is neither read nor judged: a restart of a long run would wait
     for it. Returns the entries behind that line that stay. Raises OSError.
@@ -169,11 +170,15 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
                 break
             length *= 4
         first, kept = max(before, default=0), []
-        for entry in found[first:]:
-            if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
+        file.seek(begin + sum(map(len, lines[:first])))
+        for line, entry in zip(lines[first:], found[first:], strict=True):
+            if entry is None:
+                continue
+            if entry["step"] > (evaluated if is_evaluation(entry) else step):
                 break
             kept.append(entry)
-        file.truncate(begin + sum(map(len, lines[: first + len(kept)])))
+            file.write(line)
+        file.truncate()
     return kept
 
 

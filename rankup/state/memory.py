@@ -1,19 +1,21 @@
 """What a node's memory holds of a run: a rescue, and parts.
 
 The rescue is a copy that a rank writes when it loses a peer, right before it ends (Gupta et al., "Just-In-Time
-Checkpointing", EuroSys 2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`, or where that has too
-little room in the same folders of the temporary directory. It is lost with its node, so it never replaces a checkpoint.
+Checkpointing", EuroSys 2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`. If it can't be written
+there, it lies in the same folders of the temporary directory. It is lost with its node, so it never replaces a
+checkpoint.
 
 Where no rank holds the whole state (FSDP2), each keeps its own part of a recent step: a sharded copy with the file of
 one rank, in `<run id>.rank-00001`. With several nodes a rank of the next node holds a second one, unless a rank there
 holds the same part anyway (hybrid sharding), as in Wang et al., "Gemini: Fast Failure Recovery in Distributed Training
-with In-Memory Checkpoints", SOSP 2023. All ranks copy their parts after the same commit, and a thread does the rest.
-Before the next ones all ranks agree that the last ones are whole: a rank keeps two, and at any moment the ranks have
-whole ones of one step.
+with In-Memory Checkpoints", SOSP 2023. All ranks copy their parts into mapped files after the same commit, and a thread
+does the rest. Before the next ones all ranks agree that the last ones are whole: a rank has two files, in turn, and at
+any moment the ranks have whole parts of one step.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -25,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,12 +40,13 @@ from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, list_copies, step_of, to_json, verify
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
-from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, to_file
+from rankup.state.tree import TENSORS, TREE, TensorFile, encode, file_of, local_parts, to_file
 from rankup.timing import ABANDONED_S, HURRY_S, SHARE
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
 Of = tuple[int, str, str]  # step, attempt and run of a copy
+T = TypeVar("T")
 
 
 # Folders --------------------------------------------------------------------------------------------------------
@@ -55,9 +58,9 @@ def homes() -> list[Path]:
     return [place / f"rankup-{os.getuid()}" for place in places if place.is_dir()]
 
 
-def make_room(needed: float, *, free: float = math.inf) -> Path:
-    """The first of the `homes` with `needed` bytes free, there and of the memory, of which `free` are. Raises OSError
-    where none has them."""
+def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = math.inf) -> T:
+    """What `write` returns for the first of the `homes` that it can write to, with `needed` bytes free there and of the
+    memory, of which `free` are. Raises OSError where there is none."""
     problems = []
     for home in homes():
         try:
@@ -66,8 +69,8 @@ def make_room(needed: float, *, free: float = math.inf) -> Path:
                 raise PermissionError(f"{home} belongs to another user or is open to others")
             if (left := min(free, shutil.disk_usage(home.parent).free)) < needed:
                 raise OSError(f"{home.parent} has {left / 2**20:.0f} MiB free, {needed / 2**20:.0f} are needed")
-            return home
-        except OSError as error:
+            return write(home)
+        except (OSError, UserError) as error:
             problems.append(str(error))
     raise OSError("; ".join(problems))
 
@@ -113,23 +116,26 @@ def _is_ours(home: Path) -> bool:
 def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
     """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
     is called if they are needed. Returns why they were not written, or ""."""
+    def open_lock(home: Path) -> IO[str]:
+        (home / run).mkdir(exist_ok=True)
+        return (home / run / ".lock").open("a", encoding="ascii")
+
+    def save(home: Path) -> None:
+        copies.remove_unfinished(home / run)
+        copies.save(home / run, files, step=step, keep=1)
+
     try:
         remove_abandoned()
-        folder = make_room(0) / run
-        folder.mkdir(exist_ok=True)
-        with (folder / ".lock").open("a", encoding="ascii") as lock:
+        with in_memory(open_lock) as lock:
             # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one
             # that is killed while it writes
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if any(step_of(path) >= step for path in list_held() if path.parent.name == run):
-                return ""
-            files = make_files()
-            # Twice its size: the ranks' own buffers live in shared memory too
-            folder = make_room(2 * sum(map(len, files.values()))) / run
-            copies.remove_unfinished(folder)
-            copies.save(folder, files, step=step, keep=1)
+            if not any(step_of(path) >= step for path in list_held() if path.parent.name == run):
+                files = make_files()
+                # Twice its size: the ranks' own buffers live in shared memory too
+                in_memory(save, 2 * sum(map(len, files.values())))
             return ""
-    except (OSError, UserError) as error:
+    except OSError as error:
         return str(error)
 
 
@@ -158,7 +164,7 @@ class Parts:
         self._taken_s = self._cost_s = self._beside_s = 0.0  # when, what the last one cost, and its thread
         self._copies, self._writing = HostCopies(group.device), Writing("part", math.inf)
         self._known: list[Any] = []  # of each rank: its node, what says which part it holds, and bytes of that
-        self._folders: dict[int, Path] = {}  # by rank: those of the parts that are kept here
+        self._held: dict[int, list[_Mapped]] = {}  # by rank: of the parts that are kept here, the newest last
         self._peer: int | None = None
         self._link: Any = None  # threads send in a group of their own
 
@@ -177,22 +183,23 @@ class Parts:
         parts, places = local_parts(tensors)
         failure = self._writing.failure
         gap = self._gap(step, began_s) if failure is None else 0
-        size, which = sum(part.nbytes for part in parts.values()), _which(nodes, tensors)
-        gaps, *about = zip(*group.gather([gap, node_id(), which, size]), strict=True)
+        file, which = TensorFile(parts, places), _which(nodes, tensors)
+        gaps, *about = zip(*group.gather([gap, node_id(), which, len(file)]), strict=True)
         known, problem = list(zip(*about, strict=True)), reason(failure) if failure is not None else ""
         if min(gaps) > 0 and known != self._known:
             self._known = known
             problem = self._make_room()
             gaps = (*gaps, 1 - group.max(int(bool(problem))))
         if min(gaps) == 0:
-            self.wanted = False
+            self.wanted, self._held = False, {}
             if problem:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
-        file = TensorFile(self._copies.take(parts), places)
+        mapped = self._turn(group.rank)
+        self._copies.take(parts, file.put_into(mapped.content))
         alike = [rank for rank, (_, other, _) in enumerate(known) if other == which]
         record = to_json({**json.loads(record), "ranks": alike})
-        self._writing.start(lambda: self._write(step, {STATE: record, TREE: to_file(nodes), file_of(group.rank): file}))
+        self._writing.start(lambda: self._write(step, mapped, {STATE: record, TREE: to_file(nodes)}))
         self._next, self._taken, self._taken_s = step + max(gaps), step, began_s
         self._cost_s = time.thread_time() - used_s
 
@@ -205,7 +212,7 @@ class Parts:
         if self.wanted:
             self.group.collective(self._writing.join)
             self.group.barrier()
-            self.wanted = False
+            self.wanted, self._held = False, {}
             remove(self.run, parts=True)
 
     def _gap(self, step: int, now_s: float) -> int:
@@ -216,44 +223,82 @@ class Parts:
         return min(max(1, math.ceil((self._cost_s + self._beside_s) / SHARE / step_s)), 2**30)
 
     def _make_room(self) -> str:
-        """Find folders for the parts that this rank holds. All ranks call this. Returns why there are none, or ""."""
+        """Make the files for the parts that this rank holds. All ranks call this. Returns why that can't be, or ""."""
         group, known = self.group, self._known
         peers = [peer_of(rank, known) for rank in range(group.world_size)]
         if self._link is None and any(peer is not None for peer in peers):
             self._link = dist.new_group(backend="gloo")
-        self._peer = peers[group.rank]
+        self._peer, self._held = peers[group.rank], {}
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)
+
+        def make(home: Path) -> None:
+            for rank in held:
+                folder = home / _folder_of(self.run, rank)
+                copies.remove_unfinished(folder)
+                self._held[rank] = [_Mapped(folder, rank, known[rank][2], group.device) for _ in range(2)]
+
         remove_abandoned()
         try:
-            # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
-            needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
-            home = make_room(needed, free=memory_available())
+            # Two of each part, and a quarter more stays free
+            in_memory(make, 1.25 * 2 * here * sum(known[rank][2] for rank in held), free=memory_available())
         except OSError as error:
             return str(error)
-        self._folders = {rank: home / _folder_of(self.run, rank) for rank in held}
         return ""
+
+    def _turn(self, rank: int) -> "_Mapped":
+        """The file for the next part of that rank: the older one ends here."""
+        self._held[rank].reverse()
+        mapped = self._held[rank][-1]
+        mapped.hide()
+        return mapped
 
     # In a thread ------------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, files: dict[str, Content]) -> None:
+    def _write(self, step: int, mapped: "_Mapped", files: dict[str, Content]) -> None:
         began_s, used_s = time.perf_counter(), time.thread_time()
         copying_s = 0.0
         path: Path | None = None
         try:
             copying_s = self._copies.wait()
-            path = _keep(self._folders[self.group.rank], step, files)
+            path = mapped.publish(step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
-            received = {rank: _receive(rank, self._link) for rank in self._folders if rank != self.group.rank}
+            for rank in self._held.keys() - {self.group.rank}:
+                theirs = self._turn(rank)
+                if (part := _receive(rank, self._link, into=theirs.content)) is not None:
+                    theirs.publish(*part)
             for work, _ in sent:
                 work.wait()
-        for rank, part in received.items():
-            if part is not None:
-                _keep(self._folders[rank], *part)
         # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
         beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
+
+
+class _Mapped:
+    """The file of a part, mapped: what is copied into it outlives this process. It is used again for a later step,
+    because fresh memory would cost more than the copy."""
+
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
+        """Raises OSError and UserError."""
+        self.path, self.name = copies.create_staging(copies.staging_of(folder)), file_of(rank)
+        with (self.path / self.name).open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # to touch memory that is not there would end the process
+        self.content = torch.from_file(str(self.path / self.name), shared=True, size=size, dtype=torch.uint8)
+        if device.type == "cuda":  # so that the GPU copies into it by itself
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostRegister(self.content.data_ptr(), size, 0)
+
+    def hide(self) -> None:
+        """It is no copy any more."""
+        with contextlib.suppress(OSError):  # somebody has removed it: then `publish` fails
+            self.path = self.path.rename(copies.staging_of(self.path.parent))
+
+    def publish(self, step: int, files: Mapping[str, Content]) -> Path:
+        """It is a copy from now on, with these small files. The one before stays. Raises UserError."""
+        entry = {"bytes": len(self.content), "sha256": hashlib.sha256(self.content.numpy()).hexdigest()}
+        self.path = copies.publish(self.path, files, {self.name: entry}, step=step, keep=2)
+        return self.path
 
 
 def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
@@ -287,14 +332,6 @@ def peer_of(rank: int, known: list[Any]) -> int | None:
 
 def _folder_of(run: str, rank: int) -> str:
     return f"{run}.rank-{rank:05d}"
-
-
-def _keep(folder: Path, step: int, files: dict[str, Content]) -> Path:
-    """Write a part, and keep the one before. Raises UserError."""
-    for older in list_copies(folder)[:-1]:
-        copies.remove(older)
-    copies.remove_unfinished(folder)
-    return copies.save(folder, files, step=step, keep=2)
 
 
 # Parts: going on --------------------------------------------------------------------------------------------------
@@ -356,9 +393,11 @@ def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[
     """Keep a part that was received. Returns where, and what is wrong."""
     if part is None:
         return Path(), "it is damaged on the node that has it"
+    step, files = part
     try:
-        return _keep(make_room(sum(map(len, part[1].values()))) / name, *part), ""
-    except (OSError, UserError) as error:
+        needed = sum(map(len, files.values()))
+        return in_memory(lambda home: copies.save(home / name, files, step=step, keep=2), needed), ""
+    except OSError as error:
         return Path(), str(error)
 
 
@@ -372,8 +411,10 @@ def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch
     return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
 
 
-def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | None:
-    """What `_send` sends: the step, and the contents of the files."""
+def _receive(
+    source: int, link: Any = None, *, into: torch.Tensor | None = None
+) -> tuple[int, dict[str, Content]] | None:
+    """What `_send` sends: the step, and the contents of the files. `into`: where that of tensors goes instead."""
     def receive(length: int) -> bytearray:
         content = bytearray(length)
         dist.recv(torch.frombuffer(content, dtype=torch.uint8), source, group=link)
@@ -381,5 +422,12 @@ def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | 
 
     size = torch.zeros((), dtype=torch.int64)
     dist.recv(size, source, group=link)
-    note = json.loads(receive(int(size)))
-    return None if note is None else (note[0], {name: receive(length) for name, length in note[1].items()})
+    if (note := json.loads(receive(int(size)))) is None:
+        return None
+    files: dict[str, Content] = {}
+    for name, length in note[1].items():
+        if into is not None and name.endswith(TENSORS):
+            dist.recv(into, source, group=link)
+        else:
+            files[name] = receive(length)
+    return note[0], files

@@ -320,15 +320,16 @@ class HostCopies:
                 )
         return self._fit
 
-    def take(self, tensors: Tensors) -> Tensors:
+    def take(self, tensors: Tensors, into: Tensors | None = None) -> Tensors:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
-        work that is queued from now on does not get into them."""
-        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        work that is queued from now on does not get into them. `into`: memory for them of the caller's."""
+        self._buffers = into or {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
         for event in self._events[:1]:
             event.record()
         # One call, in which other threads may run: the lease beats, the deadlines are watched
         if tensors:
-            torch._foreach_copy_([*self._buffers.values()], [*tensors.values()], non_blocking=bool(self._events))
+            to = [self._buffers[name] for name in tensors]
+            torch._foreach_copy_(to, [*tensors.values()], non_blocking=bool(self._events))
         for event in self._events[1:]:
             event.record()
         return self._buffers

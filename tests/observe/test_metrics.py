@@ -175,6 +175,14 @@ def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, tor
         assert path.read_text() == "".join(lines[:60_099])
 
 
+def test_damaged_line_costs_no_other_line(tmp_path: Path) -> None:
+    lines = [made_up_line(step, "train") for step in range(1, 7)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join([*lines[:2], lines[2][:9] + lines[3], "\0\0\n", *lines[4:], '{"step"']))
+    assert [entry["step"] for entry in cut_after(path, 5, 5)] == [1, 2, 5]
+    assert path.read_text() == "".join([*lines[:2], lines[4]])
+
+
 def made_up_line(step: int, kind: str) -> str:
     return json.dumps({"step": step, "time": 1.0, f"{kind}/loss": 1 / step}) + "\n"
 

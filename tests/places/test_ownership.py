@@ -171,6 +171,7 @@ class AtSecondPlace:
 
     def __init__(self, folder: Path, url: str, *, required: bool) -> None:
         self.folder, self.url, self.required = folder, url, required
+        self.stack = contextlib.ExitStack()  # of the last attempt that began
         self.looks = 2 if required else 0  # who owns the run, and a sign of life of that owner
 
     def open(self, name: str, run_dir: Path) -> SecondPlace:
@@ -185,10 +186,10 @@ class AtSecondPlace:
         run_dir = self.folder / name / "run"
         run_dir.mkdir(parents=True)
         place = self.open(name, run_dir)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as self.stack:
             if writer:
                 writer.hold(place, 60.0)
-            place.adopt(stack, nothing_here=True, wanted=lambda found: True)
+            place.adopt(self.stack, nothing_here=True, wanted=lambda found: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
             candidates = [Candidate(0, STORE, *found) for found in place.found()]
             group: Any = SimpleNamespace(hosts=["host"])
@@ -208,7 +209,7 @@ class AtSecondPlace:
                 if number == num_saves:
                     write_json(run_dir / "result.json", name)
                 place.upload(path, timeout_s=60.0)
-                if self.required and place.lease._look():
+                if self.required and not place.lease._released.is_set() and place.lease._look():
                     place.lease._write(number)
             if self.required:
                 place.finish(stopped=False)
@@ -223,12 +224,17 @@ class AtSecondPlace:
 
 
 def schedule(runs: InFolder | AtSecondPlace, num_operations: int, rng: random.Random) -> None:
-    """One or two attempts freeze one after the other, and wake in any order while the last one is at work, or later."""
+    """One or two attempts freeze one after the other, and wake in any order while the last one is at work, or later.
+
+    Some have failed, and give the run back while their upload goes on in its thread.
+    """
     sleepers = []
     for name in ["first", "second"][: rng.randint(1, 2)]:
         work = lambda writer, name=name: runs.attempt(name, 2, writer)  # noqa: E731
         sleepers.append(Writer(work, rng.randint(1, num_operations)))
         sleepers[-1].start()
+        if isinstance(runs, AtSecondPlace) and rng.random() < 0.5:
+            runs.stack.close()
     last = Writer(lambda writer: runs.attempt("last", 3, writer))
     # Or after the end. One that wakes while the last one still looks is alive, and not to be replaced
     at = {sleeper: rng.randint(runs.looks + 1, 2 * num_operations) for sleeper in sleepers}

@@ -1,5 +1,6 @@
 """Where a rescue is written, who may take it, and what is left of it in the end."""
 
+import errno
 import json
 import os
 import stat
@@ -73,6 +74,24 @@ def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both
     problem = write(7)
     assert [f"{memory.parent / name} has 0 MiB free, " in problem for name in ("shm", "tmp")] == [place is None] * 2
     assert [path.parents[2].name for path in list_held()] == ([place] if place else [])
+
+
+@pytest.mark.parametrize("file", [".lock", "manifest.json", None])
+def test_temporary_directory_where_shared_memory_can_not_be_written_or_is_absent(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    opens = Path.open
+
+    def fails(self: Path, *mode: str, **more: Any) -> Any:
+        if memory in self.parents and self.name == file:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opens(self, *mode, **more)
+
+    monkeypatch.setattr(Path, "open", fails)
+    if file is None:
+        memory.rmdir()
+    assert write(7) == ""
+    assert [path.parents[2].name for path in list_held()] == ["tmp"]
 
 
 def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> None:

@@ -170,6 +170,31 @@ def test_no_damaged_part_is_ever_loaded(memory: Path, tmp_path: Path) -> None:
     assert min(came_to.values()) > TRIES // 10, came_to
 
 
+def test_parts_take_twice_their_size_in_files_and_no_other_memory(memory: Path) -> None:
+    size = 32 * 2**20
+
+    def other_memory() -> int:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssAnon"].split()[0]) * 1024
+
+    def work(group: Any) -> int:
+        kept, live = Parts(group, RUN, 1), torch.ones(size // 4)
+        kept.wanted = True
+        group.barrier()
+        before = other_memory()
+        for step in (1, 2, 3):
+            record = to_json(training_state(step, world_size=RANKS))
+            kept.take(step, lambda record=record: (record, {"model": {"weight": live}}))  # type: ignore[misc]
+        kept.wait()
+        group.barrier()
+        return other_memory() - before
+
+    assert max(Ranks().each(work)) < size / 2
+    files = [path for path in memory.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.stat().st_size >= size]) == 2 * RANKS
+    assert sum(path.stat().st_blocks * 512 for path in files) < 2.1 * RANKS * size
+
+
 def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
 

@@ -20,7 +20,7 @@ from rankup.state.copies import find_problem, list_copies
 from rankup.state.tree import TensorFile
 from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import result
+from tests.rigs.jobs import ROOT, result
 from train.run import weights
 
 # 8 steps an epoch
@@ -258,11 +258,19 @@ def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path
 # Disks ----------------------------------------------------------------------------------------------------------
 
 
-def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(forks: Forks, tmp_path: Path) -> None:
+OWN_LOOP = (ROOT / "tests" / "rigs" / "struck.py", ROOT / "tests" / "rigs" / "split_loop.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "preload"), [((*LINE, *SHARDED), ""), (OWN_LOOP, "tests.rigs.struck:by_fork")], ids=["program", "own loop"]
+)
+def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(
+    forks: Forks, tmp_path: Path, line: tuple[str | Path, ...], preload: str
+) -> None:
     folders = [tmp_path / f"node{rank}" for rank in range(2)]
     for folder in folders:
         folder.mkdir()
-    output = forks.ends(*LINE, *SHARDED, world_size=2, cwds=folders, code=2)
+    output = forks.ends(*line, world_size=2, cwds=folders, preload=preload, code=2)
     assert output.count("needs a run directory that all nodes share") == 1, output
     assert "in which rank 1 on " in output
     assert "--checkpoint-format plain" in output
