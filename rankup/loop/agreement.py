@@ -24,6 +24,7 @@ from rankup.places.files import open_regular
 from rankup.seeds import derive_seed, random_state_kept, seed_everything
 from rankup.state import memory
 from rankup.state.run import Run
+from rankup.state.tree import place_of
 from rankup.timing import SHARE
 
 FIRST = 10  # steps before the first comparison, and between two at least
@@ -38,9 +39,7 @@ def digests_of(items: dict[str, Any]) -> dict[str, int]:
     for tensor in _tensors(items):
         place, local = list[int](), tensor
         if hasattr(tensor, "to_local"):
-            place = [at for at, kind in zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
-                     if not kind.is_replicate()]
-            local = tensor.to_local()
+            place, local = place_of(tensor), tensor.to_local()
         by_place.setdefault(str(place), []).append(local)
     return {place: _digest(tensors) for place, tensors in by_place.items()}
 

@@ -1,9 +1,11 @@
 """The tracked state as copies: one is restored at the start, others are saved beside the training, and the last one is
 written when the process has to end."""
 
+import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +21,6 @@ from rankup.loop.tracked import Tracked
 from rankup.state import tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
-from rankup.state.memory import beside_a_blocked_stream
 from rankup.state.reading import Copy, CopyFiles
 from rankup.state.run import Run
 from rankup.timing import DECIDE_S
@@ -99,6 +100,16 @@ class Changing:
         event = torch.Event(self.device)
         event.record()
         return event
+
+
+@contextlib.contextmanager
+def beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
+    """Copy from a GPU whose usual stream may wait for a dead rank for ever."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
 
 
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items

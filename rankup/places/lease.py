@@ -41,7 +41,7 @@ OF_RUN = ("checkpoints", "tensorboard", "metrics.jsonl", RESULT, "config.yaml", 
 Owner = Mapping[str, Any]  # what an owner wrote last, {} where there is none or nothing can be read
 
 
-def _kernel() -> str:
+def kernel_id() -> str:
     """The same for two containers of one machine, which share the kernel's locks, and different for two machines."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -119,7 +119,7 @@ class Lease:
         owner = self._owner()
         self.predecessor = str(owner.get("token", ""))
         # The kernel has freed the lock of its own dead process; about another machine's it may know nothing
-        return {} if locked and owner.get("kernel") == _kernel() else owner
+        return {} if locked and owner.get("kernel") == kernel_id() else owner
 
     def _take(self) -> None:
         def check() -> None:
@@ -169,7 +169,7 @@ class Lease:
 
     def _sign(self, beat: int) -> dict[str, Any]:
         host = socket.gethostname().split(".")[0]
-        return {"token": self.token, "attempt": self.attempt, "host": host, "pid": os.getpid(), "kernel": _kernel(),
+        return {"token": self.token, "attempt": self.attempt, "host": host, "pid": os.getpid(), "kernel": kernel_id(),
                 "beat": beat, "released": beat == 0}
 
     def _owned_by(self, owner: Owner) -> UserError:

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -32,15 +31,16 @@ from typing import IO, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankup.agent.processes import memory_available, read
+from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
 from rankup.places.files import read_json
+from rankup.places.lease import kernel_id
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, list_copies, step_of, to_json, verify
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
-from rankup.state.tree import TENSORS, TREE, TensorFile, encode, file_of, local_parts, to_file
+from rankup.state.tree import TENSORS, TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
 from rankup.timing import ABANDONED_S, HURRY_S, SHARE
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
@@ -75,18 +75,23 @@ def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = ma
     raise OSError("; ".join(problems))
 
 
+def _folders(*kinds: bool) -> Iterator[Path]:
+    """Those of this user's runs on this node. `kinds`: True for those of parts, False for those of rescues."""
+    for home in filter(_is_ours, homes()):  # nearly always there is none
+        yield from (folder for folder in home.glob("*") if ("." in folder.name) in kinds)
+
+
 def list_held(*, parts: bool = False) -> Iterator[Path]:
     """The rescues of all runs on this node, or the parts. Their bytes are not looked at yet."""
-    for folder in (folder for home in filter(_is_ours, homes()) for folder in home.glob("*")):
-        if ("." in folder.name) == parts:
-            yield from list_copies(folder)
+    for folder in _folders(parts):
+        yield from list_copies(folder)
 
 
 def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
     """Remove this node's rescues of the run, or the parts, but those of the steps in `keep`. Several ranks may do it at
     once."""
-    for home in filter(_is_ours, homes()):  # nearly always there is none: a save costs no more than this look
-        for folder in home.glob(f"{run}.*") if parts else [home / run]:
+    for folder in _folders(parts):
+        if folder.name.partition(".")[0] == run:
             for path in list_copies(folder):
                 if step_of(path) not in keep:
                     shutil.rmtree(path, ignore_errors=True)
@@ -96,7 +101,7 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
 
 def remove_abandoned() -> None:
     """Remove what no run went on with for long: it takes memory from all users of the node."""
-    for folder in (folder for home in filter(_is_ours, homes()) for folder in home.glob("*")):
+    for folder in _folders(True, False):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -137,16 +142,6 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
             return ""
     except OSError as error:
         return str(error)
-
-
-@contextlib.contextmanager
-def beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
-    """Copy from a GPU whose usual stream may wait for a dead rank for ever."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
 
 
 # Parts: keeping ---------------------------------------------------------------------------------------------------
@@ -303,20 +298,15 @@ class _Mapped:
 
 def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
     """Equal for two ranks that hold the same part."""
-    places = {
-        str([at for at, kind in zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-             if not kind.is_replicate()])
-        for tensor in tensors.values() if hasattr(tensor, "to_local")
-    }
+    places = sorted({str(place_of(tensor)) for tensor in tensors.values() if hasattr(tensor, "to_local")})
     # The state of a rank's own loader is in nobody else's part
-    return json.dumps([sorted(places), [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
+    return json.dumps([places, [sorted(node) for node in nodes.values() if isinstance(node, dict)]])
 
 
 def node_id() -> str:
     """Equal for two ranks that see the same memory."""
     place = homes()[0].parent.stat()  # containers on one machine may see different memory
-    machine = read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
-    return f"{machine} {place.st_dev} {place.st_ino}"
+    return f"{kernel_id()} {place.st_dev} {place.st_ino}"
 
 
 def peer_of(rank: int, known: list[Any]) -> int | None:

@@ -17,6 +17,7 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,80 +82,79 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
     UserError for a value that can't be kept, by its path."""
     tensors: Tensors = {}
     known: dict[object, str] = {}
-
-    def of(value: Any, path: str) -> Any:
-        kind = type(value)
-        if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(value)):
-            return value
-        if kind is float:
-            return {"$": "float", "v": str(value)}
-        if kind is bytes:
-            return {"$": "bytes", "v": base64.b64encode(value).decode()}
-        if kind in (list, tuple):
-            entries = [of(entry, _join(path, number)) for number, entry in enumerate(value)]
-            return entries if kind is list else {"$": "tuple", "v": entries}
-        if kind is dict and all(type(key) is str for key in value) and "$" not in value:
-            return {key: of(entry, _join(path, key)) for key, entry in value.items()}
-        if kind in MAPPINGS.values():
-            pairs = [[of(key, path), of(entry, _join(path, key))] for key, entry in value.items()]
-            more = {"metadata": of(value._metadata, path)} if hasattr(value, "_metadata") else {}
-            return {"$": kind.__name__, "v": pairs} | more
-        if isinstance(value, torch.Tensor):
-            return tensor_of(value, path)
-        raise _unkept(path, f"{kind.__module__}.{kind.__qualname__}")
-
-    def tensor_of(value: torch.Tensor, path: str) -> dict[str, Any]:
-        local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: what this rank holds
-        if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided or local.is_quantized:
-            raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
-        if local.dtype not in DTYPES or local.device.type == "meta":
-            raise _unkept(path, f"a tensor of {local.dtype} on {local.device.type}")
-        place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype)
-        if place not in known or not local.numel():
-            name = path if not path.endswith("/") else f"{path}value"
-            while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...}
-                name += "_"
-            known[place], tensors[name] = name, value.detach()
-        leaf = {"$": "tensor", "is": known[place]}
-        dense = local is value and not value.is_contiguous() and is_dense(value.shape, value.stride())
-        return leaf | ({"stride": [*value.stride()]} if dense else {})
-
     try:
-        return {item: of(value, f"{item}/") for item, value in tracked.items()}, tensors
+        return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
     except RecursionError:
         raise UserError("state: values must not hold themselves, got some that do or are nested too deep.") from None
 
 
-def decode(tree: Any, take: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a tree. `take` gives the tensor of a name. Raises any of half a dozen errors for what `encode` did
-    not make: trees come from files."""
-    known: Tensors = {}
+# No closure calls itself here: it would keep all tensors in memory until the garbage collector comes
+def _node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> Any:
+    of, kind = partial(_node, tensors=tensors, known=known), type(value)
+    if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is float:
+        return {"$": "float", "v": str(value)}
+    if kind is bytes:
+        return {"$": "bytes", "v": base64.b64encode(value).decode()}
+    if kind in (list, tuple):
+        entries = [of(entry, _join(path, number)) for number, entry in enumerate(value)]
+        return entries if kind is list else {"$": "tuple", "v": entries}
+    if kind is dict and all(type(key) is str for key in value) and "$" not in value:
+        return {key: of(entry, _join(path, key)) for key, entry in value.items()}
+    if kind in MAPPINGS.values():
+        pairs = [[of(key, path), of(entry, _join(path, key))] for key, entry in value.items()]
+        more = {"metadata": of(value._metadata, path)} if hasattr(value, "_metadata") else {}
+        return {"$": kind.__name__, "v": pairs} | more
+    if isinstance(value, torch.Tensor):
+        return _tensor_node(value, path, tensors, known)
+    raise _unkept(path, f"{kind.__module__}.{kind.__qualname__}")
 
-    def of(node: Any) -> Any:
-        if isinstance(node, list):
-            return [of(entry) for entry in node]
-        if not isinstance(node, dict):
-            return node
-        if "$" not in node:
-            return {key: of(entry) for key, entry in node.items()}
-        match node["$"]:
-            case "float":
-                return float(node["v"])
-            case "bytes":
-                return base64.b64decode(node["v"], validate=True)
-            case "tuple":
-                return tuple(of(entry) for entry in node["v"])
-            case "tensor":
-                name = node["is"]
-                if name not in known:
-                    known[name] = _laid_out(take(name), node["stride"]) if "stride" in node else take(name)
-                return known[name]
-        made = MAPPINGS[node["$"]]({of(key): of(entry) for key, entry in node["v"]})
-        if "metadata" in node:
-            made._metadata = of(node["metadata"])
-        return made
 
-    return of(tree)
+def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, str]) -> dict[str, Any]:
+    local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor: what this rank holds
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided or local.is_quantized:
+        raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
+    if local.dtype not in DTYPES or local.device.type == "meta":
+        raise _unkept(path, f"a tensor of {local.dtype} on {local.device.type}")
+    place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype)
+    if place not in known or not local.numel():
+        name = path if not path.endswith("/") else f"{path}value"
+        while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...}
+            name += "_"
+        known[place], tensors[name] = name, value.detach()
+    leaf = {"$": "tensor", "is": known[place]}
+    dense = local is value and not value.is_contiguous() and is_dense(value.shape, value.stride())
+    return leaf | ({"stride": [*value.stride()]} if dense else {})
+
+
+def decode(tree: Any, take: Callable[[str], torch.Tensor], known: Tensors | None = None) -> Any:
+    """The value of a tree. `take` gives the tensor of a name, unless it is `known`. Raises any of half a dozen errors
+    for what `encode` did not make: trees come from files."""
+    known = {} if known is None else known
+    of = partial(decode, take=take, known=known)
+    if isinstance(tree, list):
+        return [of(entry) for entry in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$" not in tree:
+        return {key: of(entry) for key, entry in tree.items()}
+    match tree["$"]:
+        case "float":
+            return float(tree["v"])
+        case "bytes":
+            return base64.b64decode(tree["v"], validate=True)
+        case "tuple":
+            return tuple(of(entry) for entry in tree["v"])
+        case "tensor":
+            name = tree["is"]
+            if name not in known:
+                known[name] = _laid_out(take(name), tree["stride"]) if "stride" in tree else take(name)
+            return known[name]
+    made = MAPPINGS[tree["$"]]({of(key): of(entry) for key, entry in tree["v"]})
+    if "metadata" in tree:
+        made._metadata = of(tree["metadata"])
+    return made
 
 
 def files_of(tree: dict[str, Any], tensors: Tensors) -> dict[str, bytes | TensorFile]:
@@ -218,15 +218,19 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}{TENSORS}"
 
 
+def place_of(tensor: Any, *, replica: bool = False) -> list[int]:
+    """Where in the mesh that splits a DTensor this rank is: ranks with equal places hold equal parts. With `replica`,
+    which of these it is."""
+    at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
+    return [place for place, kind in at if kind.is_replicate() == replica]
+
+
 def own_parts(tensors: dict[str, Any], rank: int) -> dict[str, Any]:
     """The plain tensors and DTensors of which this rank writes its part: of equal parts one rank does."""
-    def is_own(tensor: Any) -> bool:
-        if not hasattr(tensor, "to_local"):
-            return rank == 0
-        at = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-        return not any(place for place, kind in at if kind.is_replicate())
-
-    return {name: tensor for name, tensor in tensors.items() if is_own(tensor)}
+    return {
+        name: tensor for name, tensor in tensors.items()
+        if (not any(place_of(tensor, replica=True)) if hasattr(tensor, "to_local") else rank == 0)
+    }
 
 
 def local_parts(tensors: dict[str, Any]) -> tuple[Tensors, Places]:

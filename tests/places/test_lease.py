@@ -62,12 +62,12 @@ def no_locks() -> None:
 def on_machine_one() -> None:
     short_waits()
     no_locks()
-    rankup.places.lease._kernel = lambda: "one"
+    rankup.places.lease.kernel_id = lambda: "one"
 
 
 def on_machine_two() -> None:
     on_machine_one()
-    rankup.places.lease._kernel = lambda: "two"
+    rankup.places.lease.kernel_id = lambda: "two"
 
 
 def start_owner(folder: Path, where: str = "", *, number: int = 1) -> subprocess.Popen[str]:

@@ -1,7 +1,9 @@
 """Tracked state comes back as it was, to the bit and to the type; what can't be kept is named; damage loads nothing."""
 
+import gc
 import math
 import random
+import weakref
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.state import copies
-from rankup.state.tree import TensorFile, encode, files_of, from_files
+from rankup.state.tree import TensorFile, decode, encode, files_of, from_files
 from tests.rigs.checkpoints import damage, load_newest, save
 
 
@@ -63,6 +65,18 @@ def test_shared_tensors_stay_one_and_layouts_stay() -> None:
     assert found["turned"][0].stride() == (1, 3)
     assert found["model"]._metadata == model.state_dict()._metadata
     model.load_state_dict(found["model"])
+
+
+def test_tensors_are_free_once_they_are_written_or_read() -> None:
+    """The collector of garbage may come much later: a state that was gathered would be in memory twice."""
+    gc.disable()
+    try:
+        tree, tensors = encode({"model": {"weight": torch.ones(3)}})
+        kept = weakref.ref(decode(tree, tensors.__getitem__)["model"]["weight"])
+        del tensors
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_paths_that_look_alike_are_told_apart() -> None:
