@@ -227,19 +227,30 @@ class Parts:
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)
 
-        def make(home: Path) -> None:
-            for rank in held:
-                folder = home / _folder_of(self.run, rank)
+        # Two of each part, and a quarter more stays free
+        needed = 1.25 * 2 * here * sum(known[rank][2] for rank in held)
+        folders, problem = list[Path](), ""
+
+        def make_folders(home: Path) -> list[Path]:
+            folders = [home / _folder_of(self.run, rank) for rank in held]
+            for folder in folders:
+                folder.mkdir(exist_ok=True)
                 copies.remove_unfinished(folder)
-                self._held[rank] = [_Mapped(folder, rank, known[rank][2], group.device) for _ in range(2)]
+            return folders
 
         remove_abandoned()
         try:
-            # Two of each part, and a quarter more stays free
-            in_memory(make, 1.25 * 2 * here * sum(known[rank][2] for rank in held), free=memory_available())
+            folders = in_memory(make_folders, needed, free=memory_available())
         except OSError as error:
-            return str(error)
-        return ""
+            problem = str(error)
+        if group.max(int(bool(problem))):  # all have looked before one takes any of it
+            return problem
+        try:
+            for rank, folder in zip(held, folders, strict=True):
+                self._held[rank] = [_Mapped(folder, rank, known[rank][2], group.device) for _ in range(2)]
+        except (OSError, UserError) as error:
+            problem = str(error)
+        return problem
 
     def _turn(self, rank: int) -> "_Mapped":
         """The file for the next part of that rank: the older one ends here."""
