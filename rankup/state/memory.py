@@ -302,7 +302,7 @@ class _Mapped:
 
     def publish(self, step: int, files: Mapping[str, Content]) -> Path:
         """It is a copy from now on, with these small files. The one before stays. Raises UserError."""
-        entry = {"bytes": len(self.content), "sha256": hashlib.sha256(self.content.numpy()).hexdigest()}
+        entry = {"bytes": len(self.content), "sha256": hashlib.sha256(self.content.numpy().data).hexdigest()}
         self.path = copies.publish(self.path, files, {self.name: entry}, step=step, keep=2)
         return self.path
 

@@ -65,9 +65,11 @@ class TensorFile:
     def put_into(self, content: torch.Tensor) -> Tensors:
         """Write the head into `content`, a file's bytes. Returns the tensors there, which are yet to be filled."""
         content[: len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
-        sizes = [tensor.nbytes for tensor in self._tensors.values()]
-        each = zip(self._tensors.items(), content[len(self._header) :].split(sizes), strict=True)
-        return {name: part.view(tensor.dtype).view(tensor.shape) for (name, tensor), part in each}
+        found, end = Tensors(), len(self._header)
+        for name, tensor in self._tensors.items():
+            begin, end = end, end + tensor.nbytes
+            found[name] = content[begin:end].view(tensor.dtype).view(tensor.shape)
+        return found
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._header
