@@ -236,6 +236,7 @@ class ScriptStatus(StatusFile):
         self._hosts = [member.host for member in members for _ in member.ranks]
         self.attempt, self.world_size, self._began = attempt, len(self._hosts), time.time()
         self.write_summary([])
+        self.report()  # it may end before the next one
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         self.write_summary(ends, code=code, why=why)

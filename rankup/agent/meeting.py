@@ -141,11 +141,11 @@ class Leader:
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def signs(self) -> list[dict[str, Any]]:
-        """Where each rank was when its member last said so, by rank: what it said, `host`, and `seen` in seconds of
-        `time.time()`."""
-        now, now_s = time.time(), self._clock()
+        """Where each rank was when its member last said so, by rank: what it said, `host`, and how long ago that was in
+        `ago_s`: the clocks of two machines may differ."""
+        now_s = self._clock()
         rows = [
-            {**sign, "host": seat.member.host, "seen": now - (now_s - seat.heard_s)}
+            {**sign, "host": seat.member.host, "ago_s": now_s - seat.heard_s}
             for seat in self._seats.values() for sign in seat.signs
         ]
         return sorted(rows, key=lambda row: int(row["rank"]))

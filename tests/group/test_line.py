@@ -1,8 +1,10 @@
 """Which rank caused the end: from what the line says, and from where the others were. Whole jobs are in
 `test_rendezvous` and `test_deadlines`."""
 
+import itertools
 import logging
 import socket
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
-from rankup.group import joining
+from rankup.group import joining, watchdog
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 
@@ -27,6 +29,15 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
 def sign(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
     """`silent_s`: so long ago came the last sign, when the deadline passes; 0: one comes whenever somebody asks."""
     return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
+
+
+class AlsoAsked(threading.Event):
+    """Whoever asks anew waits for an answer to come after that."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        there = super().wait(timeout)
+        self.clear()
+        return there
 
 
 LOST = {"is": "lost", "ranks": [2], "why": "error: x", "code": 1}
@@ -52,18 +63,23 @@ ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
 )
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
     heard: list[dict[str, Any]], late: dict[str, Any] | None, signs: list[dict[str, Any]] | None, waiting: bool,
-    text: str,
+    text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`."""
-    watch, passed_s = watchdog_of(1, waiting=waiting), time.time()
+    """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`.
+    The machine's clock is set meanwhile, and another thread asks as well."""
+    watch, passed_s, hours = watchdog_of(1, waiting=waiting), time.monotonic(), itertools.count(9, -1)
+    watch._answered = AlsoAsked()
+    clock = SimpleNamespace(time=lambda: 3600.0 * next(hours), monotonic=time.monotonic)
+    monkeypatch.setattr(watchdog, "time", clock)
 
     def say(kind: str) -> bool:
         """What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
         if late is not None:
             watch.hear(late)
         if signs is not None:
-            seen = [passed_s - each["silent_s"] if each["silent_s"] else time.time() for each in signs]
-            watch.hear({"is": "ranks", "ranks": [{**each, "seen": s} for each, s in zip(signs, seen, strict=True)]})
+            late_s = time.monotonic() - passed_s
+            ranks = [{**each, "ago_s": each["silent_s"] and each["silent_s"] + late_s} for each in signs]
+            watch.hear({"is": "ranks", "ranks": ranks})
         return signs is not None
 
     watch.connect(SimpleNamespace(say=say), ["node0", "node0", "node1", "node1"])

@@ -214,6 +214,19 @@ def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> Non
     assert [answer.rank for answer in stacks.written(tmp_path)] == [0, 1]
 
 
+def test_file_of_many_attempts_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    sizes = []
+    for attempt in range(40):
+        path = announce_stacks(tmp_path, 0, 1, attempt)
+        sizes.append(path.stat().st_size)
+        with path.open("a") as file:
+            file.write("# {}\nThread 0x1 (most recent call first):\n" + '  File "a.py", line 1 in f\n' * 4000)
+        (answer,) = stacks.written(tmp_path)
+        assert (answer.pid, answer.text.count("a.py")) == (attempt, 4000)
+    assert max(sizes) < 2 * logs.MOST_STACKS
+    assert '"pid": 38' in path.read_text()
+
+
 def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:
     with announce_stacks(tmp_path, 1, 3, 2**22 + 1).open("a") as file:
         file.write("Thread")
