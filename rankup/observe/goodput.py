@@ -140,16 +140,13 @@ class Reporter:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
         if finished:
-            self._track()
+            self.follow()
         else:
             self._thread.start()
 
     def follow(self) -> None:
-        """From now on there are steps to report."""
+        """From now on there are steps to report, and the tracker gets what it has not got."""
         self._trains = True
-        self._track()
-
-    def _track(self) -> None:
         if self._facts is not None and self._tracker is None:
             self._tracker = Tracker(self._facts, self.group.log)
 
