@@ -220,9 +220,12 @@ def test_file_of_many_attempts_is_bounded_and_keeps_the_newest(tmp_path: Path) -
         path = announce_stacks(tmp_path, 0, 1, attempt)
         sizes.append(path.stat().st_size)
         with path.open("a") as file:
-            file.write("# {}\nThread 0x1 (most recent call first):\n" + '  File "a.py", line 1 in f\n' * 4000)
+            for step in (10, 11):
+                file.write(f'# {{"why": "asked", "phase": "step", "step": {step}}}\n')
+                file.write("Thread 0x1 (most recent call first):\n" + '  File "/me/a.py", line 1 in f\n' * 2000)
         (answer,) = stacks.written(tmp_path)
-        assert (answer.pid, answer.text.count("a.py")) == (attempt, 4000)
+        assert (answer.pid, answer.why, answer.place) == (attempt, "asked", "a.py:1 f of step 12")
+        assert answer.text.count("a.py") == 2000
     assert max(sizes) < 2 * logs.MOST_STACKS
     assert '"pid": 38' in path.read_text()
 
