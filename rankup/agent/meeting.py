@@ -60,6 +60,7 @@ class _Seat:
     problem: str = ""  # with the route to the next member
     warm: bool = True  # it has imported torch
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
+    signed_s: float = 0.0  # when it did
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
 
@@ -145,7 +146,7 @@ class Leader:
         `ago_s`: the clocks of two machines may differ."""
         now_s = self._clock()
         rows = [
-            {**sign, "host": seat.member.host, "ago_s": now_s - seat.heard_s}
+            {**sign, "host": seat.member.host, "ago_s": now_s - seat.signed_s}
             for seat in self._seats.values() for sign in seat.signs
         ]
         return sorted(rows, key=lambda row: int(row["rank"]))
@@ -318,7 +319,7 @@ class Leader:
                 self._judge()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            seat.signs = [dict(sign) for sign in message.get("ranks", [])]
+            seat.signs, seat.signed_s = [dict(sign) for sign in message.get("ranks", [])], seat.heard_s
         elif kind == "leaving" and self._limits is not None:
             self._let_go(seat)
         elif kind == "has":

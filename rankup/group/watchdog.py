@@ -315,16 +315,15 @@ class Watchdog:
         while True:
             if not self._ask(timing.QUIET_S):
                 return [Suspect(0, "it does not answer")]
-            signs = [sign for sign in self._signs if sign["rank"] != self.rank]
-            silent = [sign for sign in signs if sign["ago_s"] > timing.QUIET_S]
-            busy = [sign for sign in signs if not sign["waiting"]]
-            suspects = [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
-                Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy
-            ]
-            # One that was stopped a moment ago said last that it waits: whoever lives says so again
-            older = [sign for sign in signs if sign["ago_s"] > time.monotonic() - asked_s]
-            if suspects or not older or self._heard.wait(timing.TICK_S):
-                return suspects
+            # What one said before does not count: it may have been stopped since, and then it is the one
+            waited_s, signs = time.monotonic() - asked_s, [sign for sign in self._signs if sign["rank"] != self.rank]
+            silent = [sign for sign in signs if sign["ago_s"] > waited_s]
+            if not silent or waited_s > timing.QUIET_S or self._heard.wait(timing.ALIVE_S):
+                break
+        return [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
+            Suspect(sign["rank"], f"is alive, in {sign['phase']} at step {sign['step']}", alive=True)
+            for sign in signs if not sign["waiting"]
+        ]
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rankup import timing
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
 from rankup.group import joining, watchdog
@@ -57,8 +58,11 @@ ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
         ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
          "suspected: rank 2 on node1 (is alive, in step at step 7)"),
         ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
-        ([], None, [sign(0), sign(2), sign(3, silent_s=4.5)], True,
+        # Stopped a moment before: it still seems to wait, or to be alive
+        ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
          "suspected: rank 3 on node1 (gave no sign of life)"),
+        ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
+         "suspected: rank 2 on node1 (gave no sign of life)"),
     ],
 )
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
@@ -71,6 +75,8 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     watch._answered = AlsoAsked()
     clock = SimpleNamespace(time=lambda: 3600.0 * next(hours), monotonic=time.monotonic)
     monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(timing, "QUIET_S", 0.5)
+    monkeypatch.setattr(timing, "ALIVE_S", 0.1)
 
     def say(kind: str) -> bool:
         """What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
