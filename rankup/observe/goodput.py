@@ -179,7 +179,8 @@ class Reporter:
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, watch, now, seconds = self.course, self.group.watch, time.time(), spent(self.group)
+        course, watch, seconds = self.course, self.group.watch, spent(self.group)
+        now = time.time()  # after `seconds`, which are never more than what has passed
         progress, (phase, open_s) = course.progress, watch.clock.present()
         step, done = progress.step, progress.step - course.first_step
         remaining_s = None
