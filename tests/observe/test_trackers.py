@@ -138,15 +138,17 @@ def test_mlflow_gets_more_settings_and_curves_than_it_takes_at_once(server: Serv
     facts = Facts("mlflow", RUN, str(tmp_path / "many"), {"long": "x" * 7000, **{f"s{n}": n for n in range(250)}})
     facts.folder.mkdir()
     (facts.folder / "metrics.jsonl").write_text(line(1, **{f"eval/class {n}": n / 2 for n in range(1200)}))
-    said = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "rankup.observe.tracker"], timeout=300, capture_output=True, text=True,
-        input=f"{json.dumps(asdict(facts))}\nfinished\n", env=environment(FOR_PACKAGES | mlflow_at(server)),
-    )
-    (run,) = server.runs("many")
-    assert run["info"]["status"] == "FINISHED", said
+    command, env = [sys.executable, "-W", "ignore", "-m", "rankup.observe.tracker"], FOR_PACKAGES | mlflow_at(server)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment(env)) as sender:
+        assert sender.stdin is not None
+        sender.stdin.write(f"{json.dumps(asdict(facts))}\n".encode())
+        sender.stdin.flush()
+        (run,) = wait_for("all curves", lambda: [
+            run for run in server.runs("many") if len(run["data"].get("metrics", ())) == 1200
+        ])
+        sender.stdin.close()
     settings = parameters(run)
     assert (len(settings), settings["s249"], settings["long"]) == (251, "249", "x" * 6000)
-    assert len(run["data"]["metrics"]) == 1200
 
 
 def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path) -> None:
