@@ -86,16 +86,16 @@ def test_rank_that_hangs_is_somewhere_else(
 
 
 def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
-    run, arrived = tmp_path / "run", tmp_path / "arrived"
-    order = probe("loss", arrived, before_s=1.0)
+    run, arrived, go = tmp_path / "run", tmp_path / "arrived", tmp_path / "go"
+    order = probe("loss", arrived, until=str(go))
     with forks.running("train", *settings(run), world_size=WORLD, env=order) as job:
         job.wait_until(arrived.exists, "step")
         for process in job.processes:  # as a batch system does it: to the workers too
             process.signal_group("SIGUSR2")
+        files = [run / "stacks" / f"rank-{rank}.txt" for rank in range(WORLD)]
+        job.wait_until(lambda: all('"why": "asked"' in file.read_text() for file in files), "their stacks")
+        go.touch()
         assert job.wait() == [0] * WORLD, job.output
-    for rank in range(WORLD):
-        said = (run / "stacks" / f"rank-{rank}.txt").read_text()
-        assert '"why": "asked"' in said
 
 
 @contextmanager
