@@ -142,11 +142,11 @@ class Leader:
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def signs(self) -> list[dict[str, Any]]:
-        """Where each rank was when its member last said so, by rank: what it said, `host`, and how long ago that was in
-        `ago_s`: the clocks of two machines may differ."""
+        """Where each rank was when its member last said so, by rank: what it said, and `host`. How long ago it lived is
+        in `ago_s`, as the clocks of two machines may differ."""
         now_s = self._clock()
         rows = [
-            {**sign, "host": seat.member.host, "ago_s": now_s - seat.signed_s}
+            {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
             for seat in self._seats.values() for sign in seat.signs
         ]
         return sorted(rows, key=lambda row: int(row["rank"]))
@@ -319,7 +319,8 @@ class Leader:
                 self._judge()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            seat.signs, seat.signed_s = [dict(sign) for sign in message.get("ranks", [])], seat.heard_s
+            signs = message.get("ranks", [])
+            seat.signs, seat.signed_s = [{**sign, "ago_s": float(sign["ago_s"])} for sign in signs], seat.heard_s
         elif kind == "leaving" and self._limits is not None:
             self._let_go(seat)
         elif kind == "has":
