@@ -274,7 +274,7 @@ class ScriptStatus(StatusFile):
         self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 
-    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+    def report(self, *, finished: bool = False, nodes: Sequence[dict[str, Any]] = ()) -> None:
         """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
         now = time.time()
         row = {"phase": "script", "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
