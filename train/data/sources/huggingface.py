@@ -79,15 +79,10 @@ def open_splits(config: Config) -> Mapping[str, Any]:
         else:
             found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
     except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
-        if folder.is_dir():
-            raise UserError(f"{folder}: can't be read as a Hugging Face data set ({one_line(error)}).") from error
-        if config.hf_download:
-            raise UserError(f"{name} cannot be downloaded from the Hugging Face hub ({one_line(error)}).") from error
-        raise UserError(
-            f"dataset must be hf: and a folder, or a data set's name, got {config.dataset}, which is no folder and "
-            f"can't be read from the cache ({one_line(error)}). Nothing is downloaded unasked: to fetch it from the "
-            "Hugging Face hub, once, set --hf-download."
-        ) from error
+        way_out = "" if folder.is_dir() or config.hf_download else (
+            " It is no folder here and not in the cache. Nothing is downloaded unasked: set --hf-download."
+        )
+        raise UserError(f"{name} can't be read as a Hugging Face data set ({one_line(error)}).{way_out}") from error
     finally:
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
     return found if isinstance(found, Mapping) else {"train": found}
