@@ -134,8 +134,8 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
         table, where = splits[split].select(numbers), f"{config.dataset}, split {split}"
         for column, what, fit in ((inputs, "input", fits), (label, "label", _is_label)):
             if column not in table.features or not fit(table.features[column]):
-                rule = f"a column of {usual if what == 'input' else what}s among {', '.join(table.features)}"
-                raise UserError(f"{where}: --{what}-column must name {rule}, got {column}.")
+                kind, names = usual if what == "input" else what, ", ".join(table.features)
+                raise UserError(f"{where}: --{what}-column must name a column of {kind}s among {names}, got {column}.")
         return Rows(where, split, numbers.start, table, inputs, label, *_read_labels(table, label))
 
     train, test = part("hf_train_split", config.hf_train_split), part("hf_eval_split", evaluated)
