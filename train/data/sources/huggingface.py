@@ -19,7 +19,6 @@ from rankup import UserError
 from ...config import Config
 from ...config.load import flag
 from ..file_samples import FileSamples, read_file
-from .imagefolder import MEAN, STD
 from .texts import Texts, TextSet, checked, texts_of
 
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
@@ -200,6 +199,6 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     for index in range(0, len(paths), -(-len(paths) // COMPARED)):
         digest.update(read(index))
     return FileSamples(
-        tuple(paths), labels, classes, MEAN, STD, f"{title}-{digest.hexdigest()[:8]}",
-        origin=f"column {rows.input} of {rows.where}", margin=isinstance(config.augment, str), contents=read,
+        tuple(paths), labels, classes, f"{title}-{digest.hexdigest()[:8]}", f"column {rows.input} of {rows.where}",
+        margin=isinstance(config.augment, str), contents=read,
     )
