@@ -36,8 +36,8 @@ def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[tor
     return normalize
 
 
-def build(config: Config) -> Workload:
-    """The workload of `config.dataset` and `config.model`. Raises UserError."""
+def build(config: Config, *, pretrained: bool = True) -> Workload:
+    """The workload of `config.dataset` and `config.model`, whose weights begin at random. Raises UserError."""
     train, test = load(config)
     if isinstance(train, TensorSamples):
         channels, size, width = train.images.shape[1:]
