@@ -1,4 +1,4 @@
-"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubeflow's operator. And ports that do not collide.
+"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubernetes. And ports that do not collide.
 
 `adopt` and `complete` return RANK and its companions as strings; what is set explicitly beats them.
 """
@@ -40,10 +40,14 @@ def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
             raise LaunchError(
                 f"{name}={environ[name]} but RANK is not set: that launcher is not supported. Start with {TORCHRUN}."
             )
-    if count(environ, "JOB_COMPLETION_INDEX"):  # it is 0 in a Job of one pod, too
+    # An Indexed Job does not tell its pods how many they are; that a TrainJob has only one is known
+    if (index := environ.get("JOB_COMPLETION_INDEX")) and environ.get("PET_NNODES") != "1":
+        if "WORLD_SIZE" in environ:
+            return "kubernetes", {"RANK": index}
         raise LaunchError(
-            f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} but RANK is not set: each pod would train alone. "
-            "k8s/job.yaml shows how an Indexed Job supplies RANK and WORLD_SIZE. For a single process unset it."
+            f"JOB_COMPLETION_INDEX={index} but WORLD_SIZE is not set: each pod would train alone. Set WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT as k8s/job.yaml does. If each is to train alone, give launch --nnodes 1, or "
+            "unset it."
         )
     return None
 

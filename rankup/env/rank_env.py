@@ -92,8 +92,8 @@ def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, A
     if missing := [name for name in needed if name not in values]:
         shown = [f"{name}={text if re.fullmatch(r'[!-~]+', text) else repr(text)}" for name, text in values.items()]
         raise LaunchError(
-            f"{' '.join(shown) or '--init-method'} but {' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            f"set. {WHO_SETS_THEM} For a single process unset {' '.join(values) or 'it'}."
+            f"{' '.join(shown)} but {' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
+            f"{WHO_SETS_THEM} For a single process unset {' '.join(values)}."
         )
     # torchrun sets LOCAL_RANK per process; PyTorchJob, which sets RANK per pod, does not
     values = {"LOCAL_RANK": "0", **values}
@@ -124,18 +124,27 @@ def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, A
 def with_options(
     environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
 ) -> Mapping[str, str]:
-    """`environ` and the variables that these options stand for. Raises LaunchError for a URL of another kind, and where
-    an option repeats a variable that is set."""
-    for flag, name, value in (
+    """`environ` and the variables that these options stand for. Raises LaunchError for a URL of another kind, where an
+    option repeats a variable that is set, and where only some are given and no launcher says the rest."""
+    options = (
         ("--rank", "RANK", rank), ("--world-size", "WORLD_SIZE", world_size),
         ("--init-method", "MASTER_ADDR", init_method or None),
-    ):
+    )
+    for flag, name, value in options:
         if value is not None and name in environ:
             raise LaunchError(
                 f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one."
             )
     counts = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    return {**environ, **counts, **(_parse_url(init_method) if init_method else {})}
+    told = {**environ, **counts, **(_parse_url(init_method) if init_method else {})}
+    missing = [flag for flag, name, value in options if value is None and name not in environ]
+    is_given = any(value is not None for _, _, value in options)
+    if missing and is_given and ("RANK" in told or launchers.adopt(told) is None):
+        raise LaunchError(
+            f"{' and '.join(missing)} must be given too, got nothing. A rank has --rank, --world-size and "
+            "--init-method; a single process has none of them."
+        )
+    return told
 
 
 def _parse_url(url: str) -> dict[str, str]:

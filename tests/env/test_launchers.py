@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from rankup.env.launchers import port_for
-from rankup.env.rank_env import RankEnv, read_rank_env
+from rankup.env.rank_env import RankEnv, read_rank_env, with_options
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
@@ -93,6 +93,11 @@ def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
     read = read_rank_env(env)
     assert (read.launcher, read.world_size, read.run_name) == ("python", 1, "slurm-77")
     assert " not set. " in refusal({**env, "WORLD_SIZE": "4"})
+
+
+def test_slurm_knows_the_rank_that_belongs_to_an_address():
+    env = read_rank_env(with_options(STEP, init_method="tcp://node0:29400"))
+    assert (place(env), env.master_addr) == ((3, 1, 4, 2), "node0")
 
 
 def test_explicit_rank_beats_slurm_and_learns_its_place_where_it_is_that_task():
@@ -266,10 +271,14 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "\n" not in message
 
 
-def test_indexed_job_of_several_pods_without_rank_is_refused():
-    assert "k8s/job.yaml" in refusal({"JOB_COMPLETION_INDEX": "1"})
-    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0"}).distributed  # of one pod
-    assert read_rank_env({"JOB_COMPLETION_INDEX": "1", **FULL}).rank == 1
+def test_pod_of_an_indexed_job_has_its_index_for_a_rank_and_never_trains_alone_unasked():
+    for index in ("0", "1"):
+        message = refusal({"JOB_COMPLETION_INDEX": index})
+        assert message.startswith(f"JOB_COMPLETION_INDEX={index} but WORLD_SIZE is not set: each pod would train alone")
+        assert "k8s/job.yaml" in message
+    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "1"}).distributed  # a TrainJob of one pod
+    assert place(read_rank_env({**without(FULL, "RANK"), "JOB_COMPLETION_INDEX": "2"})) == (2, 0, 4, None)
+    assert read_rank_env({**FULL, "JOB_COMPLETION_INDEX": "2"}).rank == 1
 
 
 # Ports and hosts ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import os
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,14 +166,26 @@ def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, exp
     assert is_loopback(host) is expected
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"init_method": "tcp://node0:29400"}, "--rank and --world-size"),
+        ({"init_method": "file:///tmp/meeting", "rank": 0}, "--world-size"),
+        ({"rank": 0, "world_size": 2}, "--init-method"),
+    ],
+)
+def test_options_that_are_missing_are_named(given: dict[str, Any], missing: str):
+    with pytest.raises(LaunchError, match=f"^{missing} must be given too, got nothing"):
+        with_options({}, **given)
+
+
 def test_url_stands_for_the_variables(tmp_path: Path):
-    ipv6 = with_options({}, init_method="tcp://[fd00::1]:29400/")
-    assert ipv6 == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
+    ipv6 = with_options({}, init_method="tcp://[fd00::1]:29400/", rank=0, world_size=1)
+    assert (ipv6["MASTER_ADDR"], ipv6["MASTER_PORT"]) == ("fd00::1", "29400")
     by_file = with_options({}, init_method=f"file://{tmp_path}/a%20b", rank=1, world_size=2)
     env = read_rank_env(dict(by_file))
     assert (env.rank, env.file) == (1, f"{tmp_path}/a b")
     assert f"rank 1 of 2 (local 0), meeting by {tmp_path}/a b" in describe(env)
-    assert "RANK WORLD_SIZE are not set" in refusal(dict(with_options({}, init_method=f"file://{tmp_path}/a")))
 
 
 @pytest.mark.parametrize(
