@@ -13,20 +13,20 @@ never be read as today's.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.protocol import Member
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
-from rankup.places.files import read_json, write_json
+from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
 
@@ -171,6 +171,37 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How an attempt goes, as rank 0 said last, or the agent that leads where the script does not import rankup. Times
+    are of `time.time()` on its machine."""
+
+    run: str  # its id
+    attempt: str
+    began: float  # the process of rank 0
+    time: float  # of writing this
+    ranks: list[dict[str, Any]]  # what was last heard of each, see `Leader.signs`
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
+    finished: bool = False  # the run ended with this attempt
+    first_step: int = 0
+    step: int = 0
+    total_steps: int | None = None  # None where nobody knows
+    seconds: dict[str, float] = field(default_factory=dict)  # of the whole attempt so far, by kind
+    unit: str = ""
+    per_s: float = 0.0
+    remaining_s: float | None = None  # estimated; None before the first step
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest values of training and evaluation
+    open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file of this attempt. Raises OSError."""
+        # Not asdict: it copies what is said of each rank, which takes longer than to write it
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        # Launchers may give an id twice, so the name has more than the attempt's
+        path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
+        write_atomically(path, json.dumps(values) + "\n")
+
+
 class StatusFile:
     """`status.json` of a run directory, which rank 0 writes. `attempt`: its id; the ranks take over rank 0's when they
     meet. `begun`: before, a mistake of the user is that of a command, and no end of the run."""
@@ -221,7 +252,6 @@ class ScriptStatus(StatusFile):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, RankEnv())
         self.begun, self.held = True, contextlib.ExitStack()
-        self._hosts: list[str] = []
         self._began = time.time()
 
     def take(self, attempt: str, *, agreed: bool) -> bool:
@@ -232,27 +262,22 @@ class ScriptStatus(StatusFile):
         code = read_json(self.run_dir / "status.json").get("code", FINISHED)
         return code is None or int(code) >= 128
 
-    def begin(self, attempt: str, members: Iterable[Member]) -> None:
-        self._hosts = [member.host for member in members for _ in member.ranks]
-        self.attempt, self.world_size, self._began = attempt, len(self._hosts), time.time()
+    def begin(self, attempt: str, world_size: int) -> None:
+        self.attempt, self.world_size, self._began = attempt, world_size, time.time()
         self.write_summary([])
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 
-    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
-        now = time.time()
-        row = {"phase": "script", "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
-        report = {
-            "run": job_of(self.attempt), "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
-            "finished": finished, "seconds": {}, "metrics": {}, "nodes": list(nodes),
-            "first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None,
-            "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
-        }
+    def report(
+        self, *, finished: bool = False, ranks: Iterable[dict[str, Any]] = (), nodes: Iterable[dict[str, Any]] = ()
+    ) -> None:
+        """How the attempt goes, for `status`; call it every REPORT_S."""
+        run, now = job_of(self.attempt), time.time()
+        report = Report(run, self.attempt, self._began, now, [*ranks], nodes=[*nodes], finished=finished)
         with contextlib.suppress(OSError):
-            write_json(self.run_dir / "status" / self.attempt / "progress-agent.json", report)
+            report.write(self.run_dir)
 
 
 def tell_torchrun(error: BaseException) -> None:

@@ -200,13 +200,12 @@ def hang_from_the_first_report_on() -> None:
 
     write, hangs = ends.write_json, Path(os.environ["HANGS"])
 
-    def hang(path: Path, data: Any) -> None:
-        if path.name.startswith("progress") or hangs.exists():
-            hangs.touch()
-            threading.Event().wait()
-        write(path, data)
+    def hang(*_: Any) -> None:
+        hangs.touch()
+        threading.Event().wait()
 
-    ends.write_json = hang
+    ends.write_atomically = hang  # the report
+    ends.write_json = lambda path, data: hang() if hangs.exists() else write(path, data)
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------

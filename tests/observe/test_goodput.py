@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
+from rankup.agent.ends import Report
+from rankup.observe.goodput import KINDS, duration, goodput, one_line, read_reports
 from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
