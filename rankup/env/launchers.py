@@ -53,23 +53,16 @@ def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def complete(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """RANK is set, by `launcher`: what Slurm or Kubeflow add about this node. Raises LaunchError where they show that
-    RANK and WORLD_SIZE do not count what they should."""
+    """RANK is set, by torchrun or somebody else: what Slurm or Kubeflow add about this node. Raises LaunchError where
+    they show that RANK and WORLD_SIZE do not count what they should."""
     step, tasks, _ = _slurm_step(environ)
-    if launcher != "environment":
+    if launcher == "torchrun":
         if environ.get("GROUP_WORLD_SIZE") != str(tasks):  # else each task is an agent: it simulates nodes by tasks
             refuse_multiplied(environ, launcher)
     elif step is not None and (environ["RANK"], environ.get("WORLD_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks)):
         own = {"LOCAL_RANK": environ["SLURM_LOCALID"]} if "SLURM_LOCALID" in environ else {}
         return own | _tasks_of_node(environ)
     return _complete_pod(environ)
-
-
-def run_name(environ: Mapping[str, str]) -> str | None:
-    """The job's number, which a requeue keeps; in an array the array's number and the task's."""
-    if index := environ.get("SLURM_ARRAY_TASK_ID"):
-        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
-    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
 def count(environ: Mapping[str, str], name: str) -> int | None:

@@ -59,7 +59,8 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     file = environ.get("RANKUP_FILE", "")
     if "RANK" in environ:
         launcher = who_set_rank(environ)
-        derived = launchers.complete(environ, launcher)
+        # An agent has looked itself, and says all; in another membership its ranks are not as many as Slurm's tasks
+        derived = launchers.complete(environ, launcher) if launcher != "launch" else {}
     else:  # half a set is no single process: the check names what is missing
         launcher, derived = launchers.adopt(environ) or ("environment" if given or file else "python", {})
     more: dict[str, Any] = {}
@@ -72,7 +73,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(
-        launcher=launcher, run_name=launchers.run_name(environ), start=environ.get("RANKUP_START", ""),
+        launcher=launcher, run_name=_run_name(environ), start=environ.get("RANKUP_START", ""),
         # These leave their processes running where they are killed
         parent_pid=os.getppid() if launcher in ("torchrun", "mpirun") else None, **more,
     )
@@ -84,6 +85,13 @@ def who_set_rank(environ: Mapping[str, str]) -> str:
     if "RANKUP_AGENT" in environ:
         return "launch"
     return "torchrun" if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys() else "environment"
+
+
+def _run_name(environ: Mapping[str, str]) -> str | None:
+    """The number of Slurm's job, which a requeue keeps; in an array the array's number and the task's."""
+    if index := environ.get("SLURM_ARRAY_TASK_ID"):
+        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
+    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
 def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, Any]:
@@ -103,6 +111,8 @@ def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, A
         "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "WORLD_SIZE": (1, MANY),
         "LOCAL_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
     }
+    if launcher == "launch":  # where other agents were lost, a rank keeps its GPU, whatever its new number
+        bounds["LOCAL_RANK"] = bounds["LOCAL_WORLD_SIZE"] = (0, MANY)
     wrong = {
         name: f"a whole number from {least} to {most}".replace(f" from {least} to {MANY}", f" >= {least}")
         for name, (least, most) in bounds.items() if name in values and not least <= numbers.get(name, -1) <= most

@@ -119,10 +119,9 @@ def test_injected_variable_is_not_mixed_with_the_launchers(env: Env, text: str):
     assert refusal(env).startswith(f"{text}, and RANK is not set: two launchers are mixed. Unset")
 
 
-@pytest.mark.parametrize("env", [AGENT, LAUNCH], ids=["torchrun", "launch"])
-def test_torchrun_multiplied_by_srun_is_refused(env: Env):
-    message = refusal({**STEP, **env})
-    assert "runs in each of 4 Slurm tasks on 2 nodes" in message
+def test_torchrun_multiplied_by_srun_is_refused():
+    message = refusal({**STEP, **AGENT})
+    assert "torchrun runs in each of 4 Slurm tasks on 2 nodes" in message
     assert "--ntasks-per-node=1" in message
 
 
@@ -131,6 +130,14 @@ def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
     assert (env.launcher, env.rank) == ("torchrun", 3)
     simulated = {"GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
     assert read_rank_env({**STEP, **AGENT, **simulated}).rank == 3
+
+
+@pytest.mark.parametrize("left", [3, 1])
+def test_rank_of_an_agent_beside_lost_ones_keeps_its_gpu(left: int):
+    """Slurm's variables still count four agents, two on each machine."""
+    fewer = {"GROUP_WORLD_SIZE": f"{left}", "WORLD_SIZE": f"{left}", "RANK": "0", "LOCAL_RANK": "1"}
+    env = read_rank_env({**STEP, **LAUNCH, **fewer})
+    assert (env.rank, env.local_rank, env.world_size) == (0, 1, left)
 
 
 def test_run_is_named_by_its_job_whoever_set_rank():
