@@ -166,7 +166,7 @@ def launch(given: argparse.Namespace) -> int:
         return _launch(given)
     if given.nnodes or given.spares or given.nproc:
         raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
-    changes, code = _changes(given.replay, given.run_dir), FINISHED
+    changes, code = _changes(given.replay, given.runs), FINISHED
     for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
         log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
         given.nproc = ranks
@@ -205,7 +205,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     except OSError as error:
         raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
     options = Options(
-        node=node, script=script, run_dir=Path(given.run_dir, given.name or node.run_name or script.run_name),
+        node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
         where=where, stop_after=stop_after,
         advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
@@ -228,12 +228,12 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 
 
-def _changes(run: str, run_dir: str) -> list[tuple[int, int]]:
+def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
     """From which step on that run had how many ranks."""
     from rankup.places.files import read_json
     from rankup.state.copies import STATE, list_copies, looks_whole
 
-    path = next((path for path in (Path(run), Path(run_dir, run)) if path.is_dir()), Path(run))
+    path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
     whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
     changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("changes") if whole else None
     if not changes:
@@ -432,8 +432,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = COMMANDS[name].parse(words)
-    if name != "launch":
-        given.runs = runs_folder(given.run_dir)
+    given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)
