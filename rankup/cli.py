@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError
 from rankup.places.files import runs_folder
+from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
@@ -344,7 +345,6 @@ def export(given: argparse.Namespace) -> int:
     state, or the state of one object alone. It takes plain and sharded checkpoints, of any run."""
     from rankup.job import open_checkpoint
     from rankup.state.reading import export
-    from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
@@ -432,6 +432,9 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = COMMANDS[name].parse(words)
+    for flag, value in (("--run-dir", given.run_dir), ("--shared-dir", getattr(given, "shared_dir", ""))):
+        if secrets_in(value):  # it would stand in logs
+            raise UserError(must_hold_no_secrets(flag))
     given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
