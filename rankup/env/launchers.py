@@ -198,6 +198,12 @@ def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Ma
     """For an agent: `environ`, in which RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
     `num_nodes`: what an option says. Raises LaunchError where nobody says how many pods there are, or which this is."""
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
+    if nodes is None and "RANK" not in environ and (index := environ.get("JOB_COMPLETION_INDEX")):
+        if num_nodes == 1:  # each pod trains alone, as it was told
+            return {name: value for name, value in environ.items() if name != "JOB_COMPLETION_INDEX"}, None
+        if num_nodes or "WORLD_SIZE" in environ:
+            own = {"WORLD_SIZE": str(num_nodes), "MASTER_PORT": str(PORT_OF_LAUNCH)}
+            return {**own, **environ, "RANK": index}, None
     if nodes is None or "LOCAL_RANK" in environ:
         return environ, None
     if ":" in nodes and (num_nodes is None or "RANK" not in environ):

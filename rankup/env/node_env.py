@@ -69,10 +69,6 @@ def read_node_env(
     # Raises in a batch shell of several tasks, which is none of them
     is_task = "RANK" not in variables and (adopt_slurm(variables) or ("", {}))[0] == "slurm"
     if "RANK" not in variables and not is_task:
-        if (pod := count(variables, "JOB_COMPLETION_INDEX")) is not None:
-            nnodes = nnodes or count(variables, "WORLD_SIZE")
-        if nnodes == 1:
-            variables.pop("JOB_COMPLETION_INDEX", None)  # each pod trains alone, as it was told
         if nnodes is None or nnodes == 1:
             if node_rank:
                 raise LaunchError(f"--node-rank must be 0 where there is one node, got {node_rank}. Give --nnodes too.")
@@ -83,8 +79,7 @@ def read_node_env(
             )
         if not master_addr and "MASTER_ADDR" not in variables:
             raise LaunchError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
-        rank = (node_rank or 0) if pod is None else pod
-        options = {"RANK": rank, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
+        options = {"RANK": node_rank or 0, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
         variables = {**{name: str(value) for name, value in options.items()}, **variables}
     if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
         variables["WORLD_SIZE"] = str(max(nnodes or 1, (count(variables, "RANK") or 0) + 1))
