@@ -34,10 +34,6 @@ class UserError(ExpectedError, ValueError):
     code = USER_MISTAKE
 
 
-class LaunchError(UserError):
-    """The environment describes no launch that could work."""
-
-
 class JoinError(ExpectedError, RuntimeError):
     """The group did not come together within its deadline, exit code 170."""
 

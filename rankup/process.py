@@ -68,7 +68,7 @@ class Program:
 
     @property
     def rank_env(self) -> RankEnv:
-        """Which rank this is. Raises LaunchError where the environment describes none."""
+        """Which rank this is. Raises UserError where the environment describes none."""
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -89,8 +89,8 @@ class Program:
         Raises UserError where nothing can be written.
         """
         guard(*guarded)
-        if isinstance(self.found, RankEnv) and self.found.parent_pid:
-            die_with_parent(self.found.parent_pid)
+        if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
+            die_with_parent(os.getppid())  # where these are killed, they leave their processes running
         if run_dir is None:
             return
         launch, self._run_dir = self.rank_env, run_dir
@@ -120,7 +120,7 @@ class Program:
         own the run in `run_dir`; else it only writes the status of its end there.
 
         Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
-        lost meanwhile, UserError (2) where they differ, and LaunchError (2) for a device that is not there.
+        lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
         """
         from torch import distributed
 

@@ -298,7 +298,7 @@ class Agent:
     # Who leads ------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """On MASTER_PORT where others look for this node there. Raises JoinError and LaunchError."""
+        """On MASTER_PORT where others look for this node there. Raises JoinError and UserError."""
         port = self.node.master_port
         if self.node.node_rank:
             try:  # node 0, or another agent, may be on this machine too

@@ -1,6 +1,5 @@
 """Every environment that Slurm, Open MPI, horovodrun and Kubeflow give: adopted, or refused with the way out."""
 
-import os
 import zlib
 
 import pytest
@@ -57,7 +56,7 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
 )
 def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], address: str):
     env = read_rank_env({**STEP, **change})
-    assert (place(env), env.launcher, env.parent_pid) == (where, "slurm", None)
+    assert (place(env), env.launcher) == (where, "slurm")
     assert f"{env.master_addr}:{env.master_port}".startswith(address)
 
 
@@ -171,8 +170,6 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     assert read_rank_env({**env, job: "another"}).master_port != read.master_port
     assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same on every node
     assert "MASTER_PORT is not set" in refusal(without(env, job))
-    # An mpirun that is killed leaves its processes running
-    assert read.parent_pid == (os.getppid() if launcher == "mpirun" else None)
 
 
 @pytest.mark.parametrize(

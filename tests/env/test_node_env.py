@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rankup.env.node_env import Limits, read_node_env
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 from tests.env.test_launchers import BATCH, HOROVOD, MPI, STEP, TRAINER, elastic, pod
 from tests.env.test_rank_env import AGENT, FULL, Env
 
@@ -95,7 +95,7 @@ def test_agent_of_one_of_several_ranks_on_a_machine_counts_them(given: Env, want
     ],
 )
 def test_agent_is_refused_what_would_train_alone_or_twice(env: Env, options: dict[str, Any], said: str):
-    with pytest.raises(LaunchError, match=said) as refused:
+    with pytest.raises(UserError, match=said) as refused:
         read_node_env(env, **options)
     assert "\n" not in str(refused.value)
 
