@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, Stopped, UserError
 from rankup.places.files import runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
@@ -417,6 +417,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return _run(first, rest)
     except SystemExit as end:  # argparse has printed the help
         return int(end.code or FINISHED)
+    except KeyboardInterrupt:  # of launch, before its agent hears signals
+        return Program().end(Stopped("SIGINT before the start: no rank was started."))
     except Exception as error:
         return Program().end(error)
 
