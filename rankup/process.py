@@ -5,11 +5,9 @@ No torch here: `join` imports it.
 """
 
 import contextlib
-import getpass
 import logging
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,11 +47,6 @@ class Program:
         if not {os.getcwd(), ""} & set(sys.path):
             # `python -m` puts the current directory on the path, `rankup` and a file do not
             sys.path.append(os.getcwd())
-        try:
-            getpass.getuser()
-        except (KeyError, OSError):
-            # torch before 2.13 asks for the user's name while it is imported, and a container's arbitrary user has none
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         return self
 
     def read_rank(self, *, alone: bool = False, **options: Any) -> None:
