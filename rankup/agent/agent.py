@@ -108,7 +108,7 @@ class Lead:
         while True:
             await asyncio.sleep(timing.REPORT_S)
             if self.leader.running or self.limits is not None:
-                report = functools.partial(status.report, ranks=self.leader.signs(), nodes=self.leader.nodes())
+                report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
     async def _call(self) -> None:

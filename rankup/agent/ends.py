@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,27 +171,27 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How an attempt goes, as rank 0 said last, or the agent that leads where the script does not import rankup. Times
-    are of `time.time()` on its machine."""
+    """What is last known of one attempt: rank 0 says it, or the leader of a script that does not import rankup, of
+    whose steps nobody knows. Times are of `time.time()` on its machine."""
 
     run: str  # its id
     attempt: str
     began: float  # the process of rank 0
     time: float  # of writing this
-    ranks: list[dict[str, Any]]  # what was last heard of each, see `Leader.signs`
-    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
-    finished: bool = False  # the run ended with this attempt
     first_step: int = 0
     step: int = 0
     total_steps: int | None = None  # None where nobody knows
+    finished: bool  # the run ended with this attempt
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole attempt so far, by kind
     unit: str = ""
     per_s: float = 0.0
     remaining_s: float | None = None  # estimated; None before the first step
     metrics: dict[str, float] = field(default_factory=dict)  # the newest values of training and evaluation
+    ranks: list[dict[str, Any]]  # what is last heard of each
     open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
 
     def write(self, run_dir: Path) -> None:
         """Replace the file of this attempt. Raises OSError."""
@@ -265,17 +265,22 @@ class ScriptStatus(StatusFile):
     def begin(self, attempt: str, world_size: int) -> None:
         self.attempt, self.world_size, self._began = attempt, world_size, time.time()
         self.write_summary([])
+        self.report()  # it may end before the next one
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 
     def report(
-        self, *, finished: bool = False, ranks: Iterable[dict[str, Any]] = (), nodes: Iterable[dict[str, Any]] = ()
+        self, *, finished: bool = False, signs: Sequence[dict[str, Any]] = (), nodes: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S."""
-        run, now = job_of(self.attempt), time.time()
-        report = Report(run, self.attempt, self._began, now, [*ranks], nodes=[*nodes], finished=finished)
+        """How the attempt goes, for `status`; call it every REPORT_S. `signs`, `nodes`: see `Leader`."""
+        now = time.time()
+        ranks = [{**sign, "seen": now - sign["ago_s"]} for sign in signs]
+        run, attempt = job_of(self.attempt), self.attempt
+        report = Report(
+            run=run, attempt=attempt, began=self._began, time=now, finished=finished, ranks=ranks, nodes=list(nodes)
+        )
         with contextlib.suppress(OSError):
             report.write(self.run_dir)
 

@@ -60,6 +60,7 @@ class _Seat:
     problem: str = ""  # with the route to the next member
     warm: bool = True  # it has imported torch
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
+    signed_s: float = 0.0  # when it did
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
 
 
@@ -141,11 +142,11 @@ class Leader:
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def signs(self) -> list[dict[str, Any]]:
-        """Where each rank was when its member last said so, by rank: what it said, `host`, and `seen` in seconds of
-        `time.time()`."""
-        now, now_s = time.time(), self._clock()
+        """Where each rank was when its member last said so, by rank: what it said, and `host`. How long ago it lived is
+        in `ago_s`, as the clocks of two machines may differ."""
+        now_s = self._clock()
         rows = [
-            {**sign, "host": seat.member.host, "seen": now - (now_s - seat.heard_s)}
+            {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
             for seat in self._seats.values() for sign in seat.signs
         ]
         return sorted(rows, key=lambda row: int(row["rank"]))
@@ -318,7 +319,8 @@ class Leader:
                 self._judge()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            seat.signs = [dict(sign) for sign in message.get("ranks", [])]
+            signs = message.get("ranks", [])
+            seat.signs, seat.signed_s = [{**sign, "ago_s": float(sign["ago_s"])} for sign in signs], seat.heard_s
         elif kind == "leaving" and self._limits is not None:
             self._let_go(seat)
         elif kind == "has":

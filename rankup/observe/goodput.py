@@ -140,16 +140,13 @@ class Reporter:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
         if finished:
-            self._track()
+            self.follow()
         else:
             self._thread.start()
 
     def follow(self) -> None:
-        """From now on there are steps to report."""
+        """From now on there are steps to report, and the tracker gets what it has not got."""
         self._trains = True
-        self._track()
-
-    def _track(self) -> None:
         if self._facts is not None and self._tracker is None:
             self._tracker = Tracker(self._facts, self.group.log)
 
@@ -182,7 +179,8 @@ class Reporter:
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, watch, now, seconds = self.course, self.group.watch, time.time(), spent(self.group)
+        course, watch, seconds = self.course, self.group.watch, spent(self.group)
+        now = time.time()  # after `seconds`, which are never more than what has passed
         progress, (phase, open_s) = course.progress, watch.clock.present()
         step, done = progress.step, progress.step - course.first_step
         remaining_s = None
