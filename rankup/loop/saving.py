@@ -246,7 +246,7 @@ class Saving:
         group, run = self.group, self.run
         return to_json({
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
-            "versions": versions(), "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
+            "versions": versions(), "run": run.lineage.run, "attempt": run.mark, "line": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
             **({"changes": self.ranks} if self.ranks else {}),
         })

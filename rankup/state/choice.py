@@ -179,7 +179,7 @@ def _about(path: Path) -> tuple[int, str, str]:
 def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     """Second copies on this rank's disk."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
-        about, line = _about(path), Lineage.of(read_json(path / STATE).get("lineage"))
+        about, line = _about(path), Lineage.of(read_json(path / STATE).get("line"))
         if line is not None and line.run == about[2]:
             yield [PEER, str(path), *about, line.values()]
         else:
@@ -194,7 +194,7 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             options.check(path, record)
             options.fits(path, record)
             # Memory holds rescues of other jobs too: only this one's says which run to go on with
-            line = Lineage.of(record.get("lineage"))
+            line = Lineage.of(record.get("line"))
             known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 

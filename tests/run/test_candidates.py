@@ -52,7 +52,7 @@ class Node:
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
         """A second copy of that step."""
         directory = self.run_dir / SECOND / lineage.run
-        return save(directory, step, attempt=attempt, run=lineage.run, lineage=lineage.values())
+        return save(directory, step, attempt=attempt, run=lineage.run, line=lineage.values())
 
     def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)
