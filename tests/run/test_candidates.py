@@ -51,8 +51,9 @@ class Node:
 
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
         """A second copy of that step."""
-        directory = self.run_dir / SECOND / lineage.run
-        return save(directory, step, attempt=attempt, run=lineage.run, line=lineage.values())
+        path = save(self.run_dir / SECOND / lineage.run, step, attempt=attempt, run=lineage.run)
+        lineage.write(path)
+        return path
 
     def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)
