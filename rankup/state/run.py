@@ -126,9 +126,9 @@ class Run:
         seen_by = zip(self.group.hosts, self.group.gather(seen), strict=True)
         if unseen := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(seen_by) if not seen]:
             raise UserError(
-                f"A sharded checkpoint needs a run directory that all nodes share, got {self.folder}, in which "
-                f"{', '.join(unseen[:4])} can't see what others write. Set it to shared storage, or in the program in "
-                "train/ --checkpoint-format plain.", printed_elsewhere=not self.group.is_rank0,
+                f"checkpoint_format sharded needs a run directory that all nodes share, got {self.folder}, in which "
+                f"{', '.join(unseen[:4])} can't see what others write. Set --run-dir to shared storage, or "
+                "--checkpoint-format plain.", printed_elsewhere=not self.group.is_rank0,
             )
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
