@@ -1,5 +1,7 @@
 """A run of three ranks hangs: `stacks`, and a signal to any agent, say which rank is somewhere else, and where."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,7 +17,6 @@ import pytest
 from rankup.agent import logs
 from rankup.agent.logs import announce_stacks
 from rankup.observe import stacks
-from tests.rigs import jobs
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks, Process
 from tests.rigs.jobs import MAIN, environment, free_port
@@ -39,9 +40,9 @@ def probe(where: str, tell: Path, **order: object) -> dict[str, str]:
 
 
 def shown(run: Path, *words: str) -> str:
-    job = jobs.run("stacks", str(run), *words)
-    assert job.codes == [0], job.output
-    return job.output
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["stacks", str(run), *words]) == 0, out.getvalue()
+    return out.getvalue()
 
 
 def shown_at_last(run: Path, *patterns: str) -> str:
