@@ -53,7 +53,7 @@ HINT = (
     "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
 )
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 6  # of the messages; hello and refused stay as they are
+VERSION = 7  # of the messages; hello and refused stay as they are
 
 INT = range(-(2**63), 2**63)
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
