@@ -3,26 +3,23 @@
 import asyncio
 import contextlib
 import errno
-import itertools
 import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import Link, greeting, interface_of, read_secret
+from rankup.agent.network import Link, greeting, interface_of, open_port, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
 from rankup.agent.record import RecordWriter
-from rankup.agent.votes import NONE, Basis, age, same_job
-from rankup.env.node_env import NodeEnv
+from rankup.agent.votes import NONE, Basis, age
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 
 CROWD = 8  # a job with more ranks tries less often: one machine takes all connections
-ASKED = 4  # members that are asked at once who leads
 HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
@@ -34,7 +31,7 @@ class Attendance:
     """
 
     def __init__(
-        self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
+        self, me: Member, find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
         records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = timing.SILENT_S,
         commit: Mapping[str, Any] | None = None, warm: Callable[[], bool] = lambda: True,
@@ -47,7 +44,7 @@ class Attendance:
         self.basis: Basis = NONE
         self._silent_s, self._commit, self._warm = silent_s, dict(commit or {}), warm
         self._records, self._hint = records, hint
-        self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
+        self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
         self._refused = False
@@ -229,10 +226,7 @@ class Attendance:
             link.close()
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
-        link.send(
-            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis,
-            warm=self._warm(),
-        )
+        link.send("hello", **asdict(self.me), version=VERSION, n=self.n, basis=self.basis, warm=self._warm())
         self._link, self._heard_s = link, self._clock()
         self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
@@ -267,11 +261,9 @@ class Attendance:
             self._listener.close()
         alone = self.me.num_ranks == self.me.world_size  # nobody tries the way to it
         at = "" if is_loopback(ip) and not alone else ip
-        dual = not at and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual or ":" in at else socket.AF_INET
         port, self._listener, self._cannot_listen = 0, None, ""
         try:
-            self._listener = socket.create_server((at, 0), family=family, dualstack_ipv6=dual)
+            self._listener = open_port(at, 0)
             self._listener.setblocking(False)
             port = self._listener.getsockname()[1]
         except OSError as error:
@@ -322,65 +314,3 @@ def explain(error: OSError, host: str, port: int) -> str:
     if isinstance(error, TimeoutError):
         return f"{address} does not answer: a wrong address, a machine that is down, or a firewall that drops packets"
     return f"no route to {host} ({detail})" if error.errno in NO_ROUTE else f"{address}: {detail}"
-
-
-# Who leads where the number of nodes may change -----------------------------------------------------------------------
-
-
-async def elect(
-    attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None
-) -> tuple[str, int] | None:
-    """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
-    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
-
-    All members look at once. So each of them asks a few, those that may lead first, and only who is about to lead
-    itself asks all.
-    """
-    basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
-    said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
-    # No leader: a new node 0 that hears it knows that there is a job
-    words = {"n": basis["n"], "running": False, "token": me.token, "port": 0, "job": basis["job"]}
-
-    async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-        new = dict.fromkeys(place for place in places if place not in said)
-        while new:
-            found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
-            said.update(zip(new, found, strict=True))
-            told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
-            new = dict.fromkeys(place for place in told if place not in said)
-        for place, each in said.items():
-            leads = each is not None and not each["over"] and each["token"] != me.token
-            if each is not None and leads and each["n"] >= basis["n"] and same_job(each, basis):
-                return place
-        return None
-
-    known = [(token, (ip, port), name) for token, ip, port, name in basis["known"]]
-    before = list(itertools.takewhile(lambda each: each[0] != me.token, known))
-    for start in range(0, max(1, len(before)), ASKED):
-        few = before[start:start + ASKED]
-        if found := await ask([*(place for _, place, _ in few), master, elsewhere or master]):
-            return found
-        for token, place, name in few:
-            if (each := said[place]) and each["token"] == token:
-                raise ConnectionError(f"{name} is to lead, and does not yet")
-    if not basis["n"]:
-        return master  # which says why not
-    if len(before) == len(known):
-        raise ConnectionError("no leader of the job was found")
-    return await ask(place for token, place, _ in known if token != me.token)
-
-
-async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
-    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
-        link = await Link.connect(ip, port, timeout_s=timing.PROBE_S)
-        try:
-            async with asyncio.timeout(timing.PROBE_S):
-                said = await greeting(link, read_secret(os.environ))
-            said = {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
-            if answer is not None:
-                link.send("leads", **answer)
-            return said
-        finally:
-            link.close()
-    return None

@@ -223,7 +223,7 @@ class MemberLine:
         self.launch = launch = group.launch
         self._me = Member(
             token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
-            host=host_name(), pid=os.getpid(), digest=digest(group.settings), left_s=timeout_s,
+            host=host_name(), pid=os.getpid(), settings=dict(group.settings), left_s=timeout_s,
             restarts=launch.restart_count, ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
         )
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
@@ -310,7 +310,7 @@ class MemberLine:
 
         hint = "All ranks have to name the same file." if self._file else attendance.HINT
         self._attendance = attendance.Attendance(
-            self._me, self.group.settings, self._leader_at, notice=self.log.warning,
+            self._me, self._leader_at, notice=self.log.warning,
             records=lambda: {self._me.first_rank: self.group.record}, hint=hint, commit=RANKS,
         )
         member = False
@@ -344,7 +344,7 @@ class MemberLine:
                 master_listen_fd=listener.detach(),
             ), timeout_s=math.inf)
         # Where one rank was started again the job goes on, whatever rank 0 knows of that
-        restarts = max(member.restarts for member in self._leader.members)
+        restarts = max(member.restarts for member in self._leader.seats.members)
         return {"store": port, "token": secrets.token_hex(8), "attempt": self.group.attempt, "restarts": restarts}
 
     def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:

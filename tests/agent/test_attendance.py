@@ -21,7 +21,7 @@ class Listening:
 
     def __init__(self, me: Member, port: Callable[[], int], **more: Any) -> None:
         self.port, self.said = port, list[str]()
-        self.attendance = Attendance(me, {"name": me.host}, self.find, notice=self.said.append, **more)
+        self.attendance = Attendance(me, self.find, notice=self.said.append, **more)
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.running = asyncio.create_task(self.run())
 
@@ -99,7 +99,7 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
 ):
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links):
-        one = Attendance(member(1), {}, lambda: find(port), notice=print, clock=clock)
+        one = Attendance(member(1), lambda: find(port), notice=print, clock=clock)
         events = one.events()
         waiting = asyncio.ensure_future(anext(events))
         link, _ = await greeted(links)
@@ -155,7 +155,7 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
 async def test_signs_of_life_are_given_while_nobody_takes_events(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "ALIVE_S", 0.01)
     async with fake_leader() as (port, links):
-        one = Attendance(member(1), {}, lambda: find(port), notice=print)
+        one = Attendance(member(1), lambda: find(port), notice=print)
         events = one.events()
         waiting = asyncio.ensure_future(anext(events))
         link, _ = await greeted(links)
@@ -218,7 +218,7 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkey
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         at = taken.getsockname()[1]
-        one = Attendance(member(1, left_s=1.0), {}, lambda: find(lambda: at), notice=said.append)
+        one = Attendance(member(1, left_s=1.0), lambda: find(lambda: at), notice=said.append)
         with pytest.raises(JoinError) as caught:
             await anext(one.events())
     (told,) = {*said}
