@@ -47,7 +47,6 @@ class Attendance:
         self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
-        self._refused = False
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
         self._leader, self.at = "", list[Any]()  # where it was found; as host and port while this is a member
@@ -153,7 +152,7 @@ class Attendance:
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
-            self._refused, self._until_s = True, self._clock()
+            self._until_s = self._clock()
         elif kind == "lost":
             self._leave_membership()
         elif kind == "prepare":
@@ -243,7 +242,7 @@ class Attendance:
             if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
                 self._heard_s = now_s
             looked_s, silent_s = now_s, now_s - self._heard_s
-            is_over = now_s > self._until_s + timing.LAST_WORD_S and (self._refused or silent_s > timing.BUSY_S)
+            is_over = now_s > self._until_s + timing.LAST_WORD_S and silent_s > timing.BUSY_S
             if silent_s > self._silent_s or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"

@@ -80,15 +80,16 @@ class ElasticLeader(Leader):
         if self.running and link in self.seats:
             link.send("spare", basis=self.basis)
 
-    def _hear_member(self, seat: Seat, message: Mapping[str, Any]) -> None:
+    def _take(self, link: Link, message: Mapping[str, Any]) -> None:
+        super()._take(link, message)
+        if (seat := self.seats.get(link)) is None:
+            return
         if message["is"] == "leaving":
             self._let_go(seat)
         elif message["is"] == "has":
             seat.has = age(message)
         elif message["is"] == "left":  # it has no say any more, and its ranks have ended for good
             self._renew(**without(self.basis, seat.member.token))
-        else:
-            super()._hear_member(seat, message)
 
     def _let_go(self, seat: Seat) -> None:
         """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
@@ -153,11 +154,14 @@ class ElasticLeader(Leader):
             self._change()
 
     def _renew(self, **more: Any) -> None:
-        seats = [*self._chosen, *(seat for seat in self.seats.values() if seat not in self._chosen)]
-        known = _places(seat for seat in seats if not seat.leaves)
-        basis = {**self.basis, "v": self.basis["v"] + 1, "known": known, **more}
+        basis = {**self.basis, "v": self.basis["v"] + 1, "known": self._known(), **more}
         self.basis = {**basis, "tie": self._tie(basis["voters"])}
         self.tell("basis", basis=self.basis)
+
+    def _known(self) -> list[list[Any]]:
+        """Token, address, port and name of all, in the order in which they lead."""
+        seats = dict.fromkeys([*self._chosen, *self.seats.values()])
+        return [[each.member.token, each.member.ip, each.member.serves, each.name] for each in seats if not each.leaves]
 
     def _tie(self, voters: list[str]) -> bool:
         """Whether these are two nodes that share a place."""
@@ -201,9 +205,8 @@ class ElasticLeader(Leader):
         for place, seat in enumerate(self._chosen):
             size = seat.member.num_ranks
             seat.member = replace(seat.member, first_rank=place * size, world_size=len(self._chosen) * size)
-        here = [*self._chosen, *(each for each in self.seats.values() if each not in self._late and not each.leaves)]
-        self._late = {*here}
-        known = _places(here)
+        self._late |= {seat for seat in self.seats.values() if not seat.leaves}  # spares know of it before it is so
+        known = self._known()
         tokens = [token for token, *_ in known]
         self._next = {
             "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "voters": tokens,
@@ -223,18 +226,13 @@ class ElasticLeader(Leader):
         old, new = set(self._next["ran"]), set(self._next["used"])
         if old == new:
             return ""
-        names = {token: name for token, _, _, name in self.basis["known"]}
-        why = dict[str, str]()
+        unseen = "is lost: it is not here"
+        found = {token: (name, unseen) for token, _, _, name in self.basis["known"]}
         for seat, _, lost in [*((seat, 0.0, "") for seat in self.seats.values()), *self._lost.values()]:
-            names[seat.member.token] = seat.name
-            if seat.unfit or lost or not seat.warm:
-                became = f"is lost: {lost}" if lost else "has to import torch anew"
-                why[seat.member.token] = f"is left out: {seat.unfit}" if seat.unfit else became
-        parts = [
-            f"{names.get(token, 'the node that led')} {why.get(token, 'is lost: it is not here')}"
-            for token in sorted(old - new)
-        ]
-        parts += [f"{names[token]} joins" for token in sorted(new - old)] if old else []
+            became = f"is lost: {lost}" if lost else "is a spare now" if seat.warm else "has to import torch anew"
+            found[seat.member.token] = seat.name, f"is left out: {seat.unfit}" if seat.unfit else became
+        parts = [" ".join(found.get(token, ("the node that led", unseen))) for token in sorted(old - new)]
+        parts += [f"{found[token][0]} joins" for token in sorted(new - old)] if old else []
         spares = len(self.seats) - len(self._chosen)
         parts += [f"{spares} spare"] if spares else []
         what = f"membership {self._next['n']}: {len(new)} node{'s' * (len(new) > 1)}"
@@ -254,17 +252,10 @@ class ElasticLeader(Leader):
         return text + (f" (lost: {lost})" if lost else "")
 
 
-def _places(seats: Iterable[Seat]) -> list[list[Any]]:
-    """Token, address, port and name of each."""
-    return [[seat.member.token, seat.member.ip, seat.member.serves, seat.name] for seat in seats]
-
-
 # A member's side: who leads -------------------------------------------------------------------------------------------
 
 
-async def elect(
-    attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None
-) -> tuple[str, int] | None:
+async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None) -> tuple[str, int] | None:
     """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
     `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
 

@@ -211,13 +211,10 @@ class Leader:
     # What they say ------------------------------------------------------------------------------------------------
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
-        if (seat := self.seats.get(link)) is not None:  # else it was refused, and has not left yet
-            seat.heard_s = self._clock()
-            seat.num_heard += 1
-            self._hear_member(seat, message)
-
-    def _hear_member(self, seat: Seat, message: Mapping[str, Any]) -> None:
-        kind = message["is"]
+        if (seat := self.seats.get(link)) is None:
+            return  # it was refused, and has not left yet
+        seat.heard_s, kind = self._clock(), message["is"]
+        seat.num_heard += 1
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
                 self._hear_ready(seat, str(message["problem"]), str(message.get("mistake", "")))
@@ -225,14 +222,14 @@ class Leader:
             seat.warm = message.get("warm") is not False
             seat.signs = [dict(sign) for sign in message.get("ranks", [])]
         elif kind == "ask":
-            seat.link.send("ranks", ranks=self.seats.signs(self._clock()), nodes=self.nodes())
+            link.send("ranks", ranks=self.seats.signs(self._clock()), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # only this leader says who is lost
         elif kind == "late":
             self.tell("leave", n=self._formed)
         elif kind == "standing":
             step, stop = int(message["step"]), self._stop
-            if stop is not None and stop.hear(seat.link, stop=message["stop"], step=step):
+            if stop is not None and stop.hear(link, stop=message["stop"], step=step):
                 self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
         else:
             if kind == "end" and message["code"] == 0:

@@ -239,10 +239,8 @@ class Links:
             link.write(self.lost)
             while True:
                 self._hear(local_rank, await link.receive())
-        except (ConnectionError, LookupError, TypeError, ValueError, OverflowError):
-            pass  # the rank's process has ended
-        except asyncio.CancelledError:
-            pass  # the event loop ends. Python 3.11 prints a traceback where this is passed on
+        except (ConnectionError, LookupError, TypeError, ValueError, OverflowError, asyncio.CancelledError):
+            pass  # the rank's process has ended, or the event loop: Python 3.11 prints a traceback of a task's end
         finally:
             link.close()
             if self._links.get(local_rank) is link:
