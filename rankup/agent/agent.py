@@ -76,11 +76,12 @@ class Lead:
         options = self.options = agent.options
         self.agent, self.node, self.limits = agent, agent.node, agent.limits
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
-        me, how = agent.attendance.me, {"say": log.info, "prepare": self._prepare, "hear": self._hear}
-        self.elastic = self.limits and ElasticLeader(
-            me, limits=self.limits, outdone=agent.yield_to, claim=self._claim, **how
-        )
-        self.leader = self.elastic or Leader(me, **how)
+        me, limits, elastic = agent.attendance.me, agent.limits, None
+        how: dict[str, Any] = {"say": log.info, "prepare": self._prepare, "hear": self._hear}
+        if limits is not None:
+            elastic = ElasticLeader(me, limits=limits, outdone=agent.yield_to, claim=self._claim, **how)
+        self.elastic = elastic
+        self.leader = elastic or Leader(me, **how)
         self.status = None if options.knows_us else ScriptStatus(options.run_dir)
         self.job = self.status.attempt if self.status is not None else new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token

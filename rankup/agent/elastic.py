@@ -296,17 +296,12 @@ async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int
     return await ask(place for token, place, _ in known if token != me.token)
 
 
-async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
-    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
-        link = await Link.connect(ip, port, timeout_s=timing.PROBE_S)
-        try:
-            async with asyncio.timeout(timing.PROBE_S):
-                said = await greeting(link, read_secret(os.environ))
-            said = {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
-            if answer is not None:
-                link.send("leads", **answer)
-            return said
-        finally:
-            link.close()
+    connect = Link.connect(ip, port, timeout_s=timing.PROBE_S)
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError), contextlib.closing(await connect) as link:
+        async with asyncio.timeout(timing.PROBE_S):
+            said = await greeting(link, read_secret(os.environ))
+        link.send("leads", **answer)
+        return {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
     return None
