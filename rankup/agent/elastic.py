@@ -45,12 +45,12 @@ class ElasticLeader(Leader):
     def nodes(self) -> list[dict[str, Any]]:
         now, now_s = time.time(), self._clock()
         rows = {}
-        for seat, at_s, why in [*self._lost.values(), *((seat, seat.came_s, "") for seat in self.seats.values())]:
-            used = self.running and seat in self._chosen and not why
-            state = "in use" if used else "left out" if seat.unfit else "lost" if why else "spare"
+        for seat in [*self._lost.values(), *self.seats.values()]:
+            used = self.running and seat in self._chosen and not seat.lost
+            state = "in use" if used else "left out" if seat.unfit else "lost" if seat.lost else "spare"
             rows[seat.claim.start] = {
-                "host": seat.member.host, "state": state, "since": now - (now_s - at_s), "why": seat.unfit or why,
-                "ranks": ranges(set(seat.member.ranks)) if used else "",
+                "host": seat.member.host, "state": state, "since": now - (now_s - seat.since_s),
+                "why": seat.unfit or seat.lost, "ranks": ranges(set(seat.member.ranks)) if used else "",
             }
         return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
@@ -150,7 +150,7 @@ class ElasticLeader(Leader):
             self._renew(**changes)
         new = [seat for seat in self.seats.values() if seat not in self._chosen and not seat.unfit and seat.warm]
         room = len(self._chosen) < self._limits.most and new
-        if room and self._clock() - max(seat.came_s for seat in new) >= timing.GATHER_S:
+        if room and self._clock() - max(seat.since_s for seat in new) >= timing.GATHER_S:
             self._change()
 
     def _renew(self, **more: Any) -> None:
@@ -200,8 +200,6 @@ class ElasticLeader(Leader):
         return sorted(fit, key=place)[:self._limits.most]
 
     def _terms(self) -> dict[str, Any]:
-        if not self.basis["n"]:
-            super()._terms()
         for place, seat in enumerate(self._chosen):
             size = seat.member.num_ranks
             seat.member = replace(seat.member, first_rank=place * size, world_size=len(self._chosen) * size)
@@ -228,8 +226,9 @@ class ElasticLeader(Leader):
             return ""
         unseen = "is lost: it is not here"
         found = {token: (name, unseen) for token, _, _, name in self.basis["known"]}
-        for seat, _, lost in [*((seat, 0.0, "") for seat in self.seats.values()), *self._lost.values()]:
-            became = f"is lost: {lost}" if lost else "is a spare now" if seat.warm else "has to import torch anew"
+        for seat in [*self.seats.values(), *self._lost.values()]:
+            became = "is a spare now" if seat.warm else "has to import torch anew"
+            became = f"is lost: {seat.lost}" if seat.lost else became
             found[seat.member.token] = seat.name, f"is left out: {seat.unfit}" if seat.unfit else became
         parts = [" ".join(found.get(token, ("the node that led", unseen))) for token in sorted(old - new)]
         parts += [f"{found[token][0]} joins" for token in sorted(new - old)] if old else []
@@ -245,7 +244,7 @@ class ElasticLeader(Leader):
             return super()._missing()
         here = [seat for seat in self.seats.values() if not seat.unfit]
         cold = sum(not seat.warm for seat in here)
-        lost = "; ".join(f"{seat.member.host}: {seat.unfit or why}" for seat, _, why in [*self._lost.values()][:4])
+        lost = "; ".join(f"{seat.member.host}: {seat.unfit or seat.lost}" for seat in [*self._lost.values()][:4])
         too_few = f"{len(here)} of at least {self._limits.least} nodes are here"
         text = outvoted(self.basis, self.seats.tokens) or too_few
         text += f", {cold} of them without their imports yet" if cold else ""

@@ -67,7 +67,7 @@ class Leader:
         self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self.membership, self.running, self.changing = 0, False, False
         self.seats, self.basis = Seats(), NONE
-        self._lost: dict[int, tuple[Seat, float, str]] = {}  # by claim: when and why
+        self._lost: dict[int, Seat] = {}  # by claim
         self._chosen: list[Seat] = []  # of the membership that runs or is proposed, by rank
         self._proposed, self._late = 0, set[Seat]()  # the membership that is, or 0, and who is not ready for it
         self._preparing: asyncio.Task[None] | None = None
@@ -127,7 +127,8 @@ class Leader:
             who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
             text = f"{who} has another version of rankup than {self.me.who}. Install the same on all nodes."
             if int(hello["n"]) and self._model is None:  # the job is the other one's
-                self._give_way(text)
+                if (own := self.seats.of(self.me.token)) is not None:
+                    self._send_back(own, text)
                 raise ValueError(text)
             self._turn_away(link, who, text, code=USER_MISTAKE)
             return None
@@ -194,18 +195,13 @@ class Leader:
                 self._send_back(seat, text)
 
     def _send_back(self, seat: Seat, text: str) -> None:
-        """Turn away a newcomer that has a seat."""
-        if seat.member.token == self.me.token:
-            self._give_way(text)
-        else:
+        """Turn away a newcomer that has a seat. Where it is this leader's, the others look for one that fits."""
+        if seat.member.token != self.me.token:
             self._turn_away(seat.link, seat.member.name, text, code=USER_MISTAKE)
             del self.seats[seat.link]
-
-    def _give_way(self, text: str) -> None:
-        """The newcomer is this leader: the others look for one that fits."""
-        if (own := self.seats.of(self.me.token)) is not None:
-            self.seats.tell("waiting", but=own, text=f"{self.me.name} was turned away: {text}")
-            own.link.send("refused", code=USER_MISTAKE, text=text)
+        else:
+            self.seats.tell("waiting", but=seat, text=f"{self.me.name} was turned away: {text}")
+            seat.link.send("refused", code=USER_MISTAKE, text=text)
             self.dismiss()
 
     # What they say ------------------------------------------------------------------------------------------------
@@ -262,7 +258,7 @@ class Leader:
         link.close(at_once=why != ENDED)
         if (seat := self.seats.pop(link, None)) is None or self._over:
             return
-        self._lost[seat.claim.start] = (seat, self._clock(), why)
+        self._lost[seat.claim.start], seat.since_s, seat.lost = seat, self._clock(), why
         if seat not in self._chosen and seat not in self._late:
             return  # a spare
         if not self.running:
@@ -354,6 +350,8 @@ class Leader:
         for seat in self.seats.values():
             if is_loopback(seat.member.ip):
                 seat.member = replace(seat.member, ip=ours, interface=interface_of(ours))
+        if not self.basis["n"]:
+            self._same_arguments = len({member.settings.get(ARGUMENTS) for member in self.seats.members}) == 1
         more = self._terms()
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
         following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
@@ -364,7 +362,6 @@ class Leader:
 
     def _terms(self) -> dict[str, Any]:
         """What a proposal says besides."""
-        self._same_arguments = len({member.settings.get(ARGUMENTS) for member in self.seats.members}) == 1
         return {}
 
     def _void(self) -> None:
@@ -457,5 +454,5 @@ class Leader:
         waited_s = round(self._clock() - self._begun_s)
         if self._proposed:
             return describe_late(self.chosen, [seat.member for seat in self._late], waited_s=waited_s)
-        gone = [(seat.member, why) for _, (seat, _, why) in sorted(self._lost.items())]
+        gone = [(seat.member, seat.lost) for _, seat in sorted(self._lost.items())]
         return describe_missing(self.seats.members, gone, of=self.me, waited_s=waited_s)

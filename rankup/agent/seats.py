@@ -15,9 +15,10 @@ class Seat:
     link: Link
     member: Member
     claim: range  # of ranks, as it came
-    came_s: float
+    since_s: float  # when it came, or was lost
     heard_s: float
     warm: bool  # it has imported torch
+    lost: str = ""  # why
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
