@@ -243,7 +243,7 @@ class Agent:
             await self.ranks.open()
             if self.node.node_rank == 0:
                 self.lead = Lead(self)
-            self.begin(self._attend())
+            self.begin(self.attendance.attend(self._hear_leader))
             self.begin(self.ranks.watch())
             return await self._over
         finally:
@@ -348,34 +348,33 @@ class Agent:
 
     # The leader's words ---------------------------------------------------------------------------------------------
 
-    async def _attend(self) -> None:
-        async for event in self.attendance.events():
-            kind = event["is"]
-            if kind == "propose":
-                self.begin(self._get_ready(event))
-            elif kind == "commit":
-                known = event["basis"]["known"] if self.limits is not None else []
-                self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-                if self.ranks.server.ready.is_set() or self.limits is not None:
-                    self.ranks.start(event, token=self.attendance.me.token)
-                else:  # beside this loop: the leader may say meanwhile that the job is over
-                    self._starting = self.begin(self._start_later(event))
-            elif kind in ("lost", "gone", "ranks", "leave"):
-                self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
-                if kind in ("lost", "gone"):
-                    if self._starting is not None:
-                        self._starting.cancel()
-                    self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
-            elif kind == "stop":
-                self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
-            elif kind == "spare":
-                log.info("this node is a spare: it waits until a node is needed")
-            elif kind == "left_out" and not self._leaves:
-                self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
-            elif kind == "stacks":
-                self.begin(self.ranks.show_stacks())
-            elif kind in ("over", "refused"):
-                self.finish(Verdict(event["code"], event["text"]))
+    def _hear_leader(self, event: dict[str, Any]) -> None:
+        kind = event["is"]
+        if kind == "propose":
+            self.begin(self._get_ready(event))
+        elif kind == "commit":
+            known = event["basis"]["known"] if self.limits is not None else []
+            self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
+            if self.ranks.server.ready.is_set() or self.limits is not None:
+                self.ranks.start(event, token=self.attendance.me.token)
+            else:  # the leader may say meanwhile that the job is over
+                self._starting = self.begin(self._start_later(event))
+        elif kind in ("lost", "gone", "ranks", "leave"):
+            self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
+            if kind in ("lost", "gone"):
+                if self._starting is not None:
+                    self._starting.cancel()
+                self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
+        elif kind == "stop":
+            self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
+        elif kind == "spare":
+            log.info("this node is a spare: it waits until a node is needed")
+        elif kind == "left_out" and not self._leaves:
+            self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
+        elif kind == "stacks":
+            self.begin(self.ranks.show_stacks())
+        elif kind in ("over", "refused"):
+            self.finish(Verdict(event["code"], event["text"]))
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
         """Answer a proposal once no rank of an earlier membership runs."""

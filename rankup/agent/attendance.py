@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -68,44 +68,26 @@ class Attendance:
         if self._link is not None and self._route is not None and n == self.n:
             self._start(self._say_ready(self._link, n, self._route, mistake))
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What the leader decides: propose, commit, lost, refused, and all that its `tell` says; "gone" (with `why`)
-        where the leader is lost itself. It is then looked for again.
+    async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
+        """Be a member until `hear` returns something true. It gets what the leader decides: propose, commit, lost,
+        refused, and all that its `tell` says; "gone" (with `why`) where the leader is lost itself. It is then looked
+        for again.
 
         Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
         that answers knows better how long to wait, and who is missing.
         """
-        queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
-        # In a task of its own: the leader is answered also while nobody takes events
-        self._start(self._attend(queue.put_nowait))
-        try:
-            while not isinstance(event := await queue.get(), Exception):
-                yield event
-            raise event
-        finally:
-            self.close()
-
-    async def _attend(self, put: Callable[[dict[str, Any] | Exception], None]) -> None:
         self._until_s = self._clock() + self.me.left_s
         try:
             while True:
                 link = await self._connect()
                 watch = self._start(self._watch(link))
-                try:
-                    while True:
-                        message = await link.receive()
-                        form = LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})
-                        if not fits(message, form):
-                            raise ConnectionError(f"it sent a {message['is']!r:.20} that is no message of ours")
-                        self._heard_s = self._clock()
-                        if self._take(link, message):
-                            put(message)
-                except ConnectionError:
-                    lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
-                finally:
-                    watch.cancel()
-                    self._link, self.at = None, []
-                    link.close()
+                while (message := await self._next(link)) is not None:
+                    if self._take(link, message) and hear(message):
+                        return
+                lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
+                watch.cancel()
+                link.close()
+                self._link, self.at = None, []
                 if self._clock() > self._until_s:
                     if (silent_s := self._clock() - self._heard_s) > timing.BUSY_S:
                         self.problem = (
@@ -114,10 +96,20 @@ class Attendance:
                         )
                     raise self._failure()
                 self._leave_membership()
-                put({"is": "gone", **lost})
+                if hear({"is": "gone", **lost}):
+                    return
                 await asyncio.sleep(timing.PAUSE_S)
-        except Exception as error:
-            put(error)
+        finally:
+            self.close()
+
+    async def _next(self, link: Link) -> dict[str, Any] | None:
+        """The leader's next message, None where there will be none."""
+        with contextlib.suppress(ConnectionError):
+            message = await link.receive()
+            if fits(message, LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})):
+                self._heard_s = self._clock()
+                return message
+        return None
 
     def close(self) -> None:
         """Leave. What was said still goes out."""

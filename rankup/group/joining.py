@@ -314,7 +314,11 @@ class MemberLine:
             records=lambda: {self._me.first_rank: self.group.record}, hint=hint, commit=RANKS,
         )
         member = False
-        async for event in self._attendance.events():
+
+        def hear(event: Mapping[str, Any]) -> bool:
+            """Returns whether it is over: this process belongs to one membership, and must not come into the next one's
+            way."""
+            nonlocal member
             if event["is"] == "propose":
                 self._attendance.ready(event["n"], mistake=choose_interface(os.environ, event["ip"]))
             elif event["is"] == "commit":
@@ -325,8 +329,9 @@ class MemberLine:
                 self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
             elif member:
                 self.group.watch.hear(event)
-            if member and event["is"] in ("lost", "gone"):
-                break  # this process belongs to one membership, and must not come into the next one's way
+            return member and event["is"] in ("lost", "gone")
+
+        await self._attendance.attend(hear)
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """The leader's side of a commit: serve torch's store where no launcher does, on a port that the system picks.

@@ -279,7 +279,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     try:
         agent.begin(agent.ranks.links._attend(*_said(rank)))
         with contextlib.suppress(JoinError):
-            await agent._attend()
+            await agent.attendance.attend(agent._hear_leader)
         for _ in range(9):
             await asyncio.sleep(0)
         if agent._over.done():
