@@ -254,7 +254,7 @@ class Attendance:
         at = "" if is_loopback(ip) and not alone else ip
         port, self._listener, self._cannot_listen = 0, None, ""
         try:
-            self._listener = open_port(at, 0)
+            self._listener = open_port(at, 0, backlog=128)
             self._listener.setblocking(False)
             port = self._listener.getsockname()[1]
         except OSError as error:
@@ -284,7 +284,7 @@ class Attendance:
         return f"{self.me.name} {what} {name} at {ip}:{port}{there}"
 
     async def _say_ready(self, link: Link, n: int, route: "asyncio.Task[str]", mistake: str) -> None:
-        link.send("ready", n=n, **({"problem": "", "mistake": mistake} if mistake else {"problem": await route}))
+        link.send("ready", n=n, problem="" if mistake else await route, mistake=mistake)
 
 
 class _NoLeaderError(OSError):

@@ -135,7 +135,7 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
         await asyncio.sleep(PAUSE_S)
 
 
-def open_port(ip: str, port: int) -> socket.socket:
+def open_port(ip: str, port: int, *, backlog: int = 4096) -> socket.socket:
     """A listener; "" and 0 as in `listen`. Raises OSError.
 
     One for both families: asyncio would open two, with two ports where the system picks them. The backlog is for a
@@ -143,7 +143,7 @@ def open_port(ip: str, port: int) -> socket.socket:
     """
     dual = not ip and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
-    return socket.create_server((ip, port), family=family, backlog=4096, dualstack_ipv6=dual)
+    return socket.create_server((ip, port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def port_holder(port: int) -> str:
