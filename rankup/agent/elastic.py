@@ -30,6 +30,8 @@ ASKED = 4  # members that are asked at once who leads
 
 
 class ElasticLeader(Leader):
+    """Leads where the number of nodes may change: it goes on without a node that is lost, and takes one that comes."""
+
     def __init__(
         self, me: Member, *, limits: Limits, outdone: Callable[[str, int], None] = lambda ip, port: None,
         claim: Callable[[str, int], Awaitable[bool]] | None = None, **more: Any,
