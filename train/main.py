@@ -29,7 +29,7 @@ from .config.options import DoctorOptions, RankOptions, help_text, parse_args
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
-    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "torch.utils.tensorboard"
+    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "fire", "torch.utils.tensorboard"
 ]
 
 

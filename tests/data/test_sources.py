@@ -19,7 +19,7 @@ from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data.samples import TensorSamples
-from train.data.sources import in_memory, load
+from train.data.sources import fetch, in_memory, load
 from train.data.sources.in_memory import FAMILIES, FOLDER, find_family
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -101,6 +101,27 @@ def test_folder_that_holds_no_good_set_is_refused_by_the_name_of_the_file(tmp_pa
     with pytest.raises(UserError, match=message) as caught:
         load(Config(dataset="mnist", data_dir=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+def test_packed_images_are_unpacked_once_and_each_rank_may_change_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
+    config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
+    first, _ = load_in_memory(config)
+    monkeypatch.setattr(gzip, "GzipFile", None)
+    second, _ = load_in_memory(config)
+    assert torch.equal(second.images, first.images)
+    second.images.zero_()
+    assert torch.equal(load_in_memory(config)[0].images, first.images)
+
+
+def test_packed_images_need_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
+    assert len(load_in_memory(Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz"))))[0]) == 20
 
 
 def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Find a data set, or fetch it once per node: one process downloads to a temporary name, checks and renames; the others
 wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
 
+import mmap
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from rankup import UserError, cache_roots
 
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
+KEPT_BYTES = 1 << 20  # a packed file from this size on is unpacked once
 SILENCE_S = 10  # give up when a server has sent nothing for this long
 
 # torchvision knows the addresses and the md5 of each file. It runs in a process of its own, which can be ended in time
@@ -165,6 +167,35 @@ def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
     if done.returncode:
         errors = [line for line in lines if line.startswith(("E:", "Err:"))]
         raise OSError(" ".join(errors[:2] or lines[-2:]) or f"{command[0]} ended with {done.returncode}")
+
+
+def unpacked(path: Path, unpack: Callable[[], bytes]) -> bytearray | mmap.mmap:
+    """What `unpack` makes of the gzip file `path`. Of a large one the cache keeps it: the ranks of this node share its
+    memory, and one that is started again has it at once."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(-min(size, 8), os.SEEK_END)
+        mark = f"{size:x}-{file.read().hex()}"  # which ends with the checksum and the size of what was packed
+    if size < KEPT_BYTES:
+        return bytearray(unpack())
+    content = b""
+    try:
+        kept = writable_cache() / "unpacked" / f"{path.stem}-{mark}"
+        kept.parent.mkdir(exist_ok=True)
+    except (OSError, UserError):  # each rank holds its own
+        return bytearray(unpack())
+    if not kept.exists():
+        content = unpack()
+    try:
+        if content:
+            with tempfile.NamedTemporaryFile(dir=kept.parent) as staging:
+                staging.write(content)
+                os.fsync(staging.fileno())  # after a power cut it must not look whole
+                os.link(staging.name, kept)
+        with kept.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):  # no room, or another rank was first
+        return bytearray(content or unpack())
 
 
 def writable_cache() -> Path:

@@ -16,7 +16,7 @@ from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
-from .fetch import NotFetched, Remote, locate, say
+from .fetch import NotFetched, Remote, locate, say, unpacked
 
 # MNIST and its relatives: four IDX files. An IDX file is a big-endian header (two zero bytes, a type byte, the number
 # of dimensions, one 32-bit size per dimension) followed by the values, here unsigned bytes alone.
@@ -135,9 +135,11 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     be read, is not of that kind, is empty, truncated or too long."""
     try:
         with path.open("rb") as file:
-            packed = file.peek(2)[:2] == b"\x1f\x8b"  # told by the content, not by the name
             # One byte more than a whole file may have: the rest of a larger one stays packed
-            content = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
+            if file.peek(2)[:2] == b"\x1f\x8b":  # told by the content, not by the name
+                content = unpacked(path, lambda: gzip.GzipFile(fileobj=file).read(MOST_BYTES + 1))
+            else:
+                content = bytearray(file.read(MOST_BYTES + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}). {DAMAGED}") from error
     num_sizes = 3 if expect == "images" else 1
@@ -145,7 +147,7 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     shape = struct.unpack(f">{num_sizes}I", content[4:start].ljust(4 * num_sizes, b"\0"))
     if content[:4] != MAGIC[expect] or not 0 < math.prod(shape) == len(content) - start:
         raise UserError(f"{path}: is no whole IDX file of {expect}. {DAMAGED}")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).reshape(shape)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=start).reshape(shape)
 
 
 # CIFAR-10 in torchvision's layout. Its files are pickles, which can run code: torchvision compares every md5 before it
