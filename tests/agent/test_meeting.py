@@ -122,27 +122,21 @@ async def test_spares_know_a_proposal_before_it_is_committed():
         assert (await first.hears("commit"))["basis"]["voters"] == ["token0", "token1"]
 
 
+@pytest.mark.parametrize("called", [[False], [True, True]])
 @asynchronous
-async def test_new_node_0_does_not_begin_alone_before_the_leader_of_a_job_that_goes_on_has_had_time_to_call_it():
-    async with room(member(0, of=3), Limits(1, 3, wait_s=0.0)) as here:
-        puppet = await here.enter(member(0, of=3))
-        await here.pass_time(FOUND_S - 1, puppet)
-        await here.nothing_is_said_to(puppet)
-        await here.pass_time(2.0, puppet)
-        assert (await puppet.hears("propose"))["n"] == 1
-
-
-@asynchronous
-async def test_new_node_0_founds_no_job_while_a_member_of_one_looks_for_its_leader():
+async def test_new_node_0_founds_no_job_before_that_of_others_could_call_it_nor_while_a_member_looks_for_its_leader(
+    called: list[bool]
+):
     """That one may be cut off from node 0."""
     async with room(member(0, of=3), Limits(1, 3, wait_s=0.0)) as here:
         puppet = await here.enter(member(0, of=3))
-        for _ in range(2):
-            link = await here.connect()
-            await link.receive()
-            link.send("leads", n=2, running=False, token="token2", port=0, job="job")
-            with pytest.raises(ConnectionError):
-                await link.receive()  # it was heard
+        for call in called:
+            if call:
+                link = await here.connect()
+                await link.receive()
+                link.send("leads", n=2, running=False, token="token2", port=0, job="job")
+                with pytest.raises(ConnectionError):
+                    await link.receive()  # it was heard
             await here.pass_time(FOUND_S - 1, puppet)
         await here.nothing_is_said_to(puppet)
         await here.pass_time(2.0, puppet)
