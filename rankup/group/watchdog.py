@@ -63,7 +63,7 @@ class Watchdog:
         self._keeper: Any = None  # a `Saving`, of `rankup.loop.saving`
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
-        self._stopping = False  # it ends for a stop, and has kept the state for that
+        self._ending = False  # the thread that watches ends this process: the main thread says nothing of its own
         self._leave_at_s = math.inf  # to leave for a stop then, as the ranks do not come to the step that all stop at
         self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
@@ -162,20 +162,22 @@ class Watchdog:
     def settle(self) -> None:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
-            if not self._stopping:
+            if not self._ending:
                 self.record.settle()
         self.wait_if_leaving()
 
     def wait_if_leaving(self) -> None:
-        """Never return where this process is about to end for a stop."""
+        """Never return where this process is about to end for a stop or a loss."""
         with self._keep_lock:
-            stopping = self._stopping
-        if stopping:
+            ending = self._ending
+        if ending:
             threading.Event().wait()
 
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
-        self._leaving = code
+        with self._keep_lock:
+            self._leaving = None if self._ending else code
+        self.wait_if_leaving()
         self._extend(timing.LEAVING_S)
 
     def _extend(self, timeout_s: float) -> None:
@@ -240,7 +242,7 @@ class Watchdog:
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
             if why == "":  # it takes all ranks, so they go on until they come to that step
                 return
-            self._stopping = True
+            self._ending = True
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=timing.REPORT_END_S)
 
@@ -256,8 +258,10 @@ class Watchdog:
         if self._leaving is None:
             lines = self._take_stacks(what, all_alive=overdue or bool(self._lost.get("alive")))
             suspects = self.suspects(overdue=overdue)
-        if self._leaving is not None:
-            return  # the loop noticed by itself, and may know more
+        with self._keep_lock:
+            if self._leaving is not None:
+                return  # the loop noticed by itself, and may know more
+            self._ending = True
         suspect = suspects[0] if suspects else None
         code = root_exit_code(suspects, JOIN_FAILED if overdue and now.phase == "join" else PEER_LOST)
         why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
