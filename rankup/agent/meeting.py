@@ -160,7 +160,7 @@ class Leader:
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
                 elif rival.num_heard > answer[0]:
-                    self._turn_away(link, member.name, describe_claims(rival.member, member, late=self._formed > 0))
+                    self._turn_away(link, member.name, describe_claims(rival.member, member))
                     return
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")

@@ -179,16 +179,14 @@ def describe_late(chosen: list[Member], late: list[Member], *, waited_s: float) 
     return f"all {sum(member.num_ranks for member in chosen)} ranks have joined, but {what}"
 
 
-def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:
-    """Two living processes have one rank. `late`: the other one came to a group that was complete."""
-    if late:
-        return (
-            f"the group was complete before this rank came, with {one.who}: two processes with one rank, another job "
-            "on this port, or an earlier attempt that does not end"
-        )
+def describe_claims(one: Member, other: Member) -> str:
+    """Two living processes have one rank."""
     places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
     rank = max(one.first_rank, other.first_rank)
-    return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."
+    return (
+        f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1. Or "
+        "another job uses this port, or an earlier attempt does not end."
+    )
 
 
 def _by_host(members: Iterable[Member]) -> str:
