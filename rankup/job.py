@@ -139,12 +139,18 @@ def open_checkpoint(
     record and tracked state; raises UserError for what the caller can't use. Raises UserError where there is none, and
     PeerLost where a store does not answer within `timeout_s`.
     """
-    def read() -> Copy:
-        return find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
+    found: Copy | None = None
+
+    def read() -> None:
+        nonlocal found
+        found = find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
 
     if group is None:
-        return read()
-    found: Copy = group.on_rank0(read, share=lambda found: share(found, group))
+        read()
+    else:
+        group.on_rank0(read)
+        found = share(found, group)
+    assert found is not None
     return found
 
 

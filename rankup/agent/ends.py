@@ -13,20 +13,21 @@ never be read as today's.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rankup.agent.protocol import Member
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
-from rankup.places.files import read_json, write_json
+from rankup.places.files import read_json, write_atomically, write_json
 from rankup.places.lease import Lease
 from rankup.timing import VICTIM_LATER_S
 
@@ -171,6 +172,37 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is last known of one attempt: rank 0 says it, or the leader of a script that does not import rankup, of
+    whose steps nobody knows. Times are of `time.time()` on its machine."""
+
+    run: str  # its id
+    attempt: str
+    began: float  # the process of rank 0
+    time: float  # of writing this
+    first_step: int = 0
+    step: int = 0
+    total_steps: int | None = None  # None where nobody knows
+    finished: bool  # the run ended with this attempt
+    seconds: dict[str, float] = field(default_factory=dict)  # of the whole attempt so far, by kind
+    unit: str = ""
+    per_s: float = 0.0
+    remaining_s: float | None = None  # estimated; None before the first step
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest values of training and evaluation
+    ranks: list[dict[str, Any]]  # what is last heard of each
+    open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
+    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file of this attempt. Raises OSError."""
+        # Not asdict: it copies what is said of each rank, which takes longer than to write it
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        # Launchers may give an id twice, so the name has more than the attempt's
+        path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
+        write_atomically(path, json.dumps(values) + "\n")
+
+
 class StatusFile:
     """`status.json` of a run directory, which rank 0 writes. `attempt`: its id; the ranks take over rank 0's when they
     meet. `begun`: before, a mistake of the user is that of a command, and no end of the run."""
@@ -236,23 +268,23 @@ class ScriptStatus(StatusFile):
         self._hosts = [member.host for member in members for _ in member.ranks]
         self.attempt, self.world_size, self._began = attempt, len(self._hosts), time.time()
         self.write_summary([])
+        self.report()  # it may end before the next one
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 
-    def report(self, *, finished: bool = False, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+    def report(self, *, finished: bool = False, nodes: Sequence[dict[str, Any]] = ()) -> None:
         """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
         now = time.time()
         row = {"phase": "script", "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
-        report = {
-            "run": job_of(self.attempt), "attempt": self.attempt, "began": self._began, "time": now, "open_s": 0.0,
-            "finished": finished, "seconds": {}, "metrics": {}, "nodes": list(nodes),
-            "first_step": 0, "step": 0, "total_steps": None, "unit": "", "per_s": 0.0, "remaining_s": None,
-            "ranks": [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)],
-        }
+        ranks = [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)]
+        run, attempt = job_of(self.attempt), self.attempt
+        report = Report(
+            run=run, attempt=attempt, began=self._began, time=now, finished=finished, ranks=ranks, nodes=list(nodes)
+        )
         with contextlib.suppress(OSError):
-            write_json(self.run_dir / "status" / self.attempt / "progress-agent.json", report)
+            report.write(self.run_dir)
 
 
 def tell_torchrun(error: BaseException) -> None:

@@ -216,7 +216,8 @@ class Leader:
                 self._hear_ready(seat, str(message["problem"]), str(message.get("mistake", "")))
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            seat.signs = [dict(sign) for sign in message.get("ranks", [])]
+            signs = message.get("ranks", [])
+            seat.signs, seat.signed_s = [{**sign, "ago_s": float(sign["ago_s"])} for sign in signs], seat.heard_s
         elif kind == "ask":
             link.send("ranks", ranks=self.seats.signs(self._clock()), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:

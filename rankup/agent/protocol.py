@@ -75,7 +75,8 @@ LEADERS: dict[str, dict[str, Any]] = {
     "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str, str), "basis?": BASIS},
     "commit": {"n": INT, "ip": str, "hosts": [(str, INT)], "basis?": BASIS},
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
-    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [dict]}, "left_out": {"why": str},
+    "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [{"ago_s": float}]},
+    "left_out": {"why": str},
     "over": {"code": INT, "text": str}, "refused": {"code": INT, "text": str},
 }
 

@@ -84,10 +84,11 @@ class Record:
     settled: bool
 
     def sign(self) -> dict[str, Any]:
-        """Where the rank is, for others: `for_s` is how long it has been there."""
+        """Where the rank is, for others: `for_s` is how long it has been there, `ago_s` how long ago it lived."""
+        now_s = time.monotonic()
         return {
-            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting,
-            "for_s": round(time.monotonic() - self.entered_s, 1), "place": self.place,
+            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": self.place,
+            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - max(self.signed_s, self.entered_s),
         }
 
 

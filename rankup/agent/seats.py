@@ -1,6 +1,5 @@
 """The members that are here, and their connections, as the leader sees them. No torch here."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ class Seat:
     num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
+    signed_s: float = 0.0  # when it did
     finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
     unfit: str = ""  # why it is no part of the next membership
     leaves: bool = False  # was asked to
@@ -52,11 +52,10 @@ class Seats(dict[Link, Seat]):
         return [seat for seat in self.values() if seat.claim.start < ranks.stop and ranks.start < seat.claim.stop]
 
     def signs(self, now_s: float) -> list[dict[str, Any]]:
-        """Where each rank was when its member last said so, by rank: what it said, `host`, and `seen` in seconds of
-        `time.time()`."""
-        now = time.time()
+        """Where each rank was when its member last said so, by rank: what it said, and `host`. How long ago it lived is
+        in `ago_s`, as the clocks of two machines may differ."""
         rows = [
-            {**sign, "host": seat.member.host, "seen": now - (now_s - seat.heard_s)}
+            {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
             for seat in self.values() for sign in seat.signs
         ]
         return sorted(rows, key=lambda row: int(row["rank"]))

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from rankup.agent.logs import host_name
 from rankup.agent.processes import cpu_quota, memory_limit, oom_kills, within
-from rankup.env.rank_env import ranges
+from rankup.env.rank_env import holders, ranges
 from rankup.errors import FINISHED
 from rankup.places.files import write_json
 
@@ -114,9 +114,7 @@ class Report:
         code = exit_code(findings)
         if gather is not None and self._rank != 0:
             return code
-        ranks: dict[Finding, list[int]] = {}  # that have each one
-        for finding in findings:
-            ranks.setdefault(replace(finding, rank=0), []).append(finding.rank)
+        ranks = holders((finding.rank, replace(finding, rank=0)) for finding in findings)
         stages = list(dict.fromkeys(finding.stage for finding in ranks))
         worst_first = sorted(ranks, key=lambda each: (stages.index(each.stage), -_ORDER.index(each.level)))
         seconds = time.monotonic() - self._began_s

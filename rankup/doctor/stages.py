@@ -25,10 +25,10 @@ from rankup.agent.logs import host_name
 from rankup.agent.processes import read
 from rankup.agent.protocol import HINT
 from rankup.doctor import NOTE, OK, Finding, Report, check_machine, problem
-from rankup.env.rank_env import RankEnv, describe, ranges
+from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
-from rankup.group.joining import check_devices, check_settings, form, meet, start
+from rankup.group.joining import join, start
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Suspect
 
@@ -102,7 +102,7 @@ class Doctor:
                 group.watch.leaving = self._leave
                 self._check(group, "repetition", repetition(group.device))
                 if group.world_size > 1:
-                    self._join(group)
+                    self._check(group, "joined", self._join(group))
                     self._check(group, "versions", versions(group))
                     self._check(group, "collective", collective(group))
                     self._check(group, "links", links(group, report.facts))
@@ -123,22 +123,15 @@ class Doctor:
         report.add(found)
         return report.end()
 
-    def _join(self, group: Group) -> None:
-        add, self.stage = self.report.add, "joined"
-        meet(group, timeout_s=self.join_timeout_s)
+    def _join(self, group: Group) -> Iterator[Finding]:
+        join(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
         self.report.facts["hosts"] = list(group.hosts)
-        places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(group.hosts).items())
-        add(Finding("joined", OK, f"all {group.world_size} ranks: {places}"))
+        places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
+        yield Finding("joined", OK, f"all {group.world_size} ranks: {places}")
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
-        add(Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})"))
-        self.stage = "group"
-        form(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
-        add(Finding("group", OK, f"the process group is formed ({dist.get_backend()})"))
-        self.stage = "versions"
-        check_settings(group)
-        add(Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all"))
-        self.stage = "devices"
-        check_devices(group)
+        yield Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})")
+        yield Finding("group", OK, f"the process group is formed ({dist.get_backend()})")
+        yield Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all")
 
     def _check(self, group: Group, stage: str, findings: Iterable[Finding]) -> None:
         self.stage = stage
@@ -193,20 +186,12 @@ def versions(group: Group) -> Iterator[Finding]:
         "CPU": cpu_model(), "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
     })
     for name in gathered[0] if group.rank == 0 else ():
-        found = holders(each[name] for each in gathered)
+        found = holders((rank, each[name]) for rank, each in enumerate(gathered))
         seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in found.items())
         if len(found) > 1 and name in ("CPU", "GPU"):
             yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
         elif len(found) > 1:
             yield problem("differs", seen=seen)
-
-
-def holders(values: Iterable[str]) -> dict[str, list[int]]:
-    """Which ranks have each value."""
-    found: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        found.setdefault(value, []).append(rank)
-    return found
 
 
 def driver_version(root: Path = Path("/")) -> str:

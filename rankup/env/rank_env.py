@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rankup.env import launchers
 from rankup.env.launchers import FIVE
@@ -22,6 +22,7 @@ from rankup.errors import LaunchError
 
 WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 MANY = 10**18
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,14 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def holders(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Of ranks and what they have: which ranks have each value."""
+    found: dict[T, list[int]] = {}
+    for rank, value in pairs:
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def is_loopback(host: str) -> bool:

@@ -191,12 +191,10 @@ class Search:
     """Looks for faults in one log after the other."""
 
     def __init__(self, logs: Iterable[Log]) -> None:
-        self._findings: list[Diagnosis] = []
+        self._findings: list[Diagnosis] = []  # by file and line
         self._newest: dict[tuple[object, ...], Diagnosis] = {}  # of each fault, rank and host
         self._sources: dict[str, _Source] = {}
         self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
-        self._failed = False  # somebody said so
-        self._files: dict[str, int] = {}  # in their order
         # Of the log that is read: the line, the last one that has a time, the last ordinary one, the last progress
         self._file, self._number, self._clock, self._last, self._progress = "", 0, "", "", 0
         for log in logs:
@@ -204,8 +202,6 @@ class Search:
 
     def _read(self, log: Log) -> None:
         """A rank's log has lines of no other."""
-        self._files.setdefault(log.name, len(self._files))
-        self._failed |= log.failed
         self._file, self._clock, self._last, self._progress, begun = log.name, "", "", 0, len(self._findings)
         for self._number, raw in enumerate(log.lines, 1):
             line = split_prefixes(raw)
@@ -326,10 +322,9 @@ class Search:
 
     def result(self) -> list[Diagnosis]:
         """All that was found, the root cause first, harmless ones last. Empty: nothing wrong was found."""
-        self._findings.sort(key=lambda each: (self._files[each.file], each.line))
         found = [each for each in self._findings if not each.survived or each.harmless]
         raised = [each for each in self._findings if each.raised and each.order <= DIED]
-        if not any(each.proves or (self._failed and each.order < HARMLESS) for each in found):
+        if not any(each.proves for each in found):
             found = [each for each in found if each.harmless or each.fault.doubtful]
             for each in found:
                 each.order = HARMLESS

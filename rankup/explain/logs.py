@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankup.errors import UserError
+from rankup.observe.logs import is_run, rank_logs
 from rankup.places.files import read_json
 
 MAX_FILES = 10_000
@@ -92,7 +93,7 @@ def find_logs(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Log]:
         place = run_dir / path if not path.exists() and (run_dir / path).is_dir() else path
         if not place.is_dir():
             found.append(Log(read_lines(place), str(path)))
-        elif (place / "status.json").is_file() or [*place.glob("logs/rank-*.log")]:
+        elif is_run(place):
             found += _of_run(place)
         elif logs := [*_of_folder(place)]:
             found += logs
@@ -118,9 +119,8 @@ def _of_run(directory: Path) -> Iterator[Log]:
         yield Log(ends, "status", failed=True)
     began = re.match(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)", attempt)
     since = "{}-{}-{}T{}:{}:{}".format(*began.groups()) if began else ""
-    for path in sorted((directory / "logs").glob("rank-*.log")):
-        if path.is_file():
-            yield Log(read_lines(path, since=since), path.name, _rank_in(path.name))
+    for path in rank_logs(directory):
+        yield Log(read_lines(path, since=since), path.name, _rank_in(path.name))
 
 
 def _of_folder(folder: Path) -> Iterator[Log]:

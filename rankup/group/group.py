@@ -229,13 +229,9 @@ class Group:
                     printed_elsewhere=not self.is_rank0,
                 )
 
-    def on_rank0(
-        self, work: Callable[[], Any], *, share: Callable[[Any], Any] | None = None, source: int = 0
-    ) -> Any:
-        """Call `work` on rank 0, or on rank `source`, and return its result on all ranks. All ranks call this.
+    def on_rank0(self, work: Callable[[], Any], *, source: int = 0) -> Any:
+        """Call `work` on rank 0, or on rank `source`, and return its result, see `broadcast`. All ranks call this.
 
-        `share` sends the result: every rank calls it, rank 0 with the result, the others with None. By default it is
-        `broadcast`, for what JSON can hold.
         UserError and PeerLost of `work` are raised on all ranks: one that waited for rank 0's result would otherwise
         wait until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
         """
@@ -245,10 +241,10 @@ class Group:
                 result = work()
             except (UserError, PeerLost) as error:
                 failure = (type(error).__name__, str(error))
-        kind, text = self.broadcast(failure, source=source)
+        result, (kind, text) = self.broadcast((result, failure), source=source)
         if kind:
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.is_rank0)
-        return share(result) if share else self.broadcast(result, source=source)
+        return result
 
 
 def broke_collective(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from rankup.agent.logs import announce_stacks
 from rankup.agent.processes import die_with_parent, leave
 from rankup.agent.record import RecordWriter
-from rankup.env.rank_env import ranges
+from rankup.env.rank_env import holders, ranges
 from rankup.errors import STOPPED
 from rankup.timing import PARTING_S, REPEAT_S
 
@@ -288,7 +288,5 @@ def moment(phase: str, step: int) -> str:
 
 def compare(places: Mapping[int, str]) -> list[str]:
     """One line for each place, with the ranks that are there: "ranks 0-2: all_reduce (loop.py:213 step)"."""
-    there: dict[str, list[int]] = {}
-    for rank, where in sorted(places.items()):
-        there.setdefault(where, []).append(rank)
+    there = holders(sorted(places.items()))
     return [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {where}" for where, ranks in there.items()]

@@ -86,11 +86,14 @@ class Watchdog:
         also host, and seen, in seconds of `time.time()`. Not for the thread of `hear`."""
         self.record.set_place(self._place())
         own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
-        self._answered.clear()
-        if self._say("ask"):
-            self._answered.wait(timing.WHERE_S)
+        self._ask(timing.WHERE_S)
         others = [sign for sign in self._signs if sign["rank"] != self.rank]
         return sorted([own, *others], key=lambda sign: int(sign["rank"]))
+
+    def _ask(self, timeout_s: float) -> bool:
+        """Have the line say where all ranks are. Returns whether it did so in time."""
+        self._answered.clear()
+        return self._say("ask") and self._answered.wait(timeout_s)
 
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that it lost,
@@ -131,7 +134,9 @@ class Watchdog:
         elif message["is"] == "leave":
             self._leave_at_s = 0.0
         elif message["is"] == "ranks":
-            self._signs, self.nodes = message["ranks"], message.get("nodes", [])
+            now = time.time()
+            self._signs = [{**sign, "seen": now - sign["ago_s"]} for sign in message["ranks"]]
+            self.nodes = message.get("nodes", [])
             self._answered.set()
 
     # The main thread --------------------------------------------------------------------------------------------
@@ -310,20 +315,19 @@ class Watchdog:
 
     def _late(self) -> list[Suspect]:
         """Where nobody has ended: who gave no sign of life, else who does not wait for others."""
-        asked_s = time.time()
+        asked_s = time.monotonic()
         while True:
-            signs = [sign for sign in self.signs_of_life() if sign["rank"] != self.rank]
-            if not self._answered.is_set():
+            if not self._ask(timing.QUIET_S):
                 return [Suspect(0, "it does not answer")]
-            silent = [sign for sign in signs if time.time() - sign["seen"] > timing.QUIET_S]
-            busy = [sign for sign in signs if not sign["waiting"]]
-            suspects = [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
-                Suspect(s["rank"], f"is alive, in {s['phase']} at step {s['step']}", alive=True) for s in busy
-            ]
-            # One that was stopped a moment ago said last that it waits: whoever lives says so again
-            older = [sign for sign in signs if sign["seen"] < asked_s]
-            if suspects or not older or self._heard.wait(timing.TICK_S) or time.time() - asked_s > timing.QUIET_S:
-                return suspects
+            # What one said before does not count: it may have been stopped since, and then it is the one
+            waited_s, signs = time.monotonic() - asked_s, [sign for sign in self._signs if sign["rank"] != self.rank]
+            silent = [sign for sign in signs if sign["ago_s"] > waited_s]
+            if not silent or waited_s > timing.QUIET_S or self._heard.wait(timing.ALIVE_S):
+                break
+        return [Suspect(sign["rank"], "gave no sign of life") for sign in silent] or [
+            Suspect(sign["rank"], f"is alive, in {sign['phase']} at step {sign['step']}", alive=True)
+            for sign in signs if not sign["waiting"]
+        ]
 
     def _keep(self) -> None:
         """Have the keeper write, once. A second caller waits for the first: the process must not end meanwhile."""

@@ -5,20 +5,20 @@ Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progr
 """
 
 import contextlib
-import json
 import math
 import os
 import threading
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankup.agent.ends import Report
 from rankup.agent.processes import began
 from rankup.errors import Stopped
 from rankup.observe.metrics import Progress
 from rankup.observe.tracker import Facts, Tracker
-from rankup.places.files import read_json, write_atomically
+from rankup.places.files import read_json
 from rankup.timing import LAST_REPORT_S, REPORT_S
 
 if TYPE_CHECKING:
@@ -30,36 +30,6 @@ KIND_OF_PHASE = {
     "step": "steps", "data": "data", "evaluation": "evaluation", "save": "saves", "end": "saves", "join": "join",
 }
 TRAINING = ("steps", "data", "evaluation", "saves")  # what a run spends its time on once it trains
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What rank 0 last said of one attempt. Times are of `time.time()` on its machine."""
-
-    run: str  # its id
-    attempt: str
-    began: float  # the process of rank 0
-    time: float  # of writing this
-    first_step: int
-    step: int
-    total_steps: int | None  # None where nobody knows
-    finished: bool  # the run ended with this attempt
-    seconds: dict[str, float]  # of the whole attempt so far, by kind
-    unit: str
-    per_s: float
-    remaining_s: float | None  # estimated; None before the first step
-    metrics: dict[str, float]  # the newest values of training and evaluation
-    ranks: list[dict[str, Any]]  # what rank 0 last heard of each
-    open_s: float = 0.0  # for how long rank 0 had been in a step by then, or in its wait for data
-    nodes: list[dict[str, Any]] = field(default_factory=list)  # see `Leader.nodes`
-
-    def write(self, run_dir: Path) -> None:
-        """Replace the file of this attempt. Raises OSError."""
-        # Not asdict: it copies what is said of each rank, which takes longer than to write it
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        # Launchers may give an id twice, so the name has more than the attempt's
-        path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
-        write_atomically(path, json.dumps(values) + "\n")
 
 
 def read_reports(run_dir: Path) -> list[Report]:
@@ -170,16 +140,13 @@ class Reporter:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
         if finished:
-            self._track()
+            self.follow()
         else:
             self._thread.start()
 
     def follow(self) -> None:
-        """From now on there are steps to report."""
+        """From now on there are steps to report, and the tracker gets what it has not got."""
         self._trains = True
-        self._track()
-
-    def _track(self) -> None:
         if self._facts is not None and self._tracker is None:
             self._tracker = Tracker(self._facts, self.group.log)
 
@@ -212,7 +179,8 @@ class Reporter:
     def _look(self) -> Report:
         if self._last is not None:
             return replace(self._last, finished=self._finished)
-        course, watch, now, seconds = self.course, self.group.watch, time.time(), spent(self.group)
+        course, watch, seconds = self.course, self.group.watch, spent(self.group)
+        now = time.time()  # after `seconds`, which are never more than what has passed
         progress, (phase, open_s) = course.progress, watch.clock.present()
         step, done = progress.step, progress.step - course.first_step
         remaining_s = None

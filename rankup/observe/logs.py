@@ -44,14 +44,14 @@ def logs(
     `since`: such as "10m". Raises UserError where there is no such run, and for texts that can't be understood."""
     wanted, first_s = wanted_ranks(rank), moment(since)
     folder = find_run(runs, run)
-    if not _files(folder):
+    if not rank_logs(folder):
         raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-N.log in {folder}.")
     found: dict[Path, RankLog] = {}
     shown = _as_json if as_json else _as_text
     try:
         while True:
             # What was not read yet, also of ranks that have begun to write
-            for path in _files(folder):
+            for path in rank_logs(folder):
                 if path not in found:
                     found[path] = RankLog(path, tail=TAIL if follow and not since else None)
             chosen = [log for log in found.values() if not wanted or log.rank in wanted]
@@ -86,13 +86,14 @@ def find_run(runs: Path, name: str) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(_files(folder))
+    return any((folder / name).is_file() for name in ("status.json", "run.json")) or bool(rank_logs(folder))
 
 
-def _files(folder: Path) -> list[Path]:
+def rank_logs(folder: Path) -> list[Path]:
     """The logs of a run, in the order of the ranks."""
-    found = [path for path in (folder / "logs").glob("rank-*.log") if path.stem.removeprefix("rank-").isdigit()]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    found = (folder / "logs").glob("rank-*.log")
+    logs = (path for path in found if path.stem.removeprefix("rank-").isdigit() and path.is_file())
+    return sorted(logs, key=lambda path: (len(path.name), path.name))
 
 
 def wanted_ranks(text: str) -> Collection[int]:

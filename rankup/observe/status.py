@@ -18,9 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rankup.agent.ends import Report
 from rankup.env.rank_env import ranges
 from rankup.errors import UserError, root_cause
-from rankup.observe.goodput import Report, duration, goodput, one_line, read_reports
+from rankup.observe.goodput import duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
 from rankup.observe.tracker import address_of
 from rankup.places.files import read_json

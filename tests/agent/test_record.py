@@ -217,6 +217,13 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
     assert clock.present() == ("save", 11.0)
 
 
+def test_rank_that_is_stopped_does_not_live_because_its_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(RecordWriter(None).read(), entered_s=20.0, signed_s=30.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    assert found.sign()["ago_s"] == 70.0
+    assert replace(found, entered_s=90.0).sign()["ago_s"] == 10.0  # it may not have had the time to say more
+
+
 # The health check -----------------------------------------------------------------------------------------------------
 
 

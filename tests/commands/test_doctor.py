@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.fork_server import Forks, Process
+from tests.rigs.fork_server import Forks
 from tests.rigs.injected_faults import LOOK
 from tests.rigs.jobs import rank_env
 from tests.rigs.namespaces import Net, Node
+from tests.rigs.single_rank import Rank, Starter, starting
 
 PORT = 29400
 JOIN_S = "8"  # where ranks never meet; the others meet in a second or two, even on a busy machine
@@ -27,10 +28,9 @@ BOUND_S = 150
 class Case:
     """A pair of machines, and a doctor for each rank on them."""
 
-    folder: Path
     pair: Net
-    forks: Forks
-    processes: list[Process] = field(default_factory=list)
+    starter: Starter
+    ranks: list[Rank] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[Node]:
@@ -41,9 +41,8 @@ class Case:
         sick: str = "tests.rigs.injected_faults:healthy", **env: str,
     ) -> None:
         five = {**rank_env(rank, world_size, PORT), "LOCAL_RANK": "0", "MASTER_ADDR": addr}
-        line = ("doctor", "--run-dir", str(self.folder / "runs"), "--name", "job", "--join-timeout-s", join_s, *words)
-        job = self.forks.start(*line, env={**five, **self.nodes[node].env, **env}, preload=sick)
-        self.processes += job.processes
+        line = ("doctor", "--join-timeout-s", join_s, *words)
+        self.ranks.append(self.starter.command(line, "job", env={**five, **self.nodes[node].env, **env}, preload=sick))
 
     def both(self, *words: str, sick: str = "tests.rigs.injected_faults:healthy", **more: str) -> None:
         """A rank on each machine; `sick` is done to rank 1."""
@@ -52,20 +51,12 @@ class Case:
 
     def said(self, *codes: int) -> list[str]:
         """What each rank said, in one line each; they ended with `codes`."""
-        for process in self.processes:
-            assert process.ended.wait(BOUND_S), f"did not end:\n{process.output}"
-        told = "\n".join(process.output for process in self.processes)
-        assert [process.code for process in self.processes] == list(codes), told
+        ended = [rank.wait(BOUND_S) for rank in self.ranks]
+        told = "\n".join(rank.output for rank in self.ranks)
+        assert ended == [[code] for code in codes], told
         assert "Traceback" not in told
-        lines = [[line.partition("] ")[2] for line in process.output.splitlines()] for process in self.processes]
+        lines = [[line.partition("] ")[2] for line in rank.output.splitlines()] for rank in self.ranks]
         return [" ".join(" ".join(each).split()) for each in lines]
-
-    def end(self) -> None:
-        for process in self.processes:
-            if process.code is None:
-                process.signal_group("SIGKILL")
-                process.ended.wait(20)
-        self.pair.close()
 
 
 CASES: dict[str, Callable[[Case], None]] = {}
@@ -83,8 +74,8 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     with ExitStack() as stack:
         begun = {}
         for name, begin in CASES.items():
-            begun[name] = Case(folder / name, Net(folder / name / "nodes", 2), forks)
-            stack.callback(begun[name].end)
+            pair = stack.enter_context(closing(Net(folder / name / "nodes", 2)))
+            begun[name] = Case(pair, stack.enter_context(starting(forks, folder / name / "runs")))
             begin(begun[name])
         yield begun
 
@@ -148,7 +139,7 @@ def slow_link(case: Case) -> None:
 )
 def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], name: str, what: str) -> None:
     case = cases[name]
-    first, *_ = case.said(*[10] * len(case.processes))
+    first, *_ = case.said(*[10] * len(case.ranks))
     assert re.search(what, first), first
     assert first.count("WARNING") == 1, first
     assert "why: " in first
@@ -199,10 +190,10 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
     forks: Forks, cases: dict[str, Case], tmp_path: Path
 ) -> None:
     for sick in cases.values():  # the machine is theirs alone: not with twenty other pairs on two cores
-        for process in sick.processes:
-            process.ended.wait(BOUND_S)
-    with closing(Net(tmp_path / "nodes", 2)) as pair:
-        case = Case(tmp_path, pair, forks)
+        for rank in sick.ranks:
+            rank.wait(BOUND_S)
+    with closing(Net(tmp_path / "nodes", 2)) as pair, starting(forks, tmp_path / "runs") as starter:
+        case = Case(pair, starter)
         case.both()
         first, second = case.said(0, 0)
     assert not any(word in first + second for word in ("WARNING", "NOT FIT", "NOT DONE")), first

@@ -1,8 +1,10 @@
 """Which rank caused the end: from what the line says, and from where the others were. Whole jobs are in
 `test_rendezvous` and `test_deadlines`."""
 
+import itertools
 import logging
 import socket
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from rankup import timing
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
-from rankup.group import joining
+from rankup.group import joining, watchdog
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 
@@ -27,6 +30,15 @@ def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
 def sign(rank: int, *, waiting: bool = True, silent_s: float = 0.0) -> dict[str, Any]:
     """`silent_s`: so long ago came the last sign, when the deadline passes; 0: one comes whenever somebody asks."""
     return {"rank": rank, "phase": "step", "step": 7, "waiting": waiting, "silent_s": silent_s}
+
+
+class AlsoAsked(threading.Event):
+    """Whoever asks anew waits for an answer to come after that."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        there = super().wait(timeout)
+        self.clear()
+        return there
 
 
 LOST = {"is": "lost", "ranks": [2], "why": "error: x", "code": 1}
@@ -46,24 +58,34 @@ ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
         ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
          "suspected: rank 2 on node1 (is alive, in step at step 7)"),
         ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
-        ([], None, [sign(0), sign(2), sign(3, silent_s=4.5)], True,
+        # Stopped a moment before: it still seems to wait, or to be alive
+        ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
          "suspected: rank 3 on node1 (gave no sign of life)"),
+        ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
+         "suspected: rank 2 on node1 (gave no sign of life)"),
     ],
 )
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
     heard: list[dict[str, Any]], late: dict[str, Any] | None, signs: list[dict[str, Any]] | None, waiting: bool,
-    text: str,
+    text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`."""
-    watch, passed_s = watchdog_of(1, waiting=waiting), time.time()
+    """Of a rank whose deadline has passed. Who else is named, and that none waits for an answer: `test_deadlines`.
+    The machine's clock is set meanwhile, and another thread asks as well."""
+    watch, passed_s, hours = watchdog_of(1, waiting=waiting), time.monotonic(), itertools.count(9, -1)
+    watch._answered = AlsoAsked()
+    clock = SimpleNamespace(time=lambda: 3600.0 * next(hours), monotonic=time.monotonic)
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(timing, "QUIET_S", 0.5)
+    monkeypatch.setattr(timing, "ALIVE_S", 0.1)
 
     def say(kind: str) -> bool:
         """What the others answer to `ask` is `signs`; None: nobody answers. `late`: comes meanwhile."""
         if late is not None:
             watch.hear(late)
         if signs is not None:
-            seen = [passed_s - each["silent_s"] if each["silent_s"] else time.time() for each in signs]
-            watch.hear({"is": "ranks", "ranks": [{**each, "seen": s} for each, s in zip(signs, seen, strict=True)]})
+            late_s = time.monotonic() - passed_s
+            ranks = [{**each, "ago_s": each["silent_s"] and each["silent_s"] + late_s} for each in signs]
+            watch.hear({"is": "ranks", "ranks": ranks})
         return signs is not None
 
     watch.connect(SimpleNamespace(say=say), ["node0", "node0", "node1", "node1"])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port, wait_for
 from tests.rigs.single_rank import BOUND_S, NOISE, TINY, Rank, Starter, all_said, starting
 
-JOIN_S = 10  # two dozen ranks start beside each other, and those of one case have to meet within it
+JOIN_S = 10  # where ranks never meet; the others have a minute: two dozen ranks start beside each other
 HOST = host_name()
 
 
@@ -73,31 +74,31 @@ def failures(begin: Starter, web_server: tuple[int, int]) -> dict[str, tuple[int
     ports = {name: free_port() for name in ("missing", "double", "sizes", "settings", "taken", "stopped")}
     ports["web"] = web_server[0]
 
-    def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **env: str) -> list[Rank]:
+    def case(name: str, *ranks: tuple[int, int] | tuple[int, int, str], **more: Any) -> list[Rank]:
         started = []
-        for rank, world_size, *more in ranks:
-            arguments = str(more[0]).split() if more else []
-            started.append(begin(int(rank), int(world_size), ports[name], name, *arguments, join_s=JOIN_S, **env))
+        for rank, world_size, *words in ranks:
+            arguments = str(words[0]).split() if words else []
+            started.append(begin(int(rank), int(world_size), ports[name], name, *arguments, **more))
         return started
 
     ranks = {
         "missing": [
-            *case("missing", (0, 4), (1, 4), GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
-            *case("missing", (2, 4), GROUP_RANK="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (0, 4), (1, 4), join_s=JOIN_S, GROUP_RANK="0", LOCAL_WORLD_SIZE="2"),
+            *case("missing", (2, 4), join_s=JOIN_S, GROUP_RANK="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
         ],
         "double": case("double", (0, 3), (1, 3), (1, 3)),
         "sizes": case("sizes", (0, 2), (1, 4)),
         "settings": case("settings", (0, 3), (1, 3, "--lr 0.5 --seed 3"), (2, 3)),
         "taken": [begin(0, 2, ports["taken"], "taken", join_s=3 * JOIN_S)],  # there when the second gives up
-        "web": case("web", (0, 2), (1, 2)),
+        "web": case("web", (0, 2), (1, 2), join_s=JOIN_S),
     }
     wait_for_port(ports["taken"])
-    ranks["taken"] += case("taken", (0, 2))
+    ranks["taken"] += case("taken", (0, 2), join_s=JOIN_S)
     stopped = begin(0, 3, ports["stopped"], "stopped")
-    ranks["stopped"] = case("stopped", (1, 3))
+    ranks["stopped"] = case("stopped", (1, 3), join_s=JOIN_S)
     wait_for_connection(ranks["stopped"][0], ports["stopped"])
     stopped.processes[0].signal("SIGSTOP")
-    ranks["stopped"] += case("stopped", (2, 3))
+    ranks["stopped"] += case("stopped", (2, 3), join_s=JOIN_S)
     return {name: (ports[name], started) for name, started in ranks.items()}
 
 

@@ -1,25 +1,16 @@
-"""Where a thread is, in a few words, and what stands in a file of stacks."""
+"""Where a thread is, in a few words. What stands in a file of stacks: tests/observe/test_stacks.py."""
 
 import errno
-import faulthandler
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from rankup.agent.record import RecordWriter
 from rankup.group import stop as stacks
 from rankup.group.stop import compare, moment, place_of
-from rankup.observe.stacks import written
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
-
-
-# Places ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,31 +90,3 @@ def test_own_place_is_unknown_while_no_descriptor_is_free(monkeypatch: pytest.Mo
 def test_ranks_in_one_place_share_a_line() -> None:
     assert compare({0: "a", 1: "a", 2: "b", 3: "a"}) == ["ranks 0-1, 3: a", "rank 2: b"]
     assert (moment("step", 412), moment("save", 412), moment("", 0)) == (" of step 413", " in save", "")
-
-
-# Files ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder, with this process as its rank 0."""
-    stacks.open_stacks(tmp_path, rank=0, world_size=1)
-    yield tmp_path
-    faulthandler.unregister(signal.SIGRTMAX)
-    assert stacks._file is not None
-    stacks._file.close()
-    stacks._file = None
-
-
-def test_the_newest_dump_counts_and_says_why_and_where(opened: Path) -> None:
-    record = RecordWriter(None)
-    record.enter("setup")
-    stacks.dump("asked", record)
-    record.enter("step")
-    record.begin(11)
-    file = stacks.dump("step (step 11) took longer than 5 s", record)
-    assert file == opened / "stacks" / "rank-0.txt"
-    (answer,) = written(opened)
-    assert answer.why == "step (step 11) took longer than 5 s"
-    assert answer.place.endswith(" of step 12")
-    assert answer.text.count("in test_the_newest_dump_counts_and_says_why_and_where") == 1

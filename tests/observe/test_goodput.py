@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rankup.observe.goodput import KINDS, Report, duration, goodput, one_line, read_reports
+from rankup.agent.ends import Report
+from rankup.observe.goodput import KINDS, duration, goodput, one_line, read_reports
 from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
@@ -23,8 +24,7 @@ def report(first_step: int, step: int, *, began: float, lasted_s: float, **secon
     spent = {"start": lasted_s - sum(seconds.values()), **seconds}
     return Report(
         run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
-        total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, remaining_s=None, metrics={},
-        ranks=[],
+        total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, ranks=[],
     )
 
 

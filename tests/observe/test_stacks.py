@@ -86,16 +86,16 @@ def test_rank_that_hangs_is_somewhere_else(
 
 
 def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
-    run, arrived = tmp_path / "run", tmp_path / "arrived"
-    order = probe("loss", arrived, before_s=1.0)
+    run, arrived, go = tmp_path / "run", tmp_path / "arrived", tmp_path / "go"
+    order = probe("loss", arrived, until=str(go))
     with forks.running("train", *settings(run), world_size=WORLD, env=order) as job:
         job.wait_until(arrived.exists, "step")
         for process in job.processes:  # as a batch system does it: to the workers too
             process.signal_group("SIGUSR2")
+        files = [run / "stacks" / f"rank-{rank}.txt" for rank in range(WORLD)]
+        job.wait_until(lambda: all('"why": "asked"' in file.read_text() for file in files), "their stacks")
+        go.touch()
         assert job.wait() == [0] * WORLD, job.output
-    for rank in range(WORLD):
-        said = (run / "stacks" / f"rank-{rank}.txt").read_text()
-        assert '"why": "asked"' in said
 
 
 @contextmanager
@@ -212,6 +212,22 @@ def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> Non
         os.utime(announce_stacks(tmp_path, rank, 4, os.getpid()), (1, 1))
     announce_stacks(tmp_path, 0, 2, os.getpid())
     assert [answer.rank for answer in stacks.written(tmp_path)] == [0, 1]
+
+
+def test_file_of_many_attempts_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    sizes = []
+    for attempt in range(40):
+        path = announce_stacks(tmp_path, 0, 1, attempt)
+        sizes.append(path.stat().st_size)
+        with path.open("a") as file:
+            for step in (10, 11):
+                file.write(f'# {{"why": "asked", "phase": "step", "step": {step}}}\n')
+                file.write("Thread 0x1 (most recent call first):\n" + '  File "/me/a.py", line 1 in f\n' * 2000)
+        (answer,) = stacks.written(tmp_path)
+        assert (answer.pid, answer.why, answer.place) == (attempt, "asked", "a.py:1 f of step 12")
+        assert answer.text.count("a.py") == 2000
+    assert max(sizes) < 2 * logs.MOST_STACKS
+    assert '"pid": 38' in path.read_text()
 
 
 def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:

@@ -88,7 +88,11 @@ def test_status_of_a_run_while_it_trains_after_a_kill_and_at_its_end(forks: Fork
 
 def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: Path) -> None:
     script, go, own = tmp_path / "job.py", tmp_path / "go", tmp_path / "own"
-    script.write_text(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n")
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': sys.exit(200)\n"  # at once
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
+    )
 
     def both_in_the_script() -> Any:
         found = as_json("own", "--run-dir", tmp_path) if (own / "status.json").exists() else {}
@@ -100,11 +104,12 @@ def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: P
         assert re.search(r"^1 +\S+ +script +now$", status(own), re.MULTILINE)
         children = psutil.Process(job.processes[0].pid).children(recursive=True)
         next(child for child in children if "RANK" in environ_of(child.pid)).kill()
-        wait_for("another attempt", lambda: as_json(own)["attempt"] != found["attempt"])
+        wait_for("the third attempt", lambda: as_json(own)["attempt"].endswith("-2"))
         go.touch()
         assert job.wait() == [0], job.output
     found = as_json(own)
     assert (found["state"], found["goodput"]) == ("finished", None)
+    assert [restart["code"] for restart in found["restarts"]] == [137, 200]
     assert re.search(r"after \d+ s: SIGKILL: .*\(exit code 137\)", status(own))
 
 

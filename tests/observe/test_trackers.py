@@ -6,7 +6,10 @@ One run for all attempts, each step once, whatever happened, and a tracker that 
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,9 @@ import pytest
 from rankup.errors import UserError
 from rankup.observe import tracker
 from rankup.observe.metrics import cut_after
-from rankup.observe.tracker import Facts, Line, Sender, without_secrets
+from rankup.observe.tracker import FOR_PACKAGES, Facts, Line, Sender, without_secrets
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import free_port, is_comparable, metrics, result, wait_for
+from tests.rigs.jobs import environment, free_port, is_comparable, metrics, result, wait_for
 from tests.rigs.trackers import Server, rows_of
 
 # 8 steps an epoch
@@ -129,6 +132,23 @@ def test_server_that_was_down_gets_all_from_the_same_command(forks: Forks, serve
     (found,) = server.runs("late")
     assert [step for step, _ in server.curve(found, "train/loss")] == list(range(1, 17))
     assert parameters(found)["epochs"] == "1"
+
+
+def test_mlflow_gets_more_settings_and_curves_than_it_takes_at_once(server: Server, tmp_path: Path) -> None:
+    facts = Facts("mlflow", RUN, str(tmp_path / "many"), {"long": "x" * 7000, **{f"s{n}": n for n in range(250)}})
+    facts.folder.mkdir()
+    (facts.folder / "metrics.jsonl").write_text(line(1, **{f"eval/class {n}": n / 2 for n in range(1200)}))
+    command, env = [sys.executable, "-W", "ignore", "-m", "rankup.observe.tracker"], FOR_PACKAGES | mlflow_at(server)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment(env)) as sender:
+        assert sender.stdin is not None
+        sender.stdin.write(f"{json.dumps(asdict(facts))}\n".encode())
+        sender.stdin.flush()
+        (run,) = wait_for("all curves", lambda: [
+            run for run in server.runs("many") if len(run["data"].get("metrics", ())) == 1200
+        ])
+        sender.stdin.close()
+    settings = parameters(run)
+    assert (len(settings), settings["s249"], settings["long"]) == (251, "249", "x" * 6000)
 
 
 def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 PROBE is JSON: {"where": "loss", "call": 7, "rank": 1, "signal": "SIGTERM", "to": "group", "sleep_s": 300}. `where` is
 one of build, data, loss, eval_data, evaluate, save (see `probe_saves`); `call` counts them from 1 in each process;
-without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, `until` a file exists
-it waits afterwards, `asyncio` has a loop of its own take signals, `raise` names an error to end with, `hold_s` it keeps
-the interpreter lock, `saved` it first lets a save get done that is under way in its process. The loss is counted from
-2: call 2 is the warm-up's, call 3 that of the first step. Not an option of the workload: those may not change when a
-run is resumed.
+without `rank` all ranks do it; `tell` is a file it makes on arrival, `before_s` it waits first, or until the file
+`log` has `lines` lines, `until` a file exists it waits afterwards, `asyncio` has a loop of its own take signals,
+`raise` names an error to end with, `hold_s` it keeps the interpreter lock, `saved` it first lets a save get done that
+is under way in its process. The loss is counted from 2: call 2 is the warm-up's, call 3 that of the first step. Not an
+option of the workload: those may not change when a run is resumed.
 """
 
 import asyncio
@@ -57,6 +57,8 @@ def probe(where: str) -> None:
     if "tell" in order:
         Path(order["tell"]).touch()
     time.sleep(order.get("before_s", 0))
+    while "log" in order and Path(order["log"]).read_bytes().count(b"\n") < order["lines"]:
+        time.sleep(0.05)
     if order.get("saved"):
         let_save_end()
     if "asyncio" in order:

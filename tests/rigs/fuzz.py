@@ -162,7 +162,7 @@ def run_folder() -> Files:
     end = End(1, "node1", 1, "RuntimeError: CUDA out of memory", 7).entry()
     report = {"run": "abc", "attempt": "20260102T030405-ab-0", "began": 1.0, "time": 9.0, "first_step": 0, "step": 7,
               "total_steps": 9, "finished": False, "seconds": {"step": 5.0, "setup": 1.0}, "unit": "i", "per_s": 3.5,
-              "remaining_s": 4.0, "metrics": {"loss": 0.5}, "open_s": 0.1,
+              "remaining_s": 4.0, "metrics": {"loss": 0.5}, "open_s": 0.1, "nodes": [],
               "ranks": [{"rank": 0, "host": "a", "step": 7, "phase": "step", "seen": 8.0, "began": 7.0}]}
     at = "status/20260102T030405-ab-0"
     log = "2026-01-02 03:04:05 [a r0/2] step 7/9 loss 0.5\nTraceback (most recent call last):\n" \
@@ -198,7 +198,7 @@ def frames() -> Files:
     me = Member("t1", 0, 2, 2, "node0", 1, 9.0, settings={"a": "b"})
     end = End(1, "", 1, "x", 7).message()
     said = [encode("hello", **asdict(me), version=VERSION, n=0),
-            encode("alive", ranks=[{"rank": 0}]), encode("ready", n=1, problem=""), encode("ask"),
+            encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
             encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3), encode("late", n=1),
             encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
     return {"frames": b"".join(said)}
@@ -238,7 +238,7 @@ def words() -> Files:
             encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
                    job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
-            encode("ranks", ranks=[{"rank": 0}], nodes=[]), encode("alive"), encode("stacks"), encode("leave", n=1),
+            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"), encode("stacks"), encode("leave", n=1),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
             encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
     end = End(1, "", 1, "x", 7).message()

@@ -56,9 +56,11 @@ class Starter:
         line = ("train", *TINY, "--join-timeout-s", str(join_s), *arguments)
         return self.command(line, name, rank=rank, env={**rank_env(rank, world_size, port), **env})
 
-    def command(self, line: tuple[str, ...], name: str, *, rank: int = 0, env: dict[str, str]) -> Rank:
-        # On a machine made of namespaces if the environment names one
-        preload = "tests.rigs.namespaces:enter" if "TEST_NODE_PID" in env else ""
+    def command(
+        self, line: tuple[str, ...], name: str, *, rank: int = 0, env: dict[str, str], preload: str = ""
+    ) -> Rank:
+        """`preload`: by default a way to the machine made of namespaces that the environment names, if any."""
+        preload = preload or ("tests.rigs.namespaces:enter" if "TEST_NODE_PID" in env else "")
         job = self.forks.start(*line, "--run-dir", str(self.runs), "--name", name, env=env, preload=preload)
         self.started.extend(job.processes)
         return Rank(job.processes[0], self.runs / name / "logs" / f"rank-{rank}.log")
