@@ -12,8 +12,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | 0: from a member that looks for the leader                 |
 | alive(ranks, warm): where its ranks are, see       | alive                                                      |
 | `Record.sign`; whether it has imported torch       |                                                            |
-| ask: where is everybody?                           | ranks(ranks, nodes): the newest sign of each, with host    |
-|                                                    | and seen; nodes as `Leader.nodes` has them                 |
+| ask: where is everybody?                           | ranks(ranks, nodes): the newest sign of each, see          |
+|                                                    | `Seats.signs`; nodes as `Leader.nodes` has them            |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
 | leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
@@ -54,7 +54,7 @@ HINT = (
     "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
 )
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 6  # of the messages; hello and refused stay as they are
+VERSION = 7  # of the messages; hello and refused stay as they are
 
 INT = range(-(2**63), 2**63)
 ARGUMENTS = "arguments"  # of the script, among the settings
