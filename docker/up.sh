@@ -126,5 +126,8 @@ done
 [[ ${codes[*]} =~ [1-9] ]] || exit 0
 # Which code counts is the program's rule, asked inside its image: this machine may have no Python
 image=$(state_of node0 '{{.Image}}')
-exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -m rankup.errors \
-  --rest-stopped ${interrupted:+--stopped} "${codes[@]}" || echo 1)"
+exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -c '
+import sys
+from rankup.errors import root_cause
+print(root_cause([*map(int, sys.argv[2:])], stopped=bool(sys.argv[1]), rest_stopped=True))
+' "$interrupted" "${codes[@]}" || echo 1)"

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from rankup.state.reading import Copy as Copy
     from rankup.state.second_place import fetched as fetched
 
-# Name -> the module that has it, imported when it is asked for: `python -m rankup.errors`, which shell files run, must
-# find it not imported yet, and a command line must not wait for torch
+# Name -> the module that has it, imported when it is asked for: a command line must not wait for torch
 _HOMES = {
     # A loop of your own
     "init": "job", "Job": "loop.job",

@@ -21,8 +21,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, Stopped, UserError
 from rankup.places.files import runs_folder
+from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
 log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
@@ -166,7 +167,7 @@ def launch(given: argparse.Namespace) -> int:
         return _launch(given)
     if given.nnodes or given.spares or given.nproc:
         raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
-    changes, code = _changes(given.replay, given.run_dir), FINISHED
+    changes, code = _changes(given.replay, given.runs), FINISHED
     for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
         log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
         given.nproc = ranks
@@ -205,7 +206,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     except OSError as error:
         raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
     options = Options(
-        node=node, script=script, run_dir=Path(given.run_dir, given.name or node.run_name or script.run_name),
+        node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
         where=where, stop_after=stop_after,
         advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
@@ -228,12 +229,12 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 
 
-def _changes(run: str, run_dir: str) -> list[tuple[int, int]]:
+def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
     """From which step on that run had how many ranks."""
     from rankup.places.files import read_json
     from rankup.state.copies import STATE, list_copies, looks_whole
 
-    path = next((path for path in (Path(run), Path(run_dir, run)) if path.is_dir()), Path(run))
+    path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
     whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
     changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("changes") if whole else None
     if not changes:
@@ -344,7 +345,6 @@ def export(given: argparse.Namespace) -> int:
     state, or the state of one object alone. It takes plain and sharded checkpoints, of any run."""
     from rankup.job import open_checkpoint
     from rankup.state.reading import export
-    from rankup.urls import is_url
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
@@ -417,6 +417,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return _run(first, rest)
     except SystemExit as end:  # argparse has printed the help
         return int(end.code or FINISHED)
+    except KeyboardInterrupt:  # of launch, before its agent hears signals
+        return Program().end(Stopped("SIGINT before the start: no rank was started."))
     except Exception as error:
         return Program().end(error)
 
@@ -432,8 +434,10 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = COMMANDS[name].parse(words)
-    if name != "launch":
-        given.runs = runs_folder(given.run_dir)
+    for flag, value in (("--run-dir", given.run_dir), ("--shared-dir", getattr(given, "shared_dir", ""))):
+        if secrets_in(value):  # it would stand in logs
+            raise UserError(must_hold_no_secrets(flag))
+    given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
     return COMMANDS[name].run(given)

@@ -1,11 +1,10 @@
 """What can end a run, the exit code of each end, and which code of several is the cause.
 
-Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Shell files ask
-`python -m rankup.errors [--stopped] [--rest-stopped] CODE...`. Only the standard library is imported here.
+Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Only the standard
+library is imported here.
 """
 
 import errno
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,10 +32,6 @@ class UserError(ExpectedError, ValueError):
     """The user's mistake: printed as one line without a traceback, exit code 2."""
 
     code = USER_MISTAKE
-
-
-class LaunchError(UserError):
-    """The environment describes no launch that could work."""
 
 
 class JoinError(ExpectedError, RuntimeError):
@@ -115,8 +110,3 @@ def disk_error(what: str, directory: Path, error: OSError) -> UserError:
         f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
         "and run the same command again."
     )
-
-
-if __name__ == "__main__":
-    flags, codes = sys.argv[1:], [int(word) for word in sys.argv[1:] if not word.startswith("-")]
-    print(root_cause(codes, stopped="--stopped" in flags, rest_stopped="--rest-stopped" in flags))

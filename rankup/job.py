@@ -53,8 +53,8 @@ def init(
     part of split state (FSDP2) in its node's memory; None for as often as it costs half a percent, 0 for never. The
     deadlines are in seconds; past one the stacks are written, and the process ends.
 
-    Raises LaunchError where the environment describes no rank, JoinError where the ranks do not meet, and UserError
-    where the run can't be gone on with.
+    Raises JoinError where the ranks do not meet, and UserError where the environment describes no rank, and where the
+    run can't be gone on with.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))

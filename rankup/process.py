@@ -5,11 +5,9 @@ No torch here: `join` imports it.
 """
 
 import contextlib
-import getpass
 import logging
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,11 +47,6 @@ class Program:
         if not {os.getcwd(), ""} & set(sys.path):
             # `python -m` puts the current directory on the path, `rankup` and a file do not
             sys.path.append(os.getcwd())
-        try:
-            getpass.getuser()
-        except (KeyError, OSError):
-            # torch before 2.13 asks for the user's name while it is imported, and a container's arbitrary user has none
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         return self
 
     def read_rank(self, *, alone: bool = False, **options: Any) -> None:
@@ -68,7 +61,7 @@ class Program:
 
     @property
     def rank_env(self) -> RankEnv:
-        """Which rank this is. Raises LaunchError where the environment describes none."""
+        """Which rank this is. Raises UserError where the environment describes none."""
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -89,8 +82,8 @@ class Program:
         Raises UserError where nothing can be written.
         """
         guard(*guarded)
-        if isinstance(self.found, RankEnv) and self.found.parent_pid:
-            die_with_parent(self.found.parent_pid)
+        if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
+            die_with_parent(os.getppid())  # where these are killed, they leave their processes running
         if run_dir is None:
             return
         launch, self._run_dir = self.rank_env, run_dir
@@ -120,7 +113,7 @@ class Program:
         own the run in `run_dir`; else it only writes the status of its end there.
 
         Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
-        lost meanwhile, UserError (2) where they differ, and LaunchError (2) for a device that is not there.
+        lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
         """
         from torch import distributed
 

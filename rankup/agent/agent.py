@@ -111,7 +111,7 @@ class Lead:
         while True:
             await asyncio.sleep(timing.REPORT_S)
             if self.leader.running or self.limits is not None:
-                report = functools.partial(status.report, nodes=self.leader.nodes())
+                report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
     async def _call(self, leader: ElasticLeader) -> None:
@@ -160,7 +160,7 @@ class Lead:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.status.owner is None:
                 self.again = await asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
-            self.status.begin(attempt, self.leader.chosen)
+            self.status.begin(attempt, self.ends.world_size)
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
@@ -300,7 +300,7 @@ class Agent:
     # Who leads ------------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        """On MASTER_PORT where others look for this node there. Raises JoinError and LaunchError."""
+        """On MASTER_PORT where others look for this node there. Raises JoinError and UserError."""
         port = self.node.master_port
         if self.node.node_rank:
             try:  # node 0, or another agent, may be on this machine too

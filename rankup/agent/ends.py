@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rankup.agent.protocol import Member
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, STOPPED, USER_MISTAKE, JoinError, PeerLost, root_cause, worth_restarting
 from rankup.places.files import read_json, write_atomically, write_json
@@ -253,7 +252,6 @@ class ScriptStatus(StatusFile):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, RankEnv())
         self.begun, self.held = True, contextlib.ExitStack()
-        self._hosts: list[str] = []
         self._began = time.time()
 
     def take(self, attempt: str, *, agreed: bool) -> bool:
@@ -264,9 +262,8 @@ class ScriptStatus(StatusFile):
         code = read_json(self.run_dir / "status.json").get("code", FINISHED)
         return code is None or int(code) >= 128
 
-    def begin(self, attempt: str, members: Iterable[Member]) -> None:
-        self._hosts = [member.host for member in members for _ in member.ranks]
-        self.attempt, self.world_size, self._began = attempt, len(self._hosts), time.time()
+    def begin(self, attempt: str, world_size: int) -> None:
+        self.attempt, self.world_size, self._began = attempt, world_size, time.time()
         self.write_summary([])
         self.report()  # it may end before the next one
 
@@ -274,11 +271,12 @@ class ScriptStatus(StatusFile):
         self.write_summary(ends, code=code, why=why)
         self.report(finished=code == FINISHED)
 
-    def report(self, *, finished: bool = False, nodes: Sequence[dict[str, Any]] = ()) -> None:
-        """How the attempt goes, for `status`; call it every REPORT_S. `nodes`: see `Leader.nodes`."""
+    def report(
+        self, *, finished: bool = False, signs: Sequence[dict[str, Any]] = (), nodes: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """How the attempt goes, for `status`; call it every REPORT_S. `signs`, `nodes`: see `Leader`."""
         now = time.time()
-        row = {"phase": "script", "step": 0, "waiting": False, "for_s": 0.0, "place": "", "seen": now}
-        ranks = [{"rank": rank, "host": host, **row} for rank, host in enumerate(self._hosts)]
+        ranks = [{**sign, "seen": now - sign["ago_s"]} for sign in signs]
         run, attempt = job_of(self.attempt), self.attempt
         report = Report(
             run=run, attempt=attempt, began=self._began, time=now, finished=finished, ranks=ranks, nodes=list(nodes)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import psutil
 
 from rankup.env.rank_env import is_loopback
-from rankup.errors import JoinError, LaunchError
+from rankup.errors import JoinError, UserError
 from rankup.timing import CONNECT_S, HELLO_S, PAUSE_S, PORT_S
 
 Found = TypeVar("Found")
@@ -114,7 +114,7 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
     """Accept connections for `attend` on that port, of those alone who know the job's secret, if it has one. 0: a port
     that the system picks. `ip`: "" for all addresses.
 
-    Raises JoinError, naming who holds the port, and LaunchError where nobody may have it.
+    Raises JoinError, naming who holds the port, and UserError where nobody may have it.
     """
     until_s, attend = time.monotonic() + PORT_S, guard(attend, read_secret(os.environ))
     while True:
@@ -124,7 +124,7 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
             if error.errno != errno.EADDRINUSE:
                 why = os.strerror(error.errno or 0)
                 way_out = "Choose one from 1024 to 32767."
-                raise LaunchError(f"MASTER_PORT={port} can't be opened: {why}. {way_out}") from None
+                raise UserError(f"MASTER_PORT={port} can't be opened: {why}. {way_out}") from None
         if time.monotonic() > until_s:
             holder = port_holder(port)
             raise JoinError(
@@ -271,7 +271,7 @@ def _plain(ip: str) -> str:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """The job's secret, without the white space around it; b"" where none is set. Raises LaunchError."""
+    """The job's secret, without the white space around it; b"" where none is set. Raises UserError."""
     if not (path := environ.get(SECRET_FILE, "")):
         return b""
     try:
@@ -280,14 +280,14 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
             info = os.fstat(file.fileno())
             secret = file.read(LONGEST_SECRET + 1).strip() if stat.S_ISREG(info.st_mode) else b""
     except OSError as error:
-        raise LaunchError(f"{SECRET_FILE} must name a file that can be read, got {path}: {error.strerror}.") from None
+        raise UserError(f"{SECRET_FILE} must name a file that can be read, got {path}: {error.strerror}.") from None
     if not SHORTEST <= len(secret) <= LONGEST_SECRET:
         rule = f"a file of {SHORTEST} to {LONGEST_SECRET} bytes"
-        raise LaunchError(f"{SECRET_FILE} must name {rule}, got {path}. For example: openssl rand -hex 32")
+        raise UserError(f"{SECRET_FILE} must name {rule}, got {path}. For example: openssl rand -hex 32")
     # Kubernetes mounts a Secret as root's, readable to the pod's group
     if info.st_mode & (0o037 if info.st_uid == 0 else 0o077):
         mode = f"{stat.S_IMODE(info.st_mode):o}"
-        raise LaunchError(f"{SECRET_FILE} must name a file of mode 600, got {mode} of {path}. Run chmod 600 {path}")
+        raise UserError(f"{SECRET_FILE} must name a file of mode 600, got {mode} of {path}. Run chmod 600 {path}")
     return secret
 
 

@@ -1,4 +1,4 @@
-"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubeflow's operator. And ports that do not collide.
+"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubernetes. And ports that do not collide.
 
 `adopt` and `complete` return RANK and its companions as strings; what is set explicitly beats them.
 """
@@ -10,7 +10,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "torchrun -m train.main train ..."
@@ -30,29 +30,33 @@ FOREIGN = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
 def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     """RANK is not set: the launcher that started this process ("python" for one process alone), and what it says; None
-    where none did. Raises LaunchError where a launcher of several processes does not say which rank this is."""
+    where none did. Raises UserError where a launcher of several processes does not say which rank this is."""
     refuse_pod(environ)
     # mpirun's daemons are Slurm tasks: the inner launcher's ranks are ours. srun sets PMI_SIZE for its tasks too
     if found := _adopt_mpi(environ) or adopt_slurm(environ):
         return found
     for name in FOREIGN:
         if (count(environ, name) or 1) > 1:
-            raise LaunchError(
+            raise UserError(
                 f"{name}={environ[name]} but RANK is not set: that launcher is not supported. Start with {TORCHRUN}."
             )
-    if count(environ, "JOB_COMPLETION_INDEX"):  # it is 0 in a Job of one pod, too
-        raise LaunchError(
-            f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']} but RANK is not set: each pod would train alone. "
-            "k8s/job.yaml shows how an Indexed Job supplies RANK and WORLD_SIZE. For a single process unset it."
+    # An Indexed Job does not tell its pods how many they are; that a TrainJob has only one is known
+    if (index := environ.get("JOB_COMPLETION_INDEX")) and environ.get("PET_NNODES") != "1":
+        if "WORLD_SIZE" in environ:
+            return "kubernetes", {"RANK": index}
+        raise UserError(
+            f"JOB_COMPLETION_INDEX={index} but WORLD_SIZE is not set: each pod would train alone. Set WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT as k8s/job.yaml does. If each is to train alone, give launch --nnodes 1, or "
+            "unset it."
         )
     return None
 
 
 def complete(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """RANK is set, by `launcher`: what Slurm or Kubeflow add about this node. Raises LaunchError where they show that
-    RANK and WORLD_SIZE do not count what they should."""
+    """RANK is set, by torchrun or somebody else: what Slurm or Kubeflow add about this node. Raises UserError where
+    they show that RANK and WORLD_SIZE do not count what they should."""
     step, tasks, _ = _slurm_step(environ)
-    if launcher != "environment":
+    if launcher == "torchrun":
         if environ.get("GROUP_WORLD_SIZE") != str(tasks):  # else each task is an agent: it simulates nodes by tasks
             refuse_multiplied(environ, launcher)
     elif step is not None and (environ["RANK"], environ.get("WORLD_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks)):
@@ -61,29 +65,22 @@ def complete(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
     return _complete_pod(environ)
 
 
-def run_name(environ: Mapping[str, str]) -> str | None:
-    """The job's number, which a requeue keeps; in an array the array's number and the task's."""
-    if index := environ.get("SLURM_ARRAY_TASK_ID"):
-        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
-    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
-
-
 def count(environ: Mapping[str, str], name: str) -> int | None:
-    """The number in that variable, None where it is empty. Raises LaunchError if it is not a number."""
+    """The number in that variable, None where it is empty. Raises UserError if it is not a number."""
     if not (text := environ.get(name)):
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise LaunchError(f"{name} must be a whole number, got {text!r}. Leave it to the scheduler.")
+        raise UserError(f"{name} must be a whole number, got {text!r}. Leave it to the scheduler.")
     return int(text)
 
 
 def _values(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Our variables (keys) as the launcher's own ones (values) say. Raises LaunchError where one of ours contradicts.
+    """Our variables (keys) as the launcher's own ones (values) say. Raises UserError where one of ours contradicts.
     """
     theirs = {name: own for name, own in names.items() if own in environ}
     for name, own in theirs.items():
         if environ.get(name, environ[own]) != environ[own]:
-            raise LaunchError(
+            raise UserError(
                 f"{name}={environ[name]} but {own}={environ[own]}, and RANK is not set: two launchers are mixed. "
                 f"Unset {name}, or set {' '.join(FIVE)} all."
             )
@@ -104,7 +101,7 @@ def _slurm_step(environ: Mapping[str, str]) -> tuple[int | None, int | None, int
 
 
 def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """As `adopt`. Raises LaunchError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
+    """As `adopt`. Raises UserError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
     step, tasks, nodes = _slurm_step(environ)
     if tasks is None:
         return None
@@ -112,7 +109,7 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
         # A batch script may export MASTER_ADDR and MASTER_PORT whatever its size
         return None if {"LOCAL_RANK", "WORLD_SIZE"} & environ.keys() else ("python", {})
     if step is None:
-        raise LaunchError(
+        raise UserError(
             f"Slurm gave this job {tasks} tasks, but this process is not one of them (no SLURM_STEP_ID: a batch "
             "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
             "process: srun -n 1."
@@ -132,11 +129,11 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
 
 
 def refuse_multiplied(environ: Mapping[str, str], what: str) -> None:
-    """Raise LaunchError where `what` starts n processes in each of several tasks of a node: ranks would share devices.
+    """Raise UserError where `what` starts n processes in each of several tasks of a node: ranks would share devices.
     """
     step, tasks, nodes = _slurm_step(environ)
     if step is not None and tasks and nodes and tasks > nodes:
-        raise LaunchError(
+        raise UserError(
             f"{what} runs in each of {tasks} Slurm tasks on {nodes} nodes: that multiplies the processes. Use "
             "--ntasks-per-node=1 with torchrun and launch --nproc, or srun without them (slurm/task.sh)."
         )
@@ -161,7 +158,7 @@ def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
         if found.get("LOCAL_WORLD_SIZE") == str(size):
             found["MASTER_ADDR"] = "127.0.0.1"
         elif not {"MASTER_ADDR", "RANKUP_FILE"} & environ.keys():
-            raise LaunchError(
+            raise UserError(
                 f"{prefix}SIZE={size} on several nodes, but {launcher} does not say where rank 0 is. {way_out}"
             )
         if job := next(filter(None, map(environ.get, jobs)), None):
@@ -174,11 +171,11 @@ def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def refuse_pod(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError in one pod of several without RANK. Trainer v2, elastic jobs and Workers without a Master set
+    """Raise UserError in one pod of several without RANK. Trainer v2, elastic jobs and Workers without a Master set
     PET_* alone, which only torchrun can read."""
     shown = {name: environ[name] for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if environ.get(name)}
     if "RANK" not in environ and not {*shown.values()} <= {"1", "1:1", "auto", "gpu", "cpu"}:
-        raise LaunchError(
+        raise UserError(
             f"{' '.join(f'{name}={text}' for name, text in shown.items())} but RANK is not set: plain python would "
             f"train alone in every pod. Kubeflow sets PET_* for torchrun: let the command be {TORCHRUN}."
         )
@@ -190,7 +187,7 @@ def _complete_pod(environ: Mapping[str, str]) -> dict[str, str]:
     if not per_pod or "LOCAL_RANK" in environ:
         return {}  # not in a pod of Kubeflow's, or below torchrun there
     if per_pod.isdecimal() and int(per_pod) > 1:
-        raise LaunchError(
+        raise UserError(
             f"RANK={environ['RANK']} counts pods but WORLD_SIZE={environ.get('WORLD_SIZE', '')} counts processes, "
             f'since PET_NPROC_PER_NODE={per_pod}. Let the command be {TORCHRUN}, or set nprocPerNode: "1".'
         )
@@ -199,12 +196,18 @@ def _complete_pod(environ: Mapping[str, str]) -> dict[str, str]:
 
 def count_pods(environ: Mapping[str, str], *, num_nodes: int | None) -> tuple[Mapping[str, str], int | None]:
     """For an agent: `environ`, in which RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
-    `num_nodes`: what an option says. Raises LaunchError where nobody says how many pods there are, or which this is."""
+    `num_nodes`: what an option says. Raises UserError where nobody says how many pods there are, or which this is."""
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
+    if nodes is None and "RANK" not in environ and (index := environ.get("JOB_COMPLETION_INDEX")):
+        if num_nodes == 1:  # each pod trains alone, as it was told
+            return {name: value for name, value in environ.items() if name != "JOB_COMPLETION_INDEX"}, None
+        if num_nodes or "WORLD_SIZE" in environ:
+            own = {"WORLD_SIZE": str(num_nodes), "MASTER_PORT": str(PORT_OF_LAUNCH)}
+            return {**own, **environ, "RANK": index}, None
     if nodes is None or "LOCAL_RANK" in environ:
         return environ, None
     if ":" in nodes and (num_nodes is None or "RANK" not in environ):
-        raise LaunchError(
+        raise UserError(
             f"PET_NNODES={nodes} is for torchrun, and does not say which pod this is. Set RANK, MASTER_ADDR and "
             "MASTER_PORT, and give --nnodes, as k8s/components/elastic does."
         )

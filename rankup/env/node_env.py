@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rankup.env.launchers import BY_PREFIX, PORT_OF_LAUNCH, adopt_slurm, count, count_pods, refuse_multiplied
 from rankup.env.rank_env import read_rank_env, who_set_rank
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ def read_node_env(
 ) -> NodeEnv:
     """Which agent is this? The others are options of `launch`: they beat the environment's address and port, but the
     counts of both have to agree. With `limits` the environment's count of nodes may be any, and `nnodes` is of all that
-    may be there. Raises LaunchError where they differ, for half a set, and below a launcher that starts the ranks."""
+    may be there. Raises UserError where they differ, for half a set, and below a launcher that starts the ranks."""
     for flag, number, least, most in (
         ("--nproc", nproc, 1, 65535), ("--nnodes", nnodes, 1, 65535), ("--master-port", master_port, 0, 65535),
         ("--node-rank", node_rank, 0, max(1, nnodes or 65535) - 1),
     ):
         if number is not None and not least <= number <= most:
-            raise LaunchError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
+            raise UserError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
     _refuse_launcher_of_ranks(environ)
     found, per_pod = count_pods(environ, num_nodes=nnodes)
     # What an earlier torchrun has left in the shell says nothing of this agent
@@ -71,14 +71,14 @@ def read_node_env(
     if "RANK" not in variables and not is_task:
         if nnodes is None or nnodes == 1:
             if node_rank:
-                raise LaunchError(f"--node-rank must be 0 where there is one node, got {node_rank}. Give --nnodes too.")
+                raise UserError(f"--node-rank must be 0 where there is one node, got {node_rank}. Give --nnodes too.")
             env = read_rank_env(variables)  # refuses half a set
             return NodeEnv(
                 nproc=nproc, master_addr=master_addr or env.master_addr, master_port=master_port or 0,
                 run_name=env.run_name,
             )
         if not master_addr and "MASTER_ADDR" not in variables:
-            raise LaunchError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
+            raise UserError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
         options = {"RANK": node_rank or 0, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
         variables = {**{name: str(value) for name, value in options.items()}, **variables}
     if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
@@ -89,7 +89,7 @@ def read_node_env(
         ("--nnodes", "WORLD_SIZE", nnodes, env.world_size), ("--node-rank", "RANK", node_rank, env.rank)
     ):
         if option is not None and option != number and not (limits is not None and name == "WORLD_SIZE"):
-            raise LaunchError(
+            raise UserError(
                 f"{flag} must be {name}={number} (from {env.launcher}), got {option}. Leave {flag} out."
             )
     if nproc > 1:
@@ -109,17 +109,17 @@ def _num_ranks(environ: Mapping[str, str], option: int | None, per_pod: int | No
     given = 1 if "LOCAL_RANK" in environ else per_pod
     if option and given and option != given:
         who = f"PET_NPROC_PER_NODE={per_pod}" if per_pod else "LOCAL_RANK: each rank has an agent of its own"
-        raise LaunchError(f"--nproc must be {given}, as the environment has {who}, got {option}. Leave --nproc out.")
+        raise UserError(f"--nproc must be {given}, as the environment has {who}, got {option}. Leave --nproc out.")
     return option or given or 1
 
 
 def _refuse_launcher_of_ranks(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError below a launcher that has started one process for each rank already."""
+    """Raise UserError below a launcher that has started one process for each rank already."""
     who = next((name for name, prefix, *_ in BY_PREFIX if (count(environ, f"{prefix}SIZE") or 1) > 1), "environment")
     if who == "environment" and "RANK" in environ:
         who = who_set_rank(environ)
     if who != "environment":
-        raise LaunchError(
+        raise UserError(
             f"launch must be started once a node, got the environment of a rank of {who}, which starts the processes "
             "already. Start the script directly there."
         )

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rankup.env import launchers
 from rankup.env.launchers import FIVE
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 
 WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 MANY = 10**18
@@ -43,7 +43,6 @@ class RankEnv:
     file: str = ""  # where rank 0 writes its address, in place of master_addr and master_port
     attempt: str = ""  # the id of this attempt where an agent gave one: it looks for it in status.json
     start: str = ""  # names a start whose containers an engine restarts by itself
-    parent_pid: int | None = None  # the process without which this one shall not go on
 
     @property
     def distributed(self) -> bool:
@@ -55,12 +54,13 @@ class RankEnv:
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
-    """Who is this process? Raises LaunchError with every mistake, one on a line."""
+    """Who is this process? Raises UserError with every mistake, one on a line."""
     given = {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE") if name in environ}
     file = environ.get("RANKUP_FILE", "")
     if "RANK" in environ:
         launcher = who_set_rank(environ)
-        derived = launchers.complete(environ, launcher)
+        # An agent has looked itself, and says all; in another membership its ranks are not as many as Slurm's tasks
+        derived = launchers.complete(environ, launcher) if launcher != "launch" else {}
     else:  # half a set is no single process: the check names what is missing
         launcher, derived = launchers.adopt(environ) or ("environment" if given or file else "python", {})
     more: dict[str, Any] = {}
@@ -73,9 +73,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(
-        launcher=launcher, run_name=launchers.run_name(environ), start=environ.get("RANKUP_START", ""),
-        # These leave their processes running where they are killed
-        parent_pid=os.getppid() if launcher in ("torchrun", "mpirun") else None, **more,
+        launcher=launcher, run_name=_run_name(environ), start=environ.get("RANKUP_START", ""), **more,
     )
 
 
@@ -87,14 +85,21 @@ def who_set_rank(environ: Mapping[str, str]) -> str:
     return "torchrun" if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys() else "environment"
 
 
+def _run_name(environ: Mapping[str, str]) -> str | None:
+    """The number of Slurm's job, which a requeue keeps; in an array the array's number and the task's."""
+    if index := environ.get("SLURM_ARRAY_TASK_ID"):
+        return f"slurm-{environ.get('SLURM_ARRAY_JOB_ID')}_{index}"
+    return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
+
+
 def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, Any]:
-    """The fields of RankEnv. Raises LaunchError with all mistakes, one a line."""
+    """The fields of RankEnv. Raises UserError with all mistakes, one a line."""
     needed = ("RANK", "WORLD_SIZE") if file else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in values]:
         shown = [f"{name}={text if re.fullmatch(r'[!-~]+', text) else repr(text)}" for name, text in values.items()]
-        raise LaunchError(
-            f"{' '.join(shown) or '--init-method'} but {' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            f"set. {WHO_SETS_THEM} For a single process unset {' '.join(values) or 'it'}."
+        raise UserError(
+            f"{' '.join(shown)} but {' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
+            f"{WHO_SETS_THEM} For a single process unset {' '.join(values)}."
         )
     # torchrun sets LOCAL_RANK per process; PyTorchJob, which sets RANK per pod, does not
     values = {"LOCAL_RANK": "0", **values}
@@ -104,6 +109,8 @@ def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, A
         "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "WORLD_SIZE": (1, MANY),
         "LOCAL_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
     }
+    if launcher == "launch":  # where other agents were lost, a rank keeps its GPU, whatever its new number
+        bounds["LOCAL_RANK"] = bounds["LOCAL_WORLD_SIZE"] = (0, MANY)
     wrong = {
         name: f"a whole number from {least} to {most}".replace(f" from {least} to {MANY}", f" >= {least}")
         for name, (least, most) in bounds.items() if name in values and not least <= numbers.get(name, -1) <= most
@@ -112,7 +119,7 @@ def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, A
     if _ip(address) is None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", address):
         wrong["MASTER_ADDR"] = "a host name or an address, without a port"
     if wrong:
-        raise LaunchError("\n".join(
+        raise UserError("\n".join(
             f"{name} must be {rule}, got {values[name]!r} (from {launcher}). {WHO_SETS_THEM}"
             for name, rule in wrong.items()
         ))
@@ -125,18 +132,27 @@ def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, A
 def with_options(
     environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
 ) -> Mapping[str, str]:
-    """`environ` and the variables that these options stand for. Raises LaunchError for a URL of another kind, and where
-    an option repeats a variable that is set."""
-    for flag, name, value in (
+    """`environ` and the variables that these options stand for. Raises UserError for a URL of another kind, where an
+    option repeats a variable that is set, and where only some are given and no launcher says the rest."""
+    options = (
         ("--rank", "RANK", rank), ("--world-size", "WORLD_SIZE", world_size),
         ("--init-method", "MASTER_ADDR", init_method or None),
-    ):
+    )
+    for flag, name, value in options:
         if value is not None and name in environ:
-            raise LaunchError(
+            raise UserError(
                 f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one."
             )
     counts = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    return {**environ, **counts, **(_parse_url(init_method) if init_method else {})}
+    told = {**environ, **counts, **(_parse_url(init_method) if init_method else {})}
+    missing = [flag for flag, name, value in options if value is None and name not in environ]
+    is_given = any(value is not None for _, _, value in options)
+    if missing and is_given and ("RANK" in told or launchers.adopt(told) is None):
+        raise UserError(
+            f"{' and '.join(missing)} must be given too, got nothing. A rank has --rank, --world-size and "
+            "--init-method; a single process has none of them."
+        )
+    return told
 
 
 def _parse_url(url: str) -> dict[str, str]:
@@ -146,12 +162,12 @@ def _parse_url(url: str) -> dict[str, str]:
     if parts.scheme == "file" and not parts.netloc and parts.path.strip("/"):
         path = Path(urllib.parse.unquote(parts.path))
         if not path.parent.is_dir() or path.is_dir():
-            raise LaunchError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
+            raise UserError(f"--init-method must name a file in a folder that exists and all ranks see, got {path}.")
         return {"RANKUP_FILE": str(path)}
     address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@]+):([0-9]+)/?", parts.netloc + parts.path)
     if parts.scheme == "tcp" and address and not parts.query:
         return {"MASTER_ADDR": address[1].strip("[]"), "MASTER_PORT": address[2]}
-    raise LaunchError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")
+    raise UserError(f"--init-method must be tcp://HOST:PORT or file:///PATH, got {url}. For env:// leave it out.")
 
 
 def cache_folder() -> str:

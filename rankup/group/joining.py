@@ -38,7 +38,7 @@ from rankup.agent.network import address_of, choose_interface, chosen_address, i
 from rankup.agent.protocol import HINT, RANKS, Member
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv, is_loopback
-from rankup.errors import FINISHED, USER_MISTAKE, JoinError, LaunchError, UserError
+from rankup.errors import FINISHED, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import AgentLine, Watchdog, describe
@@ -78,19 +78,19 @@ def start(
 
 
 def pick_device(wanted: str | None, local_rank: int) -> torch.device:
-    """The device of this rank: None takes the accelerator if there is one, else the CPU. Raises LaunchError."""
+    """The device of this rank: None takes the accelerator if there is one, else the CPU. Raises UserError."""
     found = None if wanted == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     kind, _, index = (wanted or (found.type if found else "cpu")).partition(":")
     if kind == "cpu":
         return torch.device("cpu")
     if found is None or kind != found.type:
-        raise LaunchError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
+        raise UserError(f'device must be one this machine has, got "{wanted}". Use --device auto or cpu.')
     count = torch.accelerator.device_count()
     number = int(index) if index else local_rank
     if number >= count:
         # Slurm's --gpus-per-task=1 shows each task one device, numbered 0. Two ranks on one device are found later.
         if count > 1 or index:
-            raise LaunchError(
+            raise UserError(
                 f"local rank {local_rank} must have a device of its own, got {count} visible {kind} devices. Start at "
                 f"most {count} processes on this node, or look at CUDA_VISIBLE_DEVICES."
             )
@@ -118,7 +118,7 @@ def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
 
 def meet(group: Group, *, timeout_s: float) -> None:
     """First step: find the others, and begin to watch each other. Raises JoinError naming who is missing or what is in
-    the way, UserError where ranks differ, and LaunchError where the port cannot be used."""
+    the way, and UserError where ranks differ or the port cannot be used."""
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
     if (agent := group.launch.agent) is not None:
@@ -176,14 +176,14 @@ def digest(settings: Mapping[str, str]) -> str:
 
 
 def check_devices(group: Group) -> None:
-    """Raises LaunchError where two ranks use one GPU: nccl would report "Duplicate GPU detected" much later, and gloo
+    """Raises UserError where two ranks use one GPU: nccl would report "Duplicate GPU detected" much later, and gloo
     would just be slow."""
     if group.device.type != "cuda":
         return
     owners: dict[str, int] = {}
     for rank, uuid in enumerate(group.gather(str(torch.cuda.get_device_properties(group.device).uuid))):
         if owners.setdefault(uuid, rank) != rank:
-            raise LaunchError(
+            raise UserError(
                 f"ranks {owners[uuid]} and {rank} must each have a device of their own, got the same GPU on "
                 f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
             )
@@ -371,7 +371,7 @@ class MemberLine:
     # Where the leader is ------------------------------------------------------------------------------------------
 
     async def _leader_at(self) -> tuple[str, int]:
-        """Raises OSError where the leader has not said where it is, and LaunchError for a file of somebody else."""
+        """Raises OSError where the leader has not said where it is, and UserError for a file of somebody else."""
         if self._leader is not None:
             return "127.0.0.1", self._port
         if self._file or self._board is not None:
@@ -393,7 +393,7 @@ class MemberLine:
             raise ConnectionError(f"nothing was heard from rank 0 at {where}") from None
 
     def _publish(self) -> None:
-        """On rank 0. Raises LaunchError for a file of somebody else, JoinError for one in use."""
+        """On rank 0. Raises UserError for a file of somebody else, JoinError for one in use."""
         if self._board is not None:
             self._board.set(LEADER, str(self._port))
         elif self._file:
@@ -406,7 +406,7 @@ class MemberLine:
 
 
 def read_place(file: Path) -> tuple[str, int] | None:
-    """What rank 0 left there; None for no file, and for an empty one, as mktemp makes it. Raises LaunchError where it
+    """What rank 0 left there; None for no file, and for an empty one, as mktemp makes it. Raises UserError where it
     is somebody else's, OSError where it can't be read."""
     try:
         text = file.read_text(errors="replace")
@@ -417,6 +417,6 @@ def read_place(file: Path) -> tuple[str, int] | None:
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-        raise LaunchError(
+        raise UserError(
             f"--init-method: {file} must be a new file, got one that holds something else. Name another."
         ) from None

@@ -246,10 +246,9 @@ def _rank_table(run: dict[str, Any], now: float) -> Table:
 def _phase(rank: dict[str, Any]) -> str:
     if "state" in rank:
         return str(rank["state"]) + (f" with exit code {rank['code']}" if rank["code"] else "")
-    own = rank["phase"] == "script"  # a process that only waits for the user's: its place says nothing
-    phase = rank["phase"] + (", waits for others" if rank["waiting"] and not own else "")
+    phase = rank["phase"] + (", waits for others" if rank["waiting"] else "")
     if rank["for_s"] > LONG_S:
-        phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") and not own else "")
+        phase += f", for {duration(rank['for_s'])}" + (f": {rank['place']}" if rank.get("place") else "")
     return str(phase)
 
 

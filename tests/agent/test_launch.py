@@ -25,7 +25,7 @@ from rankup.agent.processes import cpu_quota, has_handler
 from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import Job, ended, environment, free_port, lives, start, wait_for
+from tests.rigs.jobs import ROOT, Job, ended, environment, free_port, lives, start, wait_for
 
 HEAD = """
 import json, os, pathlib, signal, sys, time
@@ -187,6 +187,15 @@ def test_rank_alone_prints_as_it_is_and_its_bar_does_not_fill_the_log(tmp_path: 
     assert [line.partition(" r0 ")[2] for line in lines] == ["all 1000", "next", "\ufffd"]
 
 
+def test_run_at_an_address_has_its_folder_in_the_cache(tmp_path: Path) -> None:
+    rankup, where = (sys.executable, "-m", "rankup"), "--run-dir=s3://bucket/runs"
+    env = environment({"PYTHONPATH": str(ROOT), "RANKUP_CACHE": str(tmp_path / "cache")})
+    for words in (["launch", where, write(tmp_path, "")], ["status", "job", where]):
+        done = subprocess.run([*rankup, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert re.search("^state +finished", done.stdout, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"job.py", "cache"}
+
+
 def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "wait_for('hangs')")
     forks.ends(
@@ -200,13 +209,12 @@ def hang_from_the_first_report_on() -> None:
 
     write, hangs = ends.write_json, Path(os.environ["HANGS"])
 
-    def hang(path: Path, data: Any) -> None:
-        if path.name.startswith("progress") or hangs.exists():
-            hangs.touch()
-            threading.Event().wait()
-        write(path, data)
+    def hang(*_: Any) -> None:
+        hangs.touch()
+        threading.Event().wait()
 
-    ends.write_json = hang
+    ends.write_atomically = hang  # the report
+    ends.write_json = lambda path, data: hang() if hangs.exists() else write(path, data)
 
 
 # Ends and restarts ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rankup.agent.network import LONGEST, encode
 from rankup.agent.protocol import VERSION, Member, describe_missing
 from rankup.agent.sameness import describe_arguments, differences
 from rankup.env.node_env import Limits, NodeEnv
-from rankup.errors import USER_MISTAKE, JoinError, LaunchError
+from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
 from tests.rigs.meeting_room import HELLO, Puppet, all_hear, asynchronous, get_ready, member, room, until
 
@@ -339,7 +339,7 @@ async def test_a_member_that_goes_while_the_leader_prepares_voids_the_proposal()
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (LaunchError("no"), 2, "no"), (JoinError("not now"), 170, "not now"), (OSError("full"), 170, "OSError: full"),
+        (UserError("no"), 2, "no"), (JoinError("not now"), 170, "not now"), (OSError("full"), 170, "OSError: full"),
         (None, 170, "KeyError: 'job'"),  # a fault in the commit itself
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from rankup.agent import network
 from rankup.agent.network import choose_interface, listen
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 
 MACHINE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "192.168.50.5", "down0": ""}
 
@@ -44,5 +44,5 @@ def test_port_that_nobody_may_open_is_the_users_mistake(monkeypatch: pytest.Monk
 
     never: Any = None
     monkeypatch.setattr(socket, "create_server", refuse)
-    with pytest.raises(LaunchError, match=rf"MASTER_PORT=80 can't be opened: {os.strerror(number)}\. "):
+    with pytest.raises(UserError, match=rf"MASTER_PORT=80 can't be opened: {os.strerror(number)}\. "):
         asyncio.run(listen(never, ip="", port=80))

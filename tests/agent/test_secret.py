@@ -17,7 +17,7 @@ import pytest
 from rankup.agent import network
 from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
 from rankup.agent.protocol import VERSION, Member
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 from tests.agent.test_attendance import fake_leader
 from tests.agent.test_launch import WAITS, add_node
 from tests.agent.test_membership import Nodes
@@ -155,7 +155,7 @@ def test_secret_that_others_may_read_is_refused(
         path.chmod(mode)
     if os.geteuid() == 0:  # a Secret of Kubernetes is root's, and may have 640
         monkeypatch.setattr(os, "fstat", lambda fd, real=os.fstat: os.stat_result([*real(fd)[:4], 1000, *real(fd)[5:]]))
-    with pytest.raises(LaunchError, match=why) as error:
+    with pytest.raises(UserError, match=why) as error:
         read_secret({SECRET_FILE: str(path)})
     assert "\n" not in str(error.value)
 
@@ -163,7 +163,7 @@ def test_secret_that_others_may_read_is_refused(
 def test_what_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(LaunchError, match="must name a file"):
+        with pytest.raises(UserError, match="must name a file"):
             read_secret({SECRET_FILE: str(path)})
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,6 +86,7 @@ MISTAKES = {
     "launch nofile.py": "SCRIPT must be a file, got nofile.py: there is none.",
     "launch -m": "SCRIPT must be given.",
     "launch --restart-args ' x.py": "--restart-args must be words as a shell splits them, got '.",
+    "launch --shared-dir s3://user:key@bucket x.py": "--shared-dir must be an address without user, password, key",
     "launch --spares 1 x.py": "--spares must come with --nnodes, got none.",
     "launch --nnodes 2: x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 2:.",
     "launch --nnodes 3:2 x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 3:2.",
@@ -104,6 +106,15 @@ def test_mistake_is_one_line_and_code_2(
     assert err.startswith("error: ")
     assert MISTAKES[line] in err
     assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
+
+
+def test_launch_that_is_interrupted_before_it_starts_ranks_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankup.doctor.preflight", Mock(side_effect=KeyboardInterrupt))
+    (tmp_path / "x.py").touch()
+    code, out, err = said(capsys, "launch", "--preflight", "--run-dir", str(tmp_path / "runs"), str(tmp_path / "x.py"))
+    assert (code, out, err) == (143, "SIGINT before the start: no rank was started.\n", "")
 
 
 # Commands -------------------------------------------------------------------------------------------------------

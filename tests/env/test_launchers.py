@@ -1,12 +1,11 @@
 """Every environment that Slurm, Open MPI, horovodrun and Kubeflow give: adopted, or refused with the way out."""
 
-import os
 import zlib
 
 import pytest
 
 from rankup.env.launchers import port_for
-from rankup.env.rank_env import RankEnv, read_rank_env
+from rankup.env.rank_env import RankEnv, read_rank_env, with_options
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
@@ -57,7 +56,7 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
 )
 def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], address: str):
     env = read_rank_env({**STEP, **change})
-    assert (place(env), env.launcher, env.parent_pid) == (where, "slurm", None)
+    assert (place(env), env.launcher) == (where, "slurm")
     assert f"{env.master_addr}:{env.master_port}".startswith(address)
 
 
@@ -95,6 +94,11 @@ def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
     assert " not set. " in refusal({**env, "WORLD_SIZE": "4"})
 
 
+def test_slurm_knows_the_rank_that_belongs_to_an_address():
+    env = read_rank_env(with_options(STEP, init_method="tcp://node0:29400"))
+    assert (place(env), env.master_addr) == ((3, 1, 4, 2), "node0")
+
+
 def test_explicit_rank_beats_slurm_and_learns_its_place_where_it_is_that_task():
     assert place(read_rank_env({**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"})) == (0, 0, 2, None)
     env = read_rank_env({**STEP, **FULL, "RANK": "3"})
@@ -114,10 +118,9 @@ def test_injected_variable_is_not_mixed_with_the_launchers(env: Env, text: str):
     assert refusal(env).startswith(f"{text}, and RANK is not set: two launchers are mixed. Unset")
 
 
-@pytest.mark.parametrize("env", [AGENT, LAUNCH], ids=["torchrun", "launch"])
-def test_torchrun_multiplied_by_srun_is_refused(env: Env):
-    message = refusal({**STEP, **env})
-    assert "runs in each of 4 Slurm tasks on 2 nodes" in message
+def test_torchrun_multiplied_by_srun_is_refused():
+    message = refusal({**STEP, **AGENT})
+    assert "torchrun runs in each of 4 Slurm tasks on 2 nodes" in message
     assert "--ntasks-per-node=1" in message
 
 
@@ -126,6 +129,14 @@ def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
     assert (env.launcher, env.rank) == ("torchrun", 3)
     simulated = {"GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
     assert read_rank_env({**STEP, **AGENT, **simulated}).rank == 3
+
+
+@pytest.mark.parametrize("left", [3, 1])
+def test_rank_of_an_agent_beside_lost_ones_keeps_its_gpu(left: int):
+    """Slurm's variables still count four agents, two on each machine."""
+    fewer = {"GROUP_WORLD_SIZE": f"{left}", "WORLD_SIZE": f"{left}", "RANK": "0", "LOCAL_RANK": "1"}
+    env = read_rank_env({**STEP, **LAUNCH, **fewer})
+    assert (env.rank, env.local_rank, env.world_size) == (0, 1, left)
 
 
 def test_run_is_named_by_its_job_whoever_set_rank():
@@ -159,8 +170,6 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     assert read_rank_env({**env, job: "another"}).master_port != read.master_port
     assert read.master_port == port_for(zlib.crc32(env[job].encode()))  # the same on every node
     assert "MASTER_PORT is not set" in refusal(without(env, job))
-    # An mpirun that is killed leaves its processes running
-    assert read.parent_pid == (os.getppid() if launcher == "mpirun" else None)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +275,14 @@ def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     assert "\n" not in message
 
 
-def test_indexed_job_of_several_pods_without_rank_is_refused():
-    assert "k8s/job.yaml" in refusal({"JOB_COMPLETION_INDEX": "1"})
-    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0"}).distributed  # of one pod
-    assert read_rank_env({"JOB_COMPLETION_INDEX": "1", **FULL}).rank == 1
+def test_pod_of_an_indexed_job_has_its_index_for_a_rank_and_never_trains_alone_unasked():
+    for index in ("0", "1"):
+        message = refusal({"JOB_COMPLETION_INDEX": index})
+        assert message.startswith(f"JOB_COMPLETION_INDEX={index} but WORLD_SIZE is not set: each pod would train alone")
+        assert "k8s/job.yaml" in message
+    assert not read_rank_env({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "1"}).distributed  # a TrainJob of one pod
+    assert place(read_rank_env({**without(FULL, "RANK"), "JOB_COMPLETION_INDEX": "2"})) == (2, 0, 4, None)
+    assert read_rank_env({**FULL, "JOB_COMPLETION_INDEX": "2"}).rank == 1
 
 
 # Ports and hosts ------------------------------------------------------------------------------------------------------

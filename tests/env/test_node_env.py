@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rankup.env.node_env import Limits, read_node_env
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 from tests.env.test_launchers import BATCH, HOROVOD, MPI, STEP, TRAINER, elastic, pod
 from tests.env.test_rank_env import AGENT, FULL, Env
 
@@ -15,6 +15,7 @@ ONE_EACH = {  # `srun --ntasks-per-node=1 -N 2`: the second task
 }
 COMPOSE = {"LOCAL_RANK": "0", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
 POD = {**TRAINER, "PET_MASTER_PORT": "29500"}
+INDEX = {"JOB_COMPLETION_INDEX": "1"}
 NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
 
 
@@ -39,6 +40,10 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
         # Workers without a Master, told by their options
         ({"PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto"}, NODE, (2, 3, 1), "a:29400"),
         ({"OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_SIZE": "1"}, {}, (0, 1, 1), "127.0.0.1:0"),
+        # Indexed Jobs
+        (INDEX, {"nnodes": 2, "master_addr": "a"}, (1, 2, 1), "a:29400"),
+        ({**INDEX, "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, {}, (1, 3, 1), "a:29400"),
+        (INDEX, {"nnodes": 1}, (0, 1, 1), "127.0.0.1:0"),
     ],
 )
 def test_agent_is_what_options_and_environment_say(
@@ -85,11 +90,12 @@ def test_agent_of_one_of_several_ranks_on_a_machine_counts_them(given: Env, want
         (MPI, NODE, "a rank of mpirun"),
         ({**HOROVOD, **FULL}, {}, "a rank of horovodrun"),
         ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
-        ({"JOB_COMPLETION_INDEX": "1"}, {}, "JOB_COMPLETION_INDEX=1 but RANK is not set"),
+        ({"JOB_COMPLETION_INDEX": "0"}, {}, "JOB_COMPLETION_INDEX=0 but WORLD_SIZE is not set"),
+        (INDEX, {**NODE, "node_rank": 0}, r"--node-rank must be RANK=1 \(from environment\), got 0"),
     ],
 )
 def test_agent_is_refused_what_would_train_alone_or_twice(env: Env, options: dict[str, Any], said: str):
-    with pytest.raises(LaunchError, match=said) as refused:
+    with pytest.raises(UserError, match=said) as refused:
         read_node_env(env, **options)
     assert "\n" not in str(refused.value)
 

@@ -1,14 +1,14 @@
 """A rank by the variables that torchrun sets: complete, absent, or refused in one line per mistake with the way out."""
 
 import json
-import os
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rankup.env.rank_env import RankEnv, describe, is_loopback, read_rank_env, with_options
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 
 Env = dict[str, str]
 
@@ -23,7 +23,7 @@ LAUNCH = {**AGENT, "RANKUP_AGENT": json.dumps(OF_AGENT)}
 
 
 def refusal(env: Env) -> str:
-    with pytest.raises(LaunchError) as refused:
+    with pytest.raises(UserError) as refused:
         read_rank_env(env)
     return str(refused.value)
 
@@ -105,12 +105,8 @@ def test_launch_is_known_by_its_mark_whatever_is_left_of_a_torchrun():
     assert env.attempt == "j-1"
 
 
-def test_parent_is_who_would_leave_the_rank_behind():
-    """A torchrun that is killed leaves its processes running."""
-    assert read_rank_env(AGENT).parent_pid == os.getppid()
-    left = read_rank_env({**FULL, "TORCHELASTIC_RUN_ID": "none"})  # in the shell
-    assert left.parent_pid is read_rank_env(LAUNCH).parent_pid is None
-    assert left.launcher == "environment"
+def test_what_a_torchrun_has_left_in_the_shell_is_none():
+    assert read_rank_env({**FULL, "TORCHELASTIC_RUN_ID": "none"}).launcher == "environment"
 
 
 def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
@@ -150,7 +146,7 @@ def test_options_stand_for_the_variables():
     [({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method")],
 )
 def test_options_beside_the_variables_are_refused(environ: Env, flag: str):
-    with pytest.raises(LaunchError, match=f"{flag} must be left out where"):
+    with pytest.raises(UserError, match=f"{flag} must be left out where"):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)
 
 
@@ -165,14 +161,26 @@ def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, exp
     assert is_loopback(host) is expected
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"init_method": "tcp://node0:29400"}, "--rank and --world-size"),
+        ({"init_method": "file:///tmp/meeting", "rank": 0}, "--world-size"),
+        ({"rank": 0, "world_size": 2}, "--init-method"),
+    ],
+)
+def test_options_that_are_missing_are_named(given: dict[str, Any], missing: str):
+    with pytest.raises(UserError, match=f"^{missing} must be given too, got nothing"):
+        with_options({}, **given)
+
+
 def test_url_stands_for_the_variables(tmp_path: Path):
-    ipv6 = with_options({}, init_method="tcp://[fd00::1]:29400/")
-    assert ipv6 == {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29400"}
+    ipv6 = with_options({}, init_method="tcp://[fd00::1]:29400/", rank=0, world_size=1)
+    assert (ipv6["MASTER_ADDR"], ipv6["MASTER_PORT"]) == ("fd00::1", "29400")
     by_file = with_options({}, init_method=f"file://{tmp_path}/a%20b", rank=1, world_size=2)
     env = read_rank_env(dict(by_file))
     assert (env.rank, env.file) == (1, f"{tmp_path}/a b")
     assert f"rank 1 of 2 (local 0), meeting by {tmp_path}/a b" in describe(env)
-    assert "RANK WORLD_SIZE are not set" in refusal(dict(with_options({}, init_method=f"file://{tmp_path}/a")))
 
 
 @pytest.mark.parametrize(
@@ -186,5 +194,5 @@ def test_url_stands_for_the_variables(tmp_path: Path):
     ],
 )
 def test_url_of_another_kind_and_of_no_possible_file_is_refused(url: str, rule: str):
-    with pytest.raises(LaunchError, match=f"--init-method {rule}"):
+    with pytest.raises(UserError, match=f"--init-method {rule}"):
         with_options({}, init_method=url)

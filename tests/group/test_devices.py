@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankup.errors import LaunchError
+from rankup.errors import UserError
 from rankup.group.joining import pick_backend, pick_device
 
 OWN = "local rank {} must have a device of its own, got {} visible cuda devices"
@@ -35,7 +35,7 @@ def test_each_local_rank_takes_the_device_of_its_number(
     if " " not in taken:
         assert str(pick_device(wanted, rank)) == taken
         return
-    with pytest.raises(LaunchError, match=taken):
+    with pytest.raises(UserError, match=taken):
         pick_device(wanted, rank)
 
 

@@ -83,11 +83,10 @@ def known_flags() -> set[str]:
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
-    of_errors = {"--stopped", "--rest-stopped"}  # python -m rankup.errors, for shell files
     benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench/*.py"))
     of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
     assert "--kills" in of_benchmarks
-    return ours | switches | torchruns | of_rankup | of_errors | of_benchmarks | FOREIGN_FLAGS
+    return ours | switches | torchruns | of_rankup | of_benchmarks | FOREIGN_FLAGS
 
 
 def test_docs_link_to_what_exists(document: str) -> None:
