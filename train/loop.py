@@ -164,8 +164,6 @@ def step(t: Training, batches: list[tuple[float, Any]]) -> None:
     config, job = t.config, t.job
     if config.recompute_every_steps and job.step_number % config.recompute_every_steps == 0:
         job.recompute(lambda batch: t.loss(t.plain, to_device(batch, job.device)), batches[0][1])
-    # A random state of each step's and rank's own: a resumed run needs none of the past, and no two ranks drop the same
-    seed_everything(derive_seed(config.seed, job.step_number, job.rank), job.device)
     total = torch.zeros((), device=job.device)
     for number, (parts, batch) in enumerate(batches, 1):
         with t.method.micro_batch(t.model, last=number == config.accumulate):

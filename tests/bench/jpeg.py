@@ -31,8 +31,8 @@ from rankup.loop.workers import Workers  # noqa: E402
 from tests.bench.machine import conditions, markdown_table  # noqa: E402
 from tests.rigs.photographs import photograph  # noqa: E402
 from train.config import Config  # noqa: E402
+from train.data.file_samples import MEAN, STD  # noqa: E402
 from train.data.samples import Order, load_batches  # noqa: E402
-from train.data.sources.imagefolder import MEAN, STD  # noqa: E402
 from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
 

@@ -35,6 +35,7 @@ from tests.bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT
 from train.data.sources import in_memory
+from train.data.sources.fetch import locate
 
 # Threads and workers, which it may advise too, would change the conditions of the race
 ADVICE = re.compile(r"--precision bf16")
@@ -188,7 +189,7 @@ def prepare_data(folder: Path, *, random: bool) -> None:
     raw.mkdir(parents=True)
     source, family = None, in_memory.FAMILIES["fashion-mnist"]
     if not random:
-        source = in_memory.find_family(family, data_dir=None, timeout_s=3600)
+        source = locate(family, data_dir=None, timeout_s=3600)
     for train, (image_name, label_name) in in_memory.FILES.items():
         if source is None:
             generator, size = torch.Generator().manual_seed(int(train)), 2048 if train else 256

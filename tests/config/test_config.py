@@ -48,7 +48,7 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
         "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs", "report_every_s",
         "log_every_steps", "compare_every_steps", "recompute_every_steps", "memory_every_steps", "tensorboard",
         "progress", "eval_split",
-        "parallel", "bert_dir", "bert_download", "checkpoint_format", "advice",
+        "parallel", "bert_dir", "checkpoint_format", "advice",
         "hf_eval_split", "hf_download", "tracker", "mirror",
     }
 

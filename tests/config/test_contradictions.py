@@ -9,6 +9,9 @@ from tests.rigs.refused import one
 from train.config import Config, check_world_size, load_config
 
 FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
+# Those that a method does not have
+SWITCHES = {"dp": "compile sync_bn", "fsdp": "compile channels_last find_unused_parameters",
+            "horovod": "compile channels_last find_unused_parameters sync_bn"}
 
 
 @pytest.mark.parametrize(
@@ -20,20 +23,13 @@ FOLDER = {"dataset": "imagefolder", "data_dir": "x"}
         ({"workload": "a:b", "device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
         ({"parallel": "dp", "device_ids": "0", "device": "cpu"},
          '--device-ids must be empty with device cpu, got "0". *'),
-        ({"parallel": "dp", "compile": "true"}, "--compile must be false with parallel dp, got true. *"),
-        ({"parallel": "dp", "sync_bn": "true"}, "--sync-bn must be false with parallel dp, got true. *"),
+        *(({"parallel": method, name: "true"}, f"--{name.replace('_', '-')} must be false with parallel {method}, *")
+          for method, names in SWITCHES.items() for name in names.split()),
         ({"parallel": "fsdp", "precision": "fp16"},
          '--precision must be fp32 or bf16 with parallel fsdp, got "fp16". *'),
-        ({"parallel": "fsdp", "compile": "true"}, "--compile must be false with parallel fsdp, got true. *"),
-        ({"parallel": "fsdp", "channels_last": "true"},
-         "--channels-last must be false with parallel fsdp, got true. *"),
-        ({"parallel": "fsdp", "find_unused_parameters": "true"},
-         "--find-unused-parameters must be false with parallel fsdp, got true. *"),
         ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
         ({"parallel": "horovod", "compress": "bf16"},
          '--compress must be none or fp16 with parallel horovod, got "bf16". Horovod does not sum bf16*'),
-        *(({"parallel": "horovod", name: "true"}, f"--{name.replace('_', '-')} must be false with parallel horovod, *")
-          for name in ("sync_bn", "compile", "channels_last", "find_unused_parameters")),
         ({"parallel": "none", "compress": "fp16"},
          '--compress must be none with parallel none, got "fp16". Only ddp *'),
         ({"run_dir": "x", "mirror": "x/"}, '--mirror must be another place than run_dir, got "x/". *'),

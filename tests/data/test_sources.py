@@ -20,7 +20,8 @@ from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data.samples import TensorSamples
 from train.data.sources import fetch, in_memory, load
-from train.data.sources.in_memory import FAMILIES, FOLDER, find_family
+from train.data.sources.fetch import locate
+from train.data.sources.in_memory import FAMILIES, FOLDER
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -48,10 +49,10 @@ def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, m
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
     debian = replace(FAMILIES["fashion-mnist"], here=write_set(tmp_path / "debian", suffix=".gz"))
-    assert find_family(debian, data_dir=None, timeout_s=1.0) == tmp_path / "debian"
+    assert locate(debian, data_dir=None, timeout_s=1.0) == tmp_path / "debian"
     without = replace(FAMILIES["fashion-mnist"], here=tmp_path / "nothing")
     there = tmp_path / "cache" / "FashionMNIST" / "raw"
-    assert find_family(without, data_dir=None, timeout_s=1.0) == there
+    assert locate(without, data_dir=None, timeout_s=1.0) == there
 
 
 def test_other_images_of_the_same_number_are_other_data(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_cifar10_is_read_from_torchvisions_layout(tmp_path: Path, monkeypatch: p
 
 def test_folder_without_cifar10_is_told_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "holiday.txt").touch()
-    with pytest.raises(UserError, match=rf"must hold a folder {FOLDER}, got holiday\.txt"):
+    with pytest.raises(UserError, match=r"hold the files of CIFAR10 \(batches\.meta; .*got holiday\.txt"):
         load_in_memory(Config(dataset="cifar10", data_dir=str(tmp_path)))
 
 

@@ -30,7 +30,7 @@ from tests.rigs.jobs import environment
 from train.config import Config
 from train.data.sources import fetch, load
 from train.data.sources.fetch import NotFetched
-from train.data.sources.in_memory import FAMILIES, Family, find_family, read_half
+from train.data.sources.in_memory import FAMILIES, Family, read_half
 
 WAIT_S = 240.0
 
@@ -101,17 +101,18 @@ from rankup.errors import UserError
 from train.config import Config
 from train.data.sources import fetch, load
 
-def check(folder):
-    assert len([*(folder / "raw").glob("*-ubyte")]) == 4
+class Set(fetch.Remote):
+    def check(self, folder):
+        assert len([*(folder / "raw").glob("*-ubyte")]) == 4
 
 print("ready", flush=True)
 sys.stdin.readline()
 fetch.DOWNLOAD = sys.argv[2]
-remote = fetch.Remote("FashionMNIST", "FashionMNIST/raw", "nothing", find=lambda root: None, check=check)
+remote = Set(kind="FashionMNIST", folder="FashionMNIST/raw", files=("train-images-idx3-ubyte",))
 target = pathlib.Path(sys.argv[1]) / "FashionMNIST"
 try:
     fetch.fetch(remote, target, timeout_s=240)
-    check(target)
+    remote.check(target)
     print("has all")
 except UserError as error:
     print("refused", error)
@@ -203,7 +204,7 @@ def test_wrong_md5_is_refused_and_nothing_is_left(
 ) -> None:
     monkeypatch.setattr(fetch, "DOWNLOAD", mirror().download(wrong=True))
     with pytest.raises(NotFetched, match=r"web: .*File not found or corrupted"):
-        find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
+        fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert everything(tmp_path / "data") == []
 
 
@@ -212,7 +213,7 @@ def test_next_mirror_is_asked_where_the_first_resets_in_the_middle_of_a_file(
 ) -> None:
     first, second = mirror(cut=True), mirror()
     monkeypatch.setattr(fetch, "DOWNLOAD", second.download(first=first.server.server_port))
-    find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
+    fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert first.served
     assert everything(tmp_path / "data") == ["FashionMNIST"]
 
@@ -222,7 +223,7 @@ def test_reason_of_a_download_that_stopped_has_no_progress_bar(
 ) -> None:
     monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=True).download())
     with pytest.raises(NotFetched, match=r"\(web: ConnectionResetError: .*\)\. Bring"):
-        find_family(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
+        fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
 
 
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
@@ -264,7 +265,7 @@ def test_package_is_unpacked_where_the_download_is_refused(
     tmp_path: Path, packaged: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # apt-get runs in another folder
-    folder = find_family(packaged, data_dir="data", timeout_s=WAIT_S)
+    folder = fetch.locate(packaged, data_dir="data", timeout_s=WAIT_S)
     assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
     assert len(read_half(folder, packaged, train=False)) == ROWS["t10k"]
     assert everything(tmp_path / "data") == ["FashionMNIST"]
@@ -285,13 +286,13 @@ def test_apt_that_fails_or_hangs_gives_its_reason(
 ) -> None:
     put(tmp_path, apt_get=f"#!/bin/sh\n{apt_get}\n")
     with pytest.raises(NotFetched, match=message):
-        find_family(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s)
+        fetch.locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s)
 
 
 def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, packaged: Family) -> None:
     write_idx(tmp_path / "served" / "t10k-images-idx3-ubyte", torch.zeros(9, 5, 5, dtype=torch.uint8))
     with pytest.raises(NotFetched, match="10 labels for 9 images"):
-        find_family(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
+        fetch.locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert everything(tmp_path / "data") == []
 
 
@@ -309,13 +310,13 @@ def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytes
         FileLock(tmp_path / ".FashionMNIST.lock"),
         pytest.raises(UserError, match="another process has not finished downloading FashionMNIST") as e,
     ):
-        find_family(small(), data_dir=str(tmp_path), timeout_s=0.2)
+        fetch.locate(small(), data_dir=str(tmp_path), timeout_s=0.2)
     assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
 
 
 def test_folder_that_cannot_be_written_is_named() -> None:
     with pytest.raises(UserError, match=r"/proc/none: FashionMNIST cannot be stored there \(No such file"):
-        find_family(small(), data_dir="/proc/none", timeout_s=1.0)
+        fetch.locate(small(), data_dir="/proc/none", timeout_s=1.0)
 
 
 # What is done without network and package -----------------------------------------------------------------------------

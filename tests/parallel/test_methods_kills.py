@@ -35,9 +35,7 @@ VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (1, ("--parallel", "none")),
     "dp on one device": (1, ("--parallel", "dp", "--device", "cpu")),
     "ddp": (2, ("--parallel", "ddp")),
-    "ddp in bf16": (2, ("--precision", "bf16")),
     "ddp in fp16": (2, ("--precision", "fp16")),
-    "sent as fp16": (2, ("--compress", "fp16")),
     "sent as bf16": (2, ("--compress", "bf16")),
     "fsdp": (2, ("--parallel", "fsdp")),
     "fsdp in bf16 with adamw": (

@@ -228,7 +228,6 @@ def test_second_attempt_is_refused_on_all_ranks_and_leaves_the_first_alone(forks
         assert f"is owned by a live attempt, {lease['attempt']} on {lease['host']} (pid {lease['pid']})" in output
         assert lease["pid"] == first.processes[0].pid
         assert output.count("live attempt") == 1
-        assert "Traceback" not in output
         assert (run / "status.json").read_text() == before
         go_on.touch()
         assert first.wait() == [0, 0], first.output
@@ -267,13 +266,9 @@ def freeze() -> None:
         Run.begin = begins  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("where", "save"), [
-    ("set-up", "async"), ("save", "async"), ("save", "sync"), ("step", "async"),
-])
-def test_frozen_job_that_was_taken_over_writes_nothing_more(
-    forks: Forks, tmp_path: Path, where: str, save: str
-) -> None:
-    run, more = tmp_path / "run", ("--save", save)
+@pytest.mark.parametrize("where", ["set-up", "save", "step"])
+def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_path: Path, where: str) -> None:
+    run, more = tmp_path / "run", ("--save=async",)
     env = {"FOLDER": str(tmp_path), "FREEZE": where}
     if where == "step":
         env |= waiting(tmp_path / "go on", tell=str(tmp_path / "there"))

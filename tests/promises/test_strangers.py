@@ -92,13 +92,10 @@ def disturbed(job: Job, proof: Path, *, seed: int, only: str = "") -> Strangers:
     return strangers
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_run_under_launch_ends_with_the_same_weights(
-    forks: Forks, tmp_path: Path, undisturbed: str, proof: Path, seed: int
-):
+def test_run_under_launch_ends_with_the_same_weights(forks: Forks, tmp_path: Path, undisturbed: str, proof: Path):
     line = ("launch", "--nproc=2", "--max-restarts=20", MAIN, *LINE, "--run-dir", tmp_path, "--name", "run")
     job = forks.start(*line)
-    strangers = disturbed(job, proof, seed=seed)
+    strangers = disturbed(job, proof, seed=0)
     assert job.processes[0].code == 0, f"{job.output}\n{strangers.log}"
     assert result(tmp_path / "run")["digest"] == undisturbed
     assert not strangers.open_to_all, "a job on one machine needs no port that others reach"

@@ -32,9 +32,10 @@ _given: set[int] = set()
 
 def free_port() -> int:
     """A port that is free now, and that no outgoing connection of this machine will take: not one the kernel hands out.
-    Never the same twice, since nobody may have bound the first as yet."""
+    Never the same twice, since nobody may have bound the first as yet: each of pytest-xdist's processes has its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.randrange(10000, 32000)
+        port = random.randrange(10000 + worker % 16, 32000, 16)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _given:
@@ -171,8 +172,23 @@ def working_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def probe(where: str, call: int, rank: int | None = None, **order: Any) -> dict[str, str]:
+    """What has that rank, or all, do something at that moment: see tests/rigs/faulting_workload.py."""
+    return {"PROBE": json.dumps({"where": where, "call": call, "rank": rank, **order})}
+
+
+def kill(rank: int | None, step: int) -> dict[str, str]:
+    """In that step of each incarnation, counted from 1: the first step's loss is call 3. None: the process that gets
+    it. Its saves have ended: tests/run/test_saver.py kills ranks while they write."""
+    return probe("loss", step + 2, rank, signal="SIGKILL", saved=True)
+
+
 def result(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "status.json").read_text())  # type: ignore[no-any-return]
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

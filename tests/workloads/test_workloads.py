@@ -63,8 +63,7 @@ def test_example_is_evaluated_and_predicts(forks: Forks, project: Path) -> None:
     more: dict[str, Any] = {"world_size": 2, "cwds": [project] * 2}
     trains, predicts = ("train", "--epochs", "3", "--options.width", "16"), ("predict", "--output", "throws.csv")
     for words in (trains, ("evaluate",), predicts):
-        codes, output = forks.run(*words, *LINE, **more)
-        assert codes == [0, 0], output
+        forks.ends(*words, *LINE, **more)
     run_dir = project / "runs" / "throws"  # named after the module
     outcome = json.loads((run_dir / "evaluation.json").read_text())
     assert outcome["count"] == 501
@@ -218,8 +217,7 @@ def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str
 def test_fault_in_an_own_workload_keeps_its_traceback(
     forks: Forks, modules: Path, module: str, error: str, where: str
 ) -> None:
-    codes, output = forks.run("train", "--workload", f"own_{module}:build", cwds=[modules])
-    assert codes == [1]
+    output = forks.ends("train", "--workload", f"own_{module}:build", cwds=[modules], code=1)
     assert error in output
     assert where in output
     assert "Traceback (most recent call last):" in output

@@ -59,8 +59,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
                            pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$", choices=tuple(SOURCES))
     hf_config: str | None = _of_hf(None, "Which configuration of the data set; null: the only or default one.")
-    input_column: str | None = _of_hf(None, "Column of the images or texts; null: the only one of that kind.")
-    label_column: str | None = _of_hf(None, "Column of the labels; null: the only one of class labels, or label.")
+    input_column: str | None = _of_hf(None, "Column of the images or texts; null: image, or text.")
+    label_column: str = _of_hf("label", "Column of the labels.")
     hf_train_split: str = _of_hf("train", "Rows to train on: a split, or part of one such as train[:90%].")
     hf_eval_split: str | None = _of_hf(
         None, "Rows to evaluate on; null: validation or test, as eval_split says.", result=False)
@@ -72,7 +72,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                                      unit="pixels", ge=8, le=1024)
     max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, le=65_536, of="text")
     bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
-    bert_download: bool = setting(False, "bert_dir may be a name at the Hugging Face hub, downloaded once.", of="text")
     length_pool: Natural = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
                                    unit="batches", of="text")
     eval_split: Literal["dev", "test"] = setting("dev", "text, hf: which part to evaluate on, where there are both.")

@@ -19,6 +19,7 @@ from rankup.seeds import derive_seed, seed_host
 from ..config.settings import Augment
 from .samples import random_numbers
 
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as is usual for photographs
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
 
 
@@ -31,10 +32,10 @@ class FileSamples:
     paths: Sequence[str]
     labels: torch.Tensor  # int64 [N]
     classes: tuple[str, ...]
-    mean: tuple[float, ...]  # mean, std: one per channel, of images / 255
-    std: tuple[float, ...]
     name: str
     origin: str  # one line
+    mean: tuple[float, ...] = MEAN  # mean, std: one per channel, of images / 255
+    std: tuple[float, ...] = STD
     image_size: int = 224  # the height and width that they get
     margin: bool = False  # of a middle: the shorter side is 8/7 of it first, as in ImageNet's recipe (256 for 224)
     # Reads image n out of something else; `paths` are names then. Torch warns of memory that can't be written, as bytes

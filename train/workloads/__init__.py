@@ -22,15 +22,10 @@ __all__ = ["Sums", "TensorSamples", "Workload", "load"]
 def load(config: Config, *, pretrained: bool = True) -> Workload:
     """Build the workload that the settings name. Raises UserError. `pretrained` False: a checkpoint's weights will
     replace those that the model begins with, so these need not exist."""
-    if config.workload == "images":
-        from . import images
-
-        return images.build(config)
-    if config.workload == "text":
-        from . import text
-
-        return text.build(config, pretrained=pretrained)
-    return _load_own(config)
+    if ":" in config.workload:
+        return _load_own(config)
+    found: Workload = importlib.import_module(f".{config.workload}", __name__).build(config, pretrained=pretrained)
+    return found
 
 
 def _load_own(config: Config) -> Workload:

@@ -16,7 +16,6 @@ from ..data.sources.huggingface import one_line
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in one file or in parts
 
 
 class WordPieceTokenizer:
@@ -77,7 +76,9 @@ def build_bert(
     transformers.logging.set_verbosity_error()  # what it reports of weights, the notes say
     transformers.logging.disable_progress_bar()
     assert config.bert_dir is not None
-    folder = _find_folder(config.bert_dir, download=config.bert_download, pretrained=pretrained)
+    folder = Path(config.bert_dir).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"bert_dir must be a folder, got {config.bert_dir}, which is not one here. {LAYOUT}")
     shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
@@ -93,28 +94,6 @@ def build_bert(
     contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
-
-
-def _find_folder(name: str, *, download: bool, pretrained: bool) -> Path:
-    """The folder `name`; with `download`, also that of a model at the hub, with weights if they are `pretrained`."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if not download:
-        way = "To fetch it from the Hugging Face hub, set --bert-download."
-        raise UserError(f"bert_dir must be a folder, got {name}, which is not one here. {LAYOUT} {way}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=list(VOCABULARY)))
-        for weights in WEIGHTS if pretrained else ():  # the first of the two that is there: both hold the same
-            snapshot_download(name, allow_patterns=[weights, f"{weights}.index.json"])
-            if any(folder.glob(weights)):
-                break
-    except Exception as error:  # many types: no network, no such name, no access
-        why = one_line(error)
-        raise UserError(f"bert_dir: {name} can't be downloaded from the Hugging Face hub: {why}.") from None
-    return folder
 
 
 def _shape(folder: Path, dropout: float) -> Any:

@@ -31,7 +31,6 @@ class Classification:
     num_classes: int
     label_smoothing: float
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None  # inputs -> what the model takes, on the device
-    top5: bool = False  # also count the samples whose label is among the five most probable of more classes
 
     def logits(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(self.prepare(inputs) if self.prepare else inputs)
@@ -54,7 +53,7 @@ class Classification:
             "accuracy": (guess == labels).sum(),
             "confusion": pairs.view(self.num_classes, self.num_classes),
         }
-        if self.top5 and self.num_classes > TOP:
+        if self.num_classes > TOP:  # also the samples whose label is among the five most probable
             sums["accuracy_top5"] = (logits.topk(TOP, 1).indices == labels[:, None]).sum()
         return sums
 

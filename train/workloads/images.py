@@ -36,8 +36,8 @@ def normalizer(mean: tuple[float, ...], std: tuple[float, ...]) -> Callable[[tor
     return normalize
 
 
-def build(config: Config) -> Workload:
-    """The workload of `config.dataset` and `config.model`. Raises UserError."""
+def build(config: Config, *, pretrained: bool = True) -> Workload:
+    """The workload of `config.dataset` and `config.model`, whose weights begin at random. Raises UserError."""
     train, test = load(config)
     if isinstance(train, TensorSamples):
         channels, size, width = train.images.shape[1:]
@@ -49,8 +49,7 @@ def build(config: Config) -> Workload:
     samples = _samples(train, config, augment=config.augment)
     model = build_model(config.model, channels=channels, size=size, num_classes=num_classes, dropout=config.dropout)
     task = Classification(
-        num_classes=num_classes, label_smoothing=config.label_smoothing, prepare=normalizer(train.mean, train.std),
-        top5=True,
+        num_classes=num_classes, label_smoothing=config.label_smoothing, prepare=normalizer(train.mean, train.std)
     )
     return Workload(
         model=model, train=samples, evaluation=_samples(test, config, augment=False),
@@ -81,7 +80,7 @@ def _open_input(
     """Samples from an image file or a folder of them, prepared as those that the model was evaluated with; their labels
     are unknown: all 0. And their names by number."""
     from ..data.file_samples import FileSamples  # here: torchvision, which images in memory do without
-    from ..data.sources.imagefolder import EXTENSIONS, MEAN, STD
+    from ..data.sources.imagefolder import EXTENSIONS
 
     root = Path(path)
     found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]
@@ -91,7 +90,7 @@ def _open_input(
     unknown = torch.zeros(len(files), dtype=torch.int64)
     margin = isinstance(train, FileSamples) and train.margin
     samples = FileSamples(
-        tuple(files), unknown, ("?",), MEAN, STD, "input", path, size, margin=margin, channels=channels
+        tuple(files), unknown, ("?",), "input", path, image_size=size, margin=margin, channels=channels
     )
     return samples, lambda index: files[index]
 

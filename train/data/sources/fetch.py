@@ -41,17 +41,28 @@ class NotFetched(UserError):
     """No source gave the data set: there is no network, or each of them refused."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Remote:
     """A data set that torchvision can download."""
 
     kind: str  # the class of torchvision.datasets
     folder: str  # where that keeps it, below its root
-    needs: str  # follows "must hold" in a message: "a folder X"
-    find: Callable[[Path], Path | None]  # its folder at or below this one, if it is there
-    check: Callable[[Path], object] = lambda _: None  # raises UserError unless the first part of `folder` is complete
+    files: tuple[str, ...]  # what lies in that folder, plain or .gz
     here: Path | None = None  # where Debian's package puts it
     package: str = ""  # Debian's, for a network that mirrors only Debian
+
+    def find(self, root: Path) -> Path | None:
+        """The folder that holds the files, if they are there: `root` itself, or torchvision's below it."""
+        folders = (root, root / self.folder)
+        return next((folder for folder in folders if all(file_in(folder, name) for name in self.files)), None)
+
+    def check(self, folder: Path) -> None:
+        """Raises UserError unless the first part of `self.folder` is complete."""
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    # The plain file first: where both are there, it needs no unpacking
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def say(line: str) -> None:
@@ -76,8 +87,9 @@ def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
         if (found := remote.find(place)) is not None:
             return found
     if others:
-        got = f"got {others[0]}. Set --data-dir to the right folder, or to an empty one."
-        raise UserError(f"{data_dir}: must hold {remote.needs}, {got}")
+        needs = f"the files of {remote.kind} ({', '.join(remote.files)}; plain or .gz)"
+        way_out = "Set --data-dir to the right folder, or to an empty one."
+        raise UserError(f"{data_dir}: must hold {needs}, got {others[0]}. {way_out}")
     root = (writable_cache() if data_dir is None else places[0]).absolute()
     fetch(remote, root / Path(remote.folder).parts[0], timeout_s=timeout_s)
     return root / remote.folder

@@ -13,8 +13,6 @@ from ..file_samples import FileSamples
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, or all in <data_dir>/<class>/."
-# Those of ImageNet, as is usual for photographs.
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Listed = dict[str, list[str]]  # class -> the paths of its images
 
 
@@ -52,7 +50,7 @@ def _samples(files: Listed, folder: Path, name: str, config: Config) -> FileSamp
     labels = [label for label, paths in enumerate(files.values()) for _ in paths]
     return FileSamples(
         tuple(path for paths in files.values() for path in paths), torch.tensor(labels, dtype=torch.int64),
-        tuple(files), MEAN, STD, name, origin=f"images in {folder}", margin=isinstance(config.augment, str),
+        tuple(files), name, f"images in {folder}", margin=isinstance(config.augment, str),
     )
 
 

@@ -16,7 +16,7 @@ from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
-from .fetch import NotFetched, Remote, locate, say, unpacked
+from .fetch import NotFetched, Remote, file_in, locate, say, unpacked
 
 # MNIST and its relatives: four IDX files. An IDX file is a big-endian header (two zero bytes, a type byte, the number
 # of dimensions, one 32-bit size per dimension) followed by the values, here unsigned bytes alone.
@@ -34,34 +34,36 @@ FILES = {
 NAMES = (*FILES[True], *FILES[False])
 
 
-@dataclass(frozen=True)
-class Family:
+@dataclass(frozen=True, kw_only=True)
+class Family(Remote):
     """One data set of four IDX files. mean and std are those of its training images / 255."""
 
     name: str
-    kind: str  # torchvision's class, which keeps the files in <root>/<kind>/raw
-    classes: tuple[str, ...]
+    files: tuple[str, ...] = NAMES
+    classes: tuple[str, ...] = tuple("0123456789")
     mean: float
     std: float
     digest: str = ""  # of the published ones, see `read_halves`; those of a set without it are named by theirs
-    mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
-    here: Path | None = None  # where the files may lie on this machine
-    package: str = ""  # Debian's, which puts them there
+    mirror: bool = False  # whether a mirrored image still shows its class; a mirrored 2 does not
+
+    def check(self, folder: Path) -> None:
+        read_halves(folder / "raw", self)
 
 
 FAMILIES = {
     # Pictures of clothes (Xiao et al. 2017), the default
     "fashion-mnist": Family(
-        "fashion-mnist", "FashionMNIST",
-        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        mean=0.2860, std=0.3530, digest="ced07e3c",
+        name="fashion-mnist", kind="FashionMNIST", folder="FashionMNIST/raw",
+        classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
+                 "Ankle boot"),
+        mean=0.2860, std=0.3530, digest="ced07e3c", mirror=True,
         here=Path("/usr/share/datasets/fashion-mnist"), package="dataset-fashion-mnist",
     ),
     # Handwritten digits (LeCun et al. 1998)
-    "mnist": Family("mnist", "MNIST", tuple("0123456789"), mean=0.1307, std=0.3081, mirror=False),
+    "mnist": Family(name="mnist", kind="MNIST", folder="MNIST/raw", mean=0.1307, std=0.3081),
     # Handwritten digits that ship with the program, 8 x 8 pixels
     "digits": Family(
-        "digits", "digits", tuple("0123456789"), mean=0.2873, std=0.3537, digest="27dce9ae", mirror=False,
+        name="digits", kind="digits", folder="digits/raw", mean=0.2873, std=0.3537, digest="27dce9ae",
         here=Path(__file__).parents[2] / "samples" / "digits",
     ),
 }
@@ -73,29 +75,13 @@ def mnist(config: Config) -> tuple[TensorSamples, TensorSamples]:
     family = FAMILIES[config.dataset]
     data_dir = None if config.dataset == "digits" else config.data_dir
     try:
-        folder = find_family(family, data_dir=data_dir, timeout_s=config.download_timeout_s)
+        folder = locate(family, data_dir=data_dir, timeout_s=config.download_timeout_s)
     except NotFetched as error:
         if config.dataset != "fashion-mnist" or config.data_dir is not None:
             raise
         say(f"{error} Using digits instead.")
         return mnist(config.model_copy(update={"dataset": "digits"}))
     return read_halves(folder, family)
-
-
-def find_family(family: Family, *, data_dir: str | None, timeout_s: float) -> Path:
-    """The folder that holds the four files, fetched if need be. Raises UserError, see `locate`."""
-    remote = Remote(
-        family.kind, f"{family.kind}/raw", f"the files of {family.kind} ({', '.join(NAMES)}; plain or .gz)",
-        find=lambda root: find_files(root, family), check=lambda folder: read_halves(folder / "raw", family),
-        here=family.here, package=family.package,
-    )
-    return locate(remote, data_dir=data_dir, timeout_s=timeout_s)
-
-
-def find_files(root: Path, family: Family) -> Path | None:
-    """The folder that holds the four files, plain or .gz: root itself or torchvision's layout below it."""
-    folders = (root, root / family.kind / "raw")
-    return next((folder for folder in folders if all(_file(folder, name) for name in NAMES)), None)
 
 
 def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamples]:
@@ -113,7 +99,7 @@ def read_halves(folder: Path, family: Family) -> tuple[TensorSamples, TensorSamp
 
 def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
     """One half of a set: images uint8 [N, 1, H, W], labels int64 [N]. Raises UserError, naming the file."""
-    image_path, label_path = (_file(folder, name) or folder / name for name in FILES[train])
+    image_path, label_path = (file_in(folder, name) or folder / name for name in FILES[train])
     images, labels = read_idx(image_path, "images"), read_idx(label_path, "labels")
     if len(images) != len(labels):
         raise UserError(f"{label_path}: holds {len(labels)} labels for {len(images)} images in {image_path.name}.")
@@ -123,11 +109,6 @@ def read_half(folder: Path, family: Family, *, train: bool) -> TensorSamples:
         images.unsqueeze(1), labels.long(), family.classes, mean=(family.mean,), std=(family.std,), name=family.name,
         origin=f"{family.kind} in {folder}", mirror=family.mirror,
     )
-
-
-def _file(folder: Path, name: str) -> Path | None:
-    # The plain file first: where both are there, it needs no unpacking.
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def read_idx(path: Path, expect: Kind) -> torch.Tensor:
@@ -159,10 +140,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 def cifar10(config: Config) -> tuple[TensorSamples, TensorSamples]:
     """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on. Raises UserError."""
-    remote = Remote(
-        "CIFAR10", FOLDER, f"a folder {FOLDER}",
-        find=lambda root: next((path for path in (root, root / FOLDER) if path.name == FOLDER and path.is_dir()), None),
-    )
+    remote = Remote(kind="CIFAR10", folder=FOLDER, files=("batches.meta",))
     folder = locate(remote, data_dir=config.data_dir, timeout_s=config.download_timeout_s)
     return _read_cifar10(folder, train=True), _read_cifar10(folder, train=False)
 
@@ -176,7 +154,7 @@ def _read_cifar10(folder: Path, *, train: bool) -> TensorSamples:
             warnings.simplefilter("ignore")
             found = CIFAR10(root=str(folder.parent), train=train)
     except RuntimeError as error:
-        got = "got others (their md5 differs) or none. Remove it."
+        got = f"got others (their md5 differs), or another name than {FOLDER}. Remove or rename it."
         raise UserError(f"{folder}: must hold the published files, {got}") from error
     return TensorSamples(
         torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(found.targets), CLASSES,
