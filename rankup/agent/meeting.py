@@ -87,6 +87,10 @@ class Leader:
         """For the user, where the number of nodes may change: each that was here since this leader leads."""
         return []
 
+    def signs(self) -> list[dict[str, Any]]:
+        """Where each rank is, see `Seats.signs`."""
+        return self.seats.signs(self._clock())
+
     # Who comes ----------------------------------------------------------------------------------------------------
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -219,7 +223,7 @@ class Leader:
             signs = message.get("ranks", [])
             seat.signs, seat.signed_s = [{**sign, "ago_s": float(sign["ago_s"])} for sign in signs], seat.heard_s
         elif kind == "ask":
-            link.send("ranks", ranks=self.seats.signs(self._clock()), nodes=self.nodes())
+            link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # only this leader says who is lost
         elif kind == "late":

@@ -574,7 +574,7 @@ async def test_a_leader_that_was_stopped_itself_takes_nobody_for_silent():
         here.now_s += 10 * timing.SILENT_S
         here.leader.tick()
         await here.nothing_is_said_to(*puppets)
-        assert here.leader.seats.signs(here.now_s) == [{"rank": 1, "host": "node1", "ago_s": 7 + 10 * timing.SILENT_S}]
+        assert here.leader.signs() == [{"rank": 1, "host": "node1", "ago_s": 7 + 10 * timing.SILENT_S}]
         await here.pass_time(timing.SILENT_S - 1, *puppets[:2])
         await here.nothing_is_said_to(*puppets[:2])
         await here.pass_time(2, *puppets[:2])
