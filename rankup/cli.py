@@ -434,9 +434,9 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"{_unknown('command', name, [*COMMANDS, *OF_PROGRAM])} `rankup` lists all.")
     given = COMMANDS[name].parse(words)
-    for flag, value in (("--run-dir", given.run_dir), ("--shared-dir", getattr(given, "shared_dir", ""))):
-        if secrets_in(value):  # it would stand in logs
-            raise UserError(must_hold_no_secrets(flag))
+    for what, field in (("RUN", "run"), ("--run-dir", "run_dir"), ("--shared-dir", "shared_dir")):
+        if secrets_in(getattr(given, field, "")):  # it would stand in logs
+            raise UserError(must_hold_no_secrets(what))
     given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show

@@ -46,14 +46,14 @@ def logs(
     folder = find_run(runs, run)
     if not rank_logs(folder):
         raise UserError(f"RUN must be a run whose ranks have written, got no logs/rank-N.log in {folder}.")
-    found: dict[Path, RankLog] = {}
+    found: dict[Path, LogReader] = {}
     shown = _as_json if as_json else _as_text
     try:
         while True:
             # What was not read yet, also of ranks that have begun to write
             for path in rank_logs(folder):
                 if path not in found:
-                    found[path] = RankLog(path, tail=TAIL if follow and not since else None)
+                    found[path] = LogReader(path, tail=TAIL if follow and not since else None)
             chosen = [log for log in found.values() if not wanted or log.rank in wanted]
             records = [log.records(whole=not follow, first_s=first_s) for log in chosen]
             sys.stdout.buffer.writelines(map(shown, folded(records)))
@@ -131,7 +131,7 @@ def _seconds(stamp: bytes) -> float:
 # Reading and merging --------------------------------------------------------------------------------------------------
 
 
-class RankLog:
+class LogReader:
     """A file `rank-N.log`: all that it has, or the last `tail` bytes of it, and later what was added to it."""
 
     def __init__(self, path: Path, *, tail: int | None) -> None:

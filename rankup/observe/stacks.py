@@ -177,7 +177,9 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
     """The newest whole dump in a file of stacks, behind its first `after` bytes. None for another file."""
     try:
         data = path.read_bytes()
-        answer = Answer(path=path, **json.loads(HEAD.findall(data.decode(errors="replace"))[-1]))
+        writers = [Answer(path=path, **json.loads(head)) for head in HEAD.findall(data.decode(errors="replace"))]
+        # An attempt that was refused beside a live one has left its line too
+        answer = next((writer for writer in reversed(writers) if writer.alive), writers[-1])
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
         *_, said, text = ["{}", *LINE.split(of_this_process)]  # the handler in C writes no such line
         # It ends with the main thread

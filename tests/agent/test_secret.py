@@ -262,7 +262,7 @@ def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_fi
         for node in range(3):
             nodes.add(node, env)
         first = nodes.attempt(2)
-        lost = nodes.of_rank(0, first)
+        lost, other = (nodes.of_rank(rank, first) for rank in (0, 1))
         strangers = {}
         for node, agent in nodes.agents.items():
             listening = [each for each in agent.net_connections("tcp") if each.status == "LISTEN"]
@@ -279,5 +279,8 @@ def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_fi
         wait_for("strangers that go on", lambda: all(each.rounds > said[node] + 2 for node, each in strangers.items()))
         nodes.go()
         assert job.wait() == [-9 * (node == lost) for node in range(3)], job.output
+    assert "this node is a spare" in job.outputs[3 - lost - other]
+    assert f"node {lost} on " in job.outputs[other]
+    assert len(nodes.jobs()) == 1
     attempts = {path.name.split("-")[0] for path in (tmp_path / "shared").glob("*-of-*")}
     assert attempts == {str(first), str(second)}, job.output

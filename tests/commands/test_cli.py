@@ -87,6 +87,7 @@ MISTAKES = {
     "launch -m": "SCRIPT must be given.",
     "launch --restart-args ' x.py": "--restart-args must be words as a shell splits them, got '.",
     "launch --shared-dir s3://user:key@bucket x.py": "--shared-dir must be an address without user, password, key",
+    "export s3://user:key@bucket/mine mine.pt": "RUN must be an address without user, password, key",
     "launch --spares 1 x.py": "--spares must come with --nnodes, got none.",
     "launch --nnodes 2: x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 2:.",
     "launch --nnodes 3:2 x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 3:2.",

@@ -15,6 +15,7 @@ from rankup.errors import UserError
 from rankup.loop.record import Position
 from rankup.observe.metrics import Metrics, cut_after, entry
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import probe
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
 # 8 steps an epoch, 32 in all
@@ -128,14 +129,11 @@ def test_few_classes_have_no_top5_and_tensorboard_can_be_left_out(forks: Forks, 
     assert not (run / "tensorboard").exists()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("where", ["loss", "evaluate"])
+@pytest.mark.parametrize(("name", "where"), [("SIGTERM", "evaluate"), ("SIGKILL", "loss")])
 def test_each_step_is_there_once_after_a_stop_and_a_kill(forks: Forks, tmp_path: Path, name: str, where: str) -> None:
     run = tmp_path / "run"
     call = 15 if where == "loss" else 8  # in step 12, or in the second evaluation, of step 16
-    env = {"PROBE": json.dumps({"where": where, "call": call, "signal": name})}
-    codes, output = forks.run(*MADE_UP, *at(run), env=env)
-    assert codes == [143 if name == "SIGTERM" else -9], output
+    forks.ends(*MADE_UP, *at(run), env=probe(where, call, signal=name), code=143 if name == "SIGTERM" else -9)
     forks.ends(*MADE_UP, *at(run))
     written = assert_same(run)
     assert list(written["train/loss"]) == list(range(1, 33))

@@ -1,5 +1,7 @@
 """A run of three ranks hangs: `stacks`, and a signal to any agent, say which rank is somewhere else, and where."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,7 +17,6 @@ import pytest
 from rankup.agent import logs
 from rankup.agent.logs import announce_stacks
 from rankup.observe import stacks
-from tests.rigs import jobs
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks, Process
 from tests.rigs.jobs import MAIN, environment, free_port
@@ -39,9 +40,9 @@ def probe(where: str, tell: Path, **order: object) -> dict[str, str]:
 
 
 def shown(run: Path, *words: str) -> str:
-    job = jobs.run("stacks", str(run), *words)
-    assert job.codes == [0], job.output
-    return job.output
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["stacks", str(run), *words]) == 0, out.getvalue()
+    return out.getvalue()
 
 
 def shown_at_last(run: Path, *patterns: str) -> str:
@@ -214,20 +215,27 @@ def test_files_of_an_attempt_with_more_ranks_are_not_read(tmp_path: Path) -> Non
     assert [answer.rank for answer in stacks.written(tmp_path)] == [0, 1]
 
 
+def test_attempt_that_was_refused_is_not_asked_in_place_of_the_live_one(tmp_path: Path) -> None:
+    for pid in (os.getpid(), 2**22 + 1):
+        announce_stacks(tmp_path, 0, 1, pid)
+    (answer,) = stacks.written(tmp_path)
+    assert answer.pid == os.getpid()
+
+
 def test_file_of_many_attempts_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     sizes = []
-    for attempt in range(40):
-        path = announce_stacks(tmp_path, 0, 1, attempt)
+    for pid in range(2**22 + 1, 2**22 + 41):
+        path = announce_stacks(tmp_path, 0, 1, pid)
         sizes.append(path.stat().st_size)
         with path.open("a") as file:
             for step in (10, 11):
                 file.write(f'# {{"why": "asked", "phase": "step", "step": {step}}}\n')
                 file.write("Thread 0x1 (most recent call first):\n" + '  File "/me/a.py", line 1 in f\n' * 2000)
         (answer,) = stacks.written(tmp_path)
-        assert (answer.pid, answer.why, answer.place) == (attempt, "asked", "a.py:1 f of step 12")
+        assert (answer.pid, answer.why, answer.place) == (pid, "asked", "a.py:1 f of step 12")
         assert answer.text.count("a.py") == 2000
     assert max(sizes) < 2 * logs.MOST_STACKS
-    assert '"pid": 38' in path.read_text()
+    assert f'"pid": {2**22 + 39}' in path.read_text()
 
 
 def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:

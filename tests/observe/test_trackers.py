@@ -157,8 +157,7 @@ def test_server_that_never_answers_holds_up_nothing(forks: Forks, tmp_path: Path
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        codes, output = forks.run(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), env={**address, **stop})
-    assert codes == [143], output
+        forks.ends(*MADE_UP, "--tracker", "mlflow", *at(tmp_path / "run"), env={**address, **stop}, code=143)
     assert [entry["step"] for entry in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 

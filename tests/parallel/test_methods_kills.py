@@ -1,7 +1,6 @@
 """Every method and every launcher is killed with SIGKILL in the middle, and ends with the weights and the curve of the
 run that nobody disturbed. Kills at random moments, of ddp, are in test_places.py."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,18 +9,12 @@ from typing import Any
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, ended, free_port, result, start
+from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, ended, free_port, kill, result, start
 
 # 8 steps an epoch, with dropout and data that are drawn anew in each epoch
 LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14",
         "--save-every-steps", "3", "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
 PATH = {"PYTHONPATH": str(ROOT)}
-
-
-def kill(rank: int | None, step: int) -> dict[str, str]:
-    """In that step of each incarnation, counted from 1: the first step's loss is call 3. None: the process that gets
-    it. Its saves have ended: `tests/run/test_saver.py` kills ranks while they write."""
-    return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL", "saved": True})}
 
 
 def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -34,16 +27,14 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (1, ("--parallel", "none")),
     "dp on one device": (1, ("--parallel", "dp", "--device", "cpu")),
-    "ddp": (2, ("--parallel", "ddp")),
     "ddp in fp16": (2, ("--precision", "fp16")),
     "sent as bf16": (2, ("--compress", "bf16")),
-    "fsdp": (2, ("--parallel", "fsdp")),
     "fsdp in bf16 with adamw": (
         2, ("--parallel", "fsdp", "--precision", "bf16", "--optimizer", "adamw", "--lr", "0.01")
     ),
 }
 # Here no rank that is left holds the whole state: a run goes on from its last checkpoint
-WITHOUT_RESCUE = ("none", "dp on one device", "fsdp", "fsdp in bf16 with adamw")
+WITHOUT_RESCUE = ("none", "dp on one device", "fsdp in bf16 with adamw")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -84,9 +84,8 @@ def magnitudes(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 
 VARIANTS = {
-    "fp32": (), "accumulated": ("--accumulate=4",), "bf16": ("--precision=bf16",), "fp16": ("--precision=fp16",),
+    "fp32": (), "accumulated": ("--accumulate=4",), "fp16, clipped": ("--precision=fp16", "--clip-norm=0.5"),
     "unused parameters looked for": ("--find-unused-parameters",),
-    "clipped": ("--clip-norm=0.5",),
 }
 
 

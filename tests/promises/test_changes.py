@@ -1,23 +1,14 @@
 """Nodes are killed, frozen, cut off and come back, in random order: no step is lost, no two parts of the job go on, and
 the replay ends with the same bits.
 
-The seed is in the name of each test: `make unit ARGS='tests/promises/test_changes.py -k "[17]"'`. `make soak` runs 200.
-Or several at once, with a line for each as it ends, and a total:
-
-    python -m tests.promises.test_changes --count 200 --seed 1000 --jobs 4
+The seed is in the name of each test: `make unit ARGS='tests/promises/test_changes.py -k "[17]"'`. `make soak` runs 200;
+`RANKUP_RUNS=100 RANKUP_SEED=1000 python -m pytest -n 4 tests/promises/test_changes.py` others, four at once.
 """
 
-import argparse
 import contextlib
-import functools
 import json
-import multiprocessing
 import os
 import random
-import shutil
-import statistics
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -335,61 +326,3 @@ def test_node_0_is_lost_with_its_disk_before_the_first_checkpoint(sequence: Sequ
     del sequence.agents[0]
     sequence.finish()
     sequence.check()
-
-
-# Many of them ---------------------------------------------------------------------------------------------------------
-
-
-def run_one(seed: int, folder: str) -> tuple[int, float, int, str]:
-    """Returns the seed, the seconds it took, how many things happened, and what went wrong."""
-    began_s, problem, number = time.monotonic(), "", 0
-    place = Path(tempfile.mkdtemp(dir=folder))
-    forks = Forks(place)
-    try:
-        made = Sequence(seed, place, forks)
-        try:
-            made.all()
-        finally:
-            number = len(made.told) - 2  # the first line says what the job is, the last one "go"
-            made.close()
-    except Exception as error:  # one that fails in another way is one line too
-        problem = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        problem = problem or type(error).__name__
-    finally:
-        forks.close()
-        shutil.rmtree(place, ignore_errors=True)
-    return seed, time.monotonic() - began_s, number, problem
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Random sequences of changes of the nodes, several at once.")
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=FIRST, help="of the first one; the others follow it")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at once")
-    parser.add_argument("--folder", type=Path, default=Path("runs/changes"), help="for what those print that fail")
-    given = parser.parse_args()
-    if reason := namespaces.missing():
-        sys.exit(reason)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    failed, times, things, began_s = [], [], 0, time.monotonic()
-    spawn, seeds = multiprocessing.get_context("spawn"), range(given.seed, given.seed + given.count)
-    with tempfile.TemporaryDirectory() as folder, spawn.Pool(given.jobs) as pool:
-        one = functools.partial(run_one, folder=folder)
-        for seed, took_s, number, problem in pool.imap_unordered(one, seeds):
-            times.append(took_s)
-            things += number
-            if problem:
-                failed.append(seed)
-                (given.folder / f"{seed}.txt").write_text(problem)
-            what = f"FAILED, see {given.folder}/{seed}.txt: {problem.splitlines()[0]}" if problem else "well"
-            print(f"seed {seed}: {number} things happened, {took_s:.0f} s: {what}", flush=True)
-    print(
-        f"{given.count - len(failed)} of {given.count} sequences ended well, {things} things happened, a sequence took "
-        f"{statistics.median(times):.0f} s (median), all {time.monotonic() - began_s:.0f} s"
-        + (f"; failed: {failed}" if failed else "")
-    )
-    return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

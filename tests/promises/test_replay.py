@@ -2,11 +2,14 @@
 too, although each rank holds another part of the state then."""
 
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.agent.test_membership import Nodes
-from tests.rigs.jobs import Job, ended, start, wait_for
+from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import wait_for
 
 # Two places at which the ranks of the first run wait for what happens to a node
 SCRIPT = """
@@ -40,69 +43,77 @@ if job.is_main:
 """
 
 
-def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bits(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
-    (tmp_path / "job.py").write_text(SCRIPT)
-    shared = tmp_path / "shared"
+@pytest.fixture
+def nodes(forks: Forks, tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", forks=forks)
+    yield made
+    made.job.kill()
 
-    def all_at(step: int, ranks: int) -> None:
-        wait_for(f"{ranks} ranks at step {step}", lambda: len([*shared.glob(f"{step}-*")]) == ranks)
 
-    with ended(nodes.job) as job:
-        for node in range(3):
-            nodes.add(node)
-        all_at(8, 3)
-        nodes.kill(2)
-        all_at(17, 2)
-        nodes.add(2)
-        job.wait()
-    entries = [json.loads(line) for line in (shared / "run/metrics.jsonl").read_text().splitlines()]
-    changes = [(entry["step"], entry["job/ranks"]) for entry in entries if "job/ranks" in entry]
-    assert changes == [(0, 3), (8, 2), (17, 3)], job.output
+def train(nodes: Nodes, script: str) -> None:
+    """Three nodes that have come to the first place."""
+    (nodes.folder / "job.py").write_text(script)
+    for node in range(3):
+        nodes.add(node)
+    all_at(nodes, 8, 3)
+
+
+def all_at(nodes: Nodes, step: int, ranks: int) -> None:
+    shared = nodes.folder / "shared"
+    nodes.job.wait_until(lambda: len([*shared.glob(f"{step}-*")]) == ranks, f"{ranks} ranks at step {step}")
+
+
+def changes(nodes: Nodes) -> list[tuple[int, int]]:
+    """After which step of the run so many ranks went on."""
+    path = nodes.folder / "shared/run/metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(entry["step"], entry["job/ranks"]) for entry in entries if "job/ranks" in entry]
+
+
+def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bits(
+    nodes: Nodes, forks: Forks, tmp_path: Path
+) -> None:
+    train(nodes, SCRIPT)
+    nodes.kill(2)
+    all_at(nodes, 17, 2)
+    nodes.add(2)
+    assert nodes.job.wait() == [0, 0, -9, 0], nodes.job.output
+    assert changes(nodes) == [(0, 3), (8, 2), (17, 3)], nodes.job.output
     (tmp_path / "again").mkdir()
     (tmp_path / "again/go").touch()
-    line = ("-m", "rankup", "launch", f"--run-dir={tmp_path}/again", f"--replay={shared / 'run'}")
-    again = start(sys.executable, *line, tmp_path / "job.py", tmp_path / "again", job=Job())
-    with ended(again):
-        assert again.wait() == [0], again.output
-    first, second = [word for word in f"{job.output}\n{again.output}".split() if len(word) == 64]
-    assert first == second, f"{job.output}\n{again.output}"
-    for step, ranks in changes:
-        assert f"replay: {ranks} ranks from step {step}" in again.output
+    line = ("launch", f"--run-dir={tmp_path}/again", f"--replay={tmp_path}/shared/run")
+    output = forks.ends(*line, tmp_path / "job.py", tmp_path / "again")
+    first, second = [word for word in f"{nodes.job.output}\n{output}".split() if len(word) == 64]
+    assert first == second, f"{nodes.job.output}\n{output}"
+    for step, ranks in changes(nodes):
+        assert f"replay: {ranks} ranks from step {step}" in output
 
 
 # FSDP2 --------------------------------------------------------------------------------------------------------------
 
-SHARDED = SCRIPT.partition("weights = ")[0]
+SHARDED = SCRIPT.partition("job.finish()")[0]
 for old, new in (
     ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed.fsdp import fully_shard"),
     ("model = DistributedDataParallel(model)", "fully_shard(model)"),
     ("((8, 3), (17, 2))", "((8, 3),)"),
-    ("job.epochs(6)", "job.epochs(40)"),
-    ("optimizer.step()\n", "optimizer.step()\n        time.sleep(0.3 * (job.world_size == 2))\n"),
+    ("job.epochs(6)", "job.epochs(100_000)"),  # until all are asked to stop
+    ("optimizer.step()\n", "optimizer.step()\n        time.sleep(0.1 * (job.step_number > 7))\n"),
 ):
     assert old in SHARDED
     SHARDED = SHARDED.replace(old, new)
 
 
-def test_fsdp_goes_on_after_a_node_was_lost_and_after_it_came_back(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
-    (tmp_path / "job.py").write_text(SHARDED)
-    shared = tmp_path / "shared"
-
-    def changes() -> list[tuple[int, int]]:
-        path = shared / "run/metrics.jsonl"
-        entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [(entry["step"], entry["job/ranks"]) for entry in entries if "job/ranks" in entry]
-
-    with ended(nodes.job) as job:
-        for node in range(3):
-            nodes.add(node)
-        wait_for("3 ranks at step 8", lambda: len([*shared.glob("8-*")]) == 3)
-        nodes.kill(2)
-        wait_for("a change to 2 ranks", lambda: len(changes()) == 2)
-        nodes.add(2)
-        assert job.wait() == [0, 0, -9, 0], job.output
-    (_, three), (lost, two), (came, again) = changes()
+def test_fsdp_goes_on_after_a_node_was_lost_and_after_it_came_back(nodes: Nodes) -> None:
+    train(nodes, SHARDED)
+    nodes.kill(2)
+    wait_for("a change to 2 ranks", lambda: len(changes(nodes)) == 2, log=lambda: nodes.job.output)
+    (nodes.folder / "shared/go").touch()
+    nodes.add(2)
+    wait_for("a change to 3 ranks", lambda: len(changes(nodes)) == 3, log=lambda: nodes.job.output)
+    for agent in nodes.agents.values():
+        agent.terminate()
+    assert nodes.job.wait() == [143, 143, -9, 143], nodes.job.output
+    (_, three), (lost, two), (came, again) = changes(nodes)
     assert [three, two, again] == [3, 2, 3]
     assert 0 < lost <= 8 <= came, "it began anew"

@@ -70,7 +70,7 @@ def pull_code() -> None:
     """Call it first in a process: the program's files on rank 1's disk are no longer those that it has imported."""
     if os.environ["RANK"] == "1":
         group.__file__ = os.environ["PULLED"]
-        rankup.__path__ = [str(Path(group.__file__).parent)]
+        rankup.__path__.append(str(Path(group.__file__).parent))
 
 
 @contextmanager

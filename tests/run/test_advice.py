@@ -12,6 +12,7 @@ from rankup.group import group
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
+from train import loop
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 
@@ -49,9 +50,9 @@ def test_workers_are_advised_where_batches_take_long_and_cpus_are_free(
 
 def always() -> None:
     """In the process of a rank: everything is worth a line, on a CPU that has bf16, beside idle ones."""
-    advice.LEAST_GAIN, advice.LONGEST_S = 1e-9, 3600.0
+    loop.LEAST_STEPS, advice.LEAST_GAIN, advice.LONGEST_S = 10, 1e-9, 3600.0
     advice.has_bf16 = lambda device: True
-    group.cpu_quota = lambda: 6.0
+    group.cpu_quota = lambda: 4.0
 
 
 def train(forks: Forks, run: Path, *arguments: str, world_size: int = 1, preload: str = "always") -> list[str]:
@@ -65,25 +66,25 @@ def train(forks: Forks, run: Path, *arguments: str, world_size: int = 1, preload
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_advice_is_measured_and_changes_no_bit(forks: Forks, tmp_path: Path, world_size: int) -> None:
-    lines = train(forks, tmp_path / "with", "--max-steps", "40", world_size=world_size)
-    threads = 6 // world_size
+    lines = train(forks, tmp_path / "with", "--max-steps", "10", world_size=world_size)
+    threads = 4 // world_size
     assert len(lines) == 2, lines
     for line, setting in zip(lines, ("--precision bf16", f"--num-threads {threads}"), strict=True):
         assert re.fullmatch(
             rf"{setting} would make forward and backward [\d.]+ times as fast here \(measured: {MEASURED} in place of "
             rf"{MEASURED}\)\. .*", line,
         )
-    assert not train(forks, tmp_path / "without", "--max-steps", "40", "--no-advice", world_size=world_size)
+    assert not train(forks, tmp_path / "without", "--max-steps", "10", "--no-advice", world_size=world_size)
     assert result(tmp_path / "with")["digest"] == result(tmp_path / "without")["digest"]
     # The rest of the run, and runs that are over before it could help, hear nothing
-    assert not train(forks, tmp_path / "with", "--max-steps", "48", world_size=world_size)
-    assert not train(forks, tmp_path / "short", "--max-steps", "20", world_size=world_size)
+    assert not train(forks, tmp_path / "with", "--max-steps", "12", world_size=world_size)
+    assert not train(forks, tmp_path / "short", "--max-steps", "5", world_size=world_size)
 
 
 def test_data_that_are_waited_for_are_a_reason_for_workers(forks: Forks, tmp_path: Path) -> None:
-    more = ("--in-memory", "never", "--precision", "bf16", "--num-threads", "6")  # with nothing else to advise
-    assert not train(forks, tmp_path / "busy", "--max-steps", "40", *more)
-    line = train(forks, tmp_path / "run", "--max-steps", "40", *more[:4])[0]
+    more = ("--in-memory", "never", "--precision", "bf16", "--num-threads", "4")  # with nothing else to advise
+    assert not train(forks, tmp_path / "busy", "--max-steps", "10", *more)
+    line = train(forks, tmp_path / "run", "--max-steps", "10", *more[:4])[0]
     assert re.match(r"--num-workers 1 may gain up to [\d.]+x here \(measured: preparing a batch takes ", line)
 
 
@@ -93,13 +94,13 @@ def unmeasurable() -> None:
 
 
 def test_model_that_cannot_be_measured_trains_on(forks: Forks, tmp_path: Path) -> None:
-    assert not train(forks, tmp_path / "run", "--max-steps", "40", preload="unmeasurable")
+    assert not train(forks, tmp_path / "run", "--max-steps", "10", preload="unmeasurable")
 
 
 def test_code_of_others_is_not_run_on_one_rank_of_several(forks: Forks, tmp_path: Path) -> None:
     """Its loss may exchange something with the other ranks, which would wait for each other for ever."""
     own = ("--workload", "tests.rigs.recording_workload:build", "--options.record", str(tmp_path / "record"),
-           "--max-steps", "40")
+           "--max-steps", "10")
     assert not train(forks, tmp_path / "run", *own, world_size=2)
     losses = records(tmp_path / "record", "loss")
-    assert [len(rank) for rank in losses] == [41, 41]  # the warm-up's, and one a step
+    assert [len(rank) for rank in losses] == [11, 11]  # the warm-up's, and one a step

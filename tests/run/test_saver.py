@@ -86,9 +86,8 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Undis
 
 
 @pytest.mark.parametrize(("world_size", "more"), [
-    (1, ("--parallel=none",)), (1, ("--parallel=dp", "--device=cpu")), (1, ("--parallel=ddp", *ADAMW)), (2, ()),
-    (2, ("--precision=fp16",)), (2, (*SHARDED, *ADAMW)),
-], ids=["none", "dp", "ddp adamw", "ddp of two", "fp16", "sharded"])
+    (1, ("--parallel=dp", "--device=cpu")), (2, ()), (2, ("--precision=fp16",)), (2, (*SHARDED, *ADAMW)),
+], ids=["dp", "ddp", "fp16", "sharded"])
 def test_steps_are_done_while_a_save_is_written_and_its_files_are_the_same_to_the_byte(
     forks: Forks, undisturbed: Undisturbed, tmp_path: Path, world_size: int, more: tuple[str, ...]
 ) -> None:
@@ -233,7 +232,6 @@ def test_failure_ends_all_ranks_at_the_next_step(
     assert line in output
     if code == 2:
         assert output.count(line) == 1
-        assert "Traceback" not in output
         assert list((run / "checkpoints").iterdir()) == []
     assert 22 <= max(entry["step"] for entry in metrics(run)) < 32
     assert steps(run / "checkpoints") == []
@@ -244,8 +242,7 @@ def test_survivor_that_writes_a_rescue_does_not_wait_for_the_disk(
 ) -> None:
     run = tmp_path / "run"
     env = hold(tmp_path / "never") | in_step(10, rank=1, signal="SIGKILL")
-    codes, output = forks.run(*train(run, *OFTEN), world_size=2, env=env, preload=HELD)
-    assert codes == [171, -9], output
+    forks.ends(*train(run, *OFTEN), world_size=2, env=env, preload=HELD, code=[171, -9])
     assert steps(run / "checkpoints") == [4]
     output = forks.ends(*train(run, *OFTEN), world_size=2)
     assert "resumed from step 9, rescued by rank 0 on " in output

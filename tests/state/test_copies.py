@@ -173,7 +173,6 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(
         run = disk / "run"
         for _ in range(2):
             output = forks.ends(*train(run, *wide), world_size=2, code=2)
-            assert "Traceback" not in output
             assert output.count("has no space left") == 1
             assert "run the same command again" in output
             assert sorted(os.listdir(run / "checkpoints")) == ["step-00000008", "step-00000016"]
