@@ -120,9 +120,6 @@ def test_name_that_is_no_safe_folder_is_refused(name):
     [
         ("lr", "inf", '--lr must be a finite number, got "inf".'),
         ("batch_size", "", '--batch-size must be a valid integer, unable to parse string as an integer, got "".'),
-        ("channels_last", "maybe", '--channels-last must be true, false or auto, got "maybe".'),
-        ("data_dir", "", '--data-dir must be a path or null, got "".'),
-        ("options.a", ".nan", "options must be a mapping of *, got {a: .nan}."),
         ("options", "x", '--options must be a mapping of words to *, got "x".'),
     ],
 )

@@ -182,18 +182,6 @@ def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
         load_hf(hf_sets.save(mixed, tmp_path / "without"))
 
 
-def test_label_out_of_range_is_named(tmp_path: Path) -> None:
-    import pyarrow
-    from datasets import Dataset, DatasetDict
-
-    rows = table([encoded(), encoded()], [0, 1])
-    # `datasets` refuses to write a 7 itself
-    other = rows["train"].data.table.set_column(1, "label", pyarrow.array([0, 7]))
-    wrong = DatasetDict({"train": Dataset(other, info=rows["train"].info), "test": rows["test"]})
-    with pytest.raises(UserError, match="train: label must hold a label in each row, got none in row 1"):
-        load_hf(hf_sets.save(wrong, tmp_path / "range"))
-
-
 def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
     where = hf_sets.save(table([encoded(), {"bytes": b"no image", "path": None}], [0, 1]), tmp_path / "saved")
     with pytest.raises(UserError, match=r"saved/train/1: is no image that can be decoded"):
