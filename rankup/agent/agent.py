@@ -28,13 +28,14 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.attendance import Attendance, elect, who_leads
+from rankup.agent.attendance import Attendance
+from rankup.agent.elastic import ElasticLeader, elect, who_leads
 from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
 from rankup.agent.processes import within
-from rankup.agent.protocol import AGENTS, CHANGING, KILLED, VERSION, Member
+from rankup.agent.protocol import AGENTS, ARGUMENTS, CHANGING, KILLED, VERSION, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.votes import same_job
 from rankup.env.launchers import free_port
@@ -75,17 +76,19 @@ class Lead:
         options = self.options = agent.options
         self.agent, self.node, self.limits = agent, agent.node, agent.limits
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
-        self.leader = Leader(
-            agent.attendance.me, say=log.info, prepare=self._prepare, hear=self._hear,
-            limits=self.limits, outdone=agent.yield_to, claim=self._claim,
-        )
+        me, limits, elastic = agent.attendance.me, agent.limits, None
+        how: dict[str, Any] = {"say": log.info, "prepare": self._prepare, "hear": self._hear}
+        if limits is not None:
+            elastic = ElasticLeader(me, limits=limits, outdone=agent.yield_to, claim=self._claim, **how)
+        self.elastic = elastic
+        self.leader = elastic or Leader(me, **how)
         self.status = None if options.knows_us else ScriptStatus(options.run_dir)
         self.job = self.status.attempt if self.status is not None else new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
         works = [self.leader.watch(master="" if agent.alone or self.node.node_rank else self.node.master_addr)]
         works += [self._report(self.status)] if self.status is not None else []
-        works += [self._call()] if self.limits is not None else []
+        works += [self._call(self.elastic)] if self.elastic is not None else []
         self._tasks = [agent.begin(work) for work in works]
 
     def give_up(self) -> None:
@@ -99,7 +102,7 @@ class Lead:
     async def close(self) -> None:
         """Leave once the others have heard how the job ends."""
         until_s = time.monotonic() + timing.FAREWELL_S
-        while len(self.leader.members) > 1 and time.monotonic() < until_s:
+        while len(self.leader.seats.members) > 1 and time.monotonic() < until_s:
             await asyncio.sleep(timing.POLL_S)
         if self.status is not None:
             within(timing.LAST_WORD_S, self.status.held.close)
@@ -111,21 +114,18 @@ class Lead:
                 report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
-    async def _call(self) -> None:
+    async def _call(self, leader: ElasticLeader) -> None:
         """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
         that is started anew where it was before, and does not find node 0, hears of this leader too."""
         while True:
             await asyncio.sleep(timing.CALL_S)
-            here = {(member.ip, member.serves) for member in self.leader.members}
+            here = {(member.ip, member.serves) for member in leader.seats.members}
             known = {(self.node.master_addr, self.node.master_port), *self.agent.places.values()}
-            await asyncio.gather(*(self._call_one(*place) for place in known - here))
+            await asyncio.gather(*(self._call_one(leader, *place) for place in known - here))
 
-    async def _call_one(self, ip: str, port: int) -> None:
-        leader, own = self.leader, self.leader.me.token
-        words = {"n": leader.knows, "running": leader.running, "token": own, "port": leader.me.serves,
-                 "job": leader.basis["job"]}
-        other = await who_leads(ip, port, answer=words)
-        if other and not other["over"] and other["token"] != own and leader.yields_to(other):
+    async def _call_one(self, leader: ElasticLeader, ip: str, port: int) -> None:
+        other = await who_leads(ip, port, answer={**leader.greeting(), "port": leader.me.serves})
+        if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
             self.agent.yield_to(ip, port)
 
     async def _claim(self, job: str, number: int) -> bool:
@@ -154,8 +154,8 @@ class Lead:
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if self.limits is not None:  # whoever leads counts the attempts the same way
-            self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
+        if self.elastic is not None:  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = self.elastic.basis["job"] or self.job, n - 1
         if self.status is not None:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.status.owner is None:
@@ -168,15 +168,16 @@ class Lead:
 
     async def _blame(self, verdict: Verdict) -> Verdict:
         """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
-        if self.options.max_failures is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
+        leader, most = self.elastic, self.options.max_failures
+        if most is None or leader is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
-        token = self.leader.basis["ran"][rank // self.node.nproc]
+        token = leader.basis["ran"][rank // self.node.nproc]
         self.failures[token] += 1
-        if self.failures[token] < self.options.max_failures:
+        if self.failures[token] < most:
             return verdict
         why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
         self.ends.without_progress = 0
-        if self.leader.leave_out(token, why):
+        if leader.leave_out(token, why):
             await asyncio.Event().wait()  # until this is cancelled
         return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
 
@@ -242,7 +243,7 @@ class Agent:
             await self.ranks.open()
             if self.node.node_rank == 0:
                 self.lead = Lead(self)
-            self.begin(self._attend())
+            self.begin(self.attendance.attend(self._hear_leader))
             self.begin(self.ranks.watch())
             return await self._over
         finally:
@@ -258,18 +259,19 @@ class Agent:
     def _introduce(self, place: str) -> Attendance:
         """`place`: the id of what it shares with other nodes."""
         node, limits, arguments = self.node, self.limits, self.options.script.arguments
-        settings = self.options.script.must_match()
+        if len(arguments) > MOST:  # a message has room for no more
+            arguments = f"{len(arguments)}-characters-{hashlib.sha256(os.fsencode(arguments)).hexdigest()[:16]}"
+        settings = self.options.script.must_match() | {ARGUMENTS: arguments}
         if limits is not None:
             settings |= {"--nnodes": f"{limits.least}:{limits.most}"}
         me = Member(
             place=place, token=secrets.token_hex(8), first_rank=node.first_rank, num_ranks=node.nproc,
-            world_size=node.world_size, host=host_name(), pid=os.getpid(), arguments=_digest(arguments),
-            digest=_digest(json.dumps(settings, sort_keys=True)), left_s=self.options.join_timeout_s,
+            world_size=node.world_size, host=host_name(), pid=os.getpid(), left_s=self.options.join_timeout_s,
             ip="" if self.alone else chosen_address(os.environ), serves=self.port if limits is not None else 0,
+            settings=settings,
         )
-        said = arguments if len(arguments) <= MOST else f"{len(arguments)}-characters"  # a message has room for no more
         return Attendance(
-            me, settings | {"arguments": said}, self._find_leader, notice=log.warning,
+            me, self._find_leader, notice=log.warning,
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=limits.silent_s if limits is not None else timing.SILENT_S,
             commit=AGENTS | (CHANGING if limits is not None else {}),
@@ -346,34 +348,33 @@ class Agent:
 
     # The leader's words ---------------------------------------------------------------------------------------------
 
-    async def _attend(self) -> None:
-        async for event in self.attendance.events():
-            kind = event["is"]
-            if kind == "propose":
-                self.begin(self._get_ready(event))
-            elif kind == "commit":
-                known = event["basis"]["known"] if self.limits is not None else []
-                self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-                if self.ranks.server.ready.is_set() or self.limits is not None:
-                    self.ranks.start(event, token=self.attendance.me.token)
-                else:  # beside this loop: the leader may say meanwhile that the job is over
-                    self._starting = self.begin(self._start_later(event))
-            elif kind in ("lost", "gone", "ranks", "leave"):
-                self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
-                if kind in ("lost", "gone"):
-                    if self._starting is not None:
-                        self._starting.cancel()
-                    self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
-            elif kind == "stop":
-                self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
-            elif kind == "spare":
-                log.info("this node is a spare: it waits until a node is needed")
-            elif kind == "left_out" and not self._leaves:
-                self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
-            elif kind == "stacks":
-                self.begin(self.ranks.show_stacks())
-            elif kind in ("over", "refused"):
-                self.finish(Verdict(event["code"], event["text"]))
+    def _hear_leader(self, event: dict[str, Any]) -> None:
+        kind = event["is"]
+        if kind == "propose":
+            self.begin(self._get_ready(event))
+        elif kind == "commit":
+            known = event["basis"]["known"] if self.limits is not None else []
+            self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
+            if self.ranks.server.ready.is_set() or self.limits is not None:
+                self.ranks.start(event, token=self.attendance.me.token)
+            else:  # the leader may say meanwhile that the job is over
+                self._starting = self.begin(self._start_later(event))
+        elif kind in ("lost", "gone", "ranks", "leave"):
+            self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
+            if kind in ("lost", "gone"):
+                if self._starting is not None:
+                    self._starting.cancel()
+                self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
+        elif kind == "stop":
+            self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
+        elif kind == "spare":
+            log.info("this node is a spare: it waits until a node is needed")
+        elif kind == "left_out" and not self._leaves:
+            self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
+        elif kind == "stacks":
+            self.begin(self.ranks.show_stacks())
+        elif kind in ("over", "refused"):
+            self.finish(Verdict(event["code"], event["text"]))
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
         """Answer a proposal once no rank of an earlier membership runs."""
@@ -428,7 +429,3 @@ class Agent:
     def _ask_for_stacks(self) -> None:
         if not self.say("stacks"):
             self.begin(self.ranks.show_stacks())
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

@@ -3,26 +3,23 @@
 import asyncio
 import contextlib
 import errno
-import itertools
 import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import Link, greeting, interface_of, read_secret
+from rankup.agent.network import Link, greeting, interface_of, open_port, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
 from rankup.agent.record import RecordWriter
-from rankup.agent.votes import NONE, Basis, age, same_job
-from rankup.env.node_env import NodeEnv
+from rankup.agent.votes import NONE, Basis, age
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 
 CROWD = 8  # a job with more ranks tries less often: one machine takes all connections
-ASKED = 4  # members that are asked at once who leads
 HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
@@ -34,7 +31,7 @@ class Attendance:
     """
 
     def __init__(
-        self, me: Member, settings: Mapping[str, str], find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
+        self, me: Member, find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
         records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = timing.SILENT_S,
         commit: Mapping[str, Any] | None = None, warm: Callable[[], bool] = lambda: True,
@@ -47,10 +44,9 @@ class Attendance:
         self.basis: Basis = NONE
         self._silent_s, self._commit, self._warm = silent_s, dict(commit or {}), warm
         self._records, self._hint = records, hint
-        self.me, self._settings, self._find_leader, self._notice, self._clock = me, settings, find_leader, notice, clock
+        self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
-        self._refused = False
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
         self._leader, self.at = "", list[Any]()  # where it was found; as host and port while this is a member
@@ -72,44 +68,26 @@ class Attendance:
         if self._link is not None and self._route is not None and n == self.n:
             self._start(self._say_ready(self._link, n, self._route, mistake))
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What the leader decides: propose, commit, lost, refused, and all that its `tell` says; "gone" (with `why`)
-        where the leader is lost itself. It is then looked for again.
+    async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
+        """Be a member until `hear` returns something true. It gets what the leader decides: propose, commit, lost,
+        refused, and all that its `tell` says; "gone" (with `why`) where the leader is lost itself. It is then looked
+        for again.
 
         Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
         that answers knows better how long to wait, and who is missing.
         """
-        queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
-        # In a task of its own: the leader is answered also while nobody takes events
-        self._start(self._attend(queue.put_nowait))
-        try:
-            while not isinstance(event := await queue.get(), Exception):
-                yield event
-            raise event
-        finally:
-            self.close()
-
-    async def _attend(self, put: Callable[[dict[str, Any] | Exception], None]) -> None:
         self._until_s = self._clock() + self.me.left_s
         try:
             while True:
                 link = await self._connect()
                 watch = self._start(self._watch(link))
-                try:
-                    while True:
-                        message = await link.receive()
-                        form = LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})
-                        if not fits(message, form):
-                            raise ConnectionError(f"it sent a {message['is']!r:.20} that is no message of ours")
-                        self._heard_s = self._clock()
-                        if self._take(link, message):
-                            put(message)
-                except ConnectionError:
-                    lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
-                finally:
-                    watch.cancel()
-                    self._link, self.at = None, []
-                    link.close()
+                while (message := await self._next(link)) is not None:
+                    if self._take(link, message) and hear(message):
+                        return
+                lost = {"why": watch.result()} if watch.done() else {"why": "its process has ended", "code": KILLED}
+                watch.cancel()
+                link.close()
+                self._link, self.at = None, []
                 if self._clock() > self._until_s:
                     if (silent_s := self._clock() - self._heard_s) > timing.BUSY_S:
                         self.problem = (
@@ -118,10 +96,20 @@ class Attendance:
                         )
                     raise self._failure()
                 self._leave_membership()
-                put({"is": "gone", **lost})
+                if hear({"is": "gone", **lost}):
+                    return
                 await asyncio.sleep(timing.PAUSE_S)
-        except Exception as error:
-            put(error)
+        finally:
+            self.close()
+
+    async def _next(self, link: Link) -> dict[str, Any] | None:
+        """The leader's next message, None where there will be none."""
+        with contextlib.suppress(ConnectionError):
+            message = await link.receive()
+            if fits(message, LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})):
+                self._heard_s = self._clock()
+                return message
+        return None
 
     def close(self) -> None:
         """Leave. What was said still goes out."""
@@ -156,7 +144,7 @@ class Attendance:
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
         elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
-            self._refused, self._until_s = True, self._clock()
+            self._until_s = self._clock()
         elif kind == "lost":
             self._leave_membership()
         elif kind == "prepare":
@@ -229,10 +217,7 @@ class Attendance:
             link.close()
             raise _NoLeaderError(over)
         self._listen(self._chosen_ip or link.local_ip)
-        link.send(
-            "hello", **asdict(self.me), version=VERSION, n=self.n, settings=dict(self._settings), basis=self.basis,
-            warm=self._warm(),
-        )
+        link.send("hello", **asdict(self.me), version=VERSION, n=self.n, basis=self.basis, warm=self._warm())
         self._link, self._heard_s = link, self._clock()
         self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
@@ -249,7 +234,7 @@ class Attendance:
             if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
                 self._heard_s = now_s
             looked_s, silent_s = now_s, now_s - self._heard_s
-            is_over = now_s > self._until_s + timing.LAST_WORD_S and (self._refused or silent_s > timing.BUSY_S)
+            is_over = now_s > self._until_s + timing.LAST_WORD_S and silent_s > timing.BUSY_S
             if silent_s > self._silent_s or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"
@@ -267,11 +252,9 @@ class Attendance:
             self._listener.close()
         alone = self.me.num_ranks == self.me.world_size  # nobody tries the way to it
         at = "" if is_loopback(ip) and not alone else ip
-        dual = not at and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual or ":" in at else socket.AF_INET
         port, self._listener, self._cannot_listen = 0, None, ""
         try:
-            self._listener = socket.create_server((at, 0), family=family, dualstack_ipv6=dual)
+            self._listener = open_port(at, 0, backlog=128)
             self._listener.setblocking(False)
             port = self._listener.getsockname()[1]
         except OSError as error:
@@ -301,7 +284,7 @@ class Attendance:
         return f"{self.me.name} {what} {name} at {ip}:{port}{there}"
 
     async def _say_ready(self, link: Link, n: int, route: "asyncio.Task[str]", mistake: str) -> None:
-        link.send("ready", n=n, **({"problem": "", "mistake": mistake} if mistake else {"problem": await route}))
+        link.send("ready", n=n, problem="" if mistake else await route, mistake=mistake)
 
 
 class _NoLeaderError(OSError):
@@ -322,65 +305,3 @@ def explain(error: OSError, host: str, port: int) -> str:
     if isinstance(error, TimeoutError):
         return f"{address} does not answer: a wrong address, a machine that is down, or a firewall that drops packets"
     return f"no route to {host} ({detail})" if error.errno in NO_ROUTE else f"{address}: {detail}"
-
-
-# Who leads where the number of nodes may change -----------------------------------------------------------------------
-
-
-async def elect(
-    attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None
-) -> tuple[str, int] | None:
-    """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
-    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
-
-    All members look at once. So each of them asks a few, those that may lead first, and only who is about to lead
-    itself asks all.
-    """
-    basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
-    said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
-    # No leader: a new node 0 that hears it knows that there is a job
-    words = {"n": basis["n"], "running": False, "token": me.token, "port": 0, "job": basis["job"]}
-
-    async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-        new = dict.fromkeys(place for place in places if place not in said)
-        while new:
-            found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
-            said.update(zip(new, found, strict=True))
-            told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
-            new = dict.fromkeys(place for place in told if place not in said)
-        for place, each in said.items():
-            leads = each is not None and not each["over"] and each["token"] != me.token
-            if each is not None and leads and each["n"] >= basis["n"] and same_job(each, basis):
-                return place
-        return None
-
-    known = [(token, (ip, port), name) for token, ip, port, name in basis["known"]]
-    before = list(itertools.takewhile(lambda each: each[0] != me.token, known))
-    for start in range(0, max(1, len(before)), ASKED):
-        few = before[start:start + ASKED]
-        if found := await ask([*(place for _, place, _ in few), master, elsewhere or master]):
-            return found
-        for token, place, name in few:
-            if (each := said[place]) and each["token"] == token:
-                raise ConnectionError(f"{name} is to lead, and does not yet")
-    if not basis["n"]:
-        return master  # which says why not
-    if len(before) == len(known):
-        raise ConnectionError("no leader of the job was found")
-    return await ask(place for token, place, _ in known if token != me.token)
-
-
-async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
-    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
-        link = await Link.connect(ip, port, timeout_s=timing.PROBE_S)
-        try:
-            async with asyncio.timeout(timing.PROBE_S):
-                said = await greeting(link, read_secret(os.environ))
-            said = {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
-            if answer is not None:
-                link.send("leads", **answer)
-            return said
-        finally:
-            link.close()
-    return None

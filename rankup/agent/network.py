@@ -12,6 +12,7 @@ What follows is as without a secret: neither signed nor encrypted.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import hmac
@@ -134,7 +135,7 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
         await asyncio.sleep(PAUSE_S)
 
 
-def open_port(ip: str, port: int) -> socket.socket:
+def open_port(ip: str, port: int, *, backlog: int = 4096) -> socket.socket:
     """A listener; "" and 0 as in `listen`. Raises OSError.
 
     One for both families: asyncio would open two, with two ports where the system picks them. The backlog is for a
@@ -142,7 +143,7 @@ def open_port(ip: str, port: int) -> socket.socket:
     """
     dual = not ip and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
-    return socket.create_server((ip, port), family=family, backlog=4096, dualstack_ipv6=dual)
+    return socket.create_server((ip, port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def port_holder(port: int) -> str:
@@ -226,22 +227,18 @@ async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
     A disk or a resolver may hang, and nobody waits for that thread, not even the end of the process; asyncio's own
     threads would hold that.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Found] = loop.create_future()
-
-    def put(set_it: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
+    done: concurrent.futures.Future[Found] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # who waits may give up, and the thread goes on
 
     def work() -> None:
         try:
-            put(done.set_result, call())
+            done.set_result(call())
         except Exception as error:
-            put(done.set_exception, error)
+            done.set_exception(error)
 
     threading.Thread(target=work, name="waits", daemon=True).start()
     async with asyncio.timeout(max(0.0, timeout_s)):
-        return await done
+        return await asyncio.wrap_future(done)
 
 
 async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:

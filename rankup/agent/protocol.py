@@ -7,18 +7,18 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
 | hello: a Member, version, n (last known membership)| leader(version, over, ...): it speaks first                |
-|   basis: of that one, see `rankup.agent.meeting`   | leads(n, running, token, port): in place of a hello, from  |
+|   basis: of that one, see `rankup.agent.votes`     | leads(n, running, token, port): in place of a hello, from  |
 |                                                    | the leader of a job whose number of nodes may change; port |
 |                                                    | 0: from a member that looks for the leader                 |
-|   settings: what must be the same for all          |                                                            |
-| alive(ranks, warm): where its ranks are, see Sign;   | alive                                                      |
-| ask: where is everybody?                           | ranks(ranks, nodes): the newest Sign of each, with host    |
-|                                                    | and seen; nodes as `Leader.nodes` has them                 |
+| alive(ranks, warm): where its ranks are, see       | alive                                                      |
+| `Record.sign`; whether it has imported torch       |                                                            |
+| ask: where is everybody?                           | ranks(ranks, nodes): the newest sign of each, see          |
+|                                                    | `Seats.signs`; nodes as `Leader.nodes` has them            |
 | ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
 | route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
 | leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
 | has(n, v): the newest basis that I know            |                                                            |
-| standing, late: see `rankup.agent.meeting`         | prepare, confirm, leave                                    |
+| standing, late: see `rankup.agent.record`          | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
 |                                                    | rank 0's, where the store listens                          |
 |                                                    | lost(n, ranks, host, why, node): membership n is over; with|
@@ -38,11 +38,12 @@ import asyncio
 import os
 import re
 import secrets
+import shlex
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, get_origin
 
 from rankup.agent.network import LONGEST, Link, encode
 from rankup.env.rank_env import ranges
@@ -56,11 +57,12 @@ KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes 
 VERSION = 7  # of the messages; hello and refused stay as they are
 
 INT = range(-(2**63), 2**63)
+ARGUMENTS = "arguments"  # of the script, among the settings
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
-    "arguments?": str, "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
+    "same_arguments?": bool, "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
 }
 # What the leader of agents says besides as it commits, and that of ranks which another launcher started
 AGENTS = {"why": str, "port": range(65536), "job": JOB, "store": bool, "again": bool, "restarts": INT}
@@ -107,7 +109,6 @@ class Member:
     world_size: int
     host: str
     pid: int
-    digest: str  # of the settings that must be the same for all
     left_s: float  # how long it looks for the leader, and the leader waits for the others, each time
     restarts: int = 0
     ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
@@ -115,8 +116,8 @@ class Member:
     interface: str = ""
     local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
     place: str = ""  # the id of what it shares with all that have the same
-    arguments: str = ""  # of the script, a digest of them; "" where nobody compares them
     serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
+    settings: dict[str, str] = field(default_factory=dict)  # what must be the same for all, see `sameness`
 
     @property
     def ranks(self) -> range:
@@ -138,30 +139,28 @@ class Member:
         member = Member(**{f.name: message[f.name] for f in fields(Member) if f.name in message})
         for f in fields(Member):
             value = getattr(member, f.name)
-            if not isinstance(value, (int, float) if f.type is float else f.type):  # type: ignore[arg-type]
+            kind: Any = (int, float) if f.type is float else get_origin(f.type) or f.type
+            if not isinstance(value, kind):
                 raise TypeError(f.name)
             if isinstance(value, str) and not (len(value) < 256 and value.isprintable()):
                 raise ValueError(f.name)
         if member.first_rank < 0 or not 1 <= member.num_ranks <= member.world_size - member.first_rank:
             raise ValueError("ranks beyond the world size")
+        if not all(isinstance(text, str) for text in member.settings.values()):
+            raise TypeError("settings")
+        shlex.split(member.settings.get(ARGUMENTS, ""))  # a ValueError: no shell would print that
         return member
 
 
 # What the leader says of them, for users ------------------------------------------------------------------------------
 
 
-def describe_missing(
-    present: list[Member], gone: list[tuple[Member, str]], late: list[Member], *, of: Member, waited_s: float
-) -> str:
+def describe_missing(present: list[Member], gone: list[tuple[Member, str]], *, of: Member, waited_s: float) -> str:
     """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)".
 
-    `gone`: who had joined and left, and why. `late`: those of a complete group that are not ready for it. `of`: a
-    member like the others.
+    `gone`: who had joined and left, and why. `of`: a member like the others.
     """
     missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
-    if not missing:
-        what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})" if late else _without_store(waited_s)
-        return f"all {of.world_size} ranks have joined, but {what}"
     which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
     where = ""
     each = max(of.num_ranks, of.local_world_size)
@@ -174,47 +173,21 @@ def describe_missing(
     return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
 
 
-def describe_late(n: int, late: list[Member], *, waited_s: float) -> str:
-    """Which nodes a membership waits for, where their number may change."""
-    hosts = sorted(member.host for member in late)
-    more = f" and {len(hosts) - MOST_HOSTS} more" if len(hosts) > MOST_HOSTS else ""
-    what = f"not each node is ready after {waited_s:g} s (late: {', '.join(hosts[:MOST_HOSTS])}{more})"
-    return f"membership {n}: {what if late else _without_store(waited_s)}"
+def describe_late(chosen: list[Member], late: list[Member], *, waited_s: float) -> str:
+    """What the membership of the `chosen` waits for."""
+    what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})"
+    what = what if late else f"rank 0 still imports torch after {waited_s:g} s"
+    return f"all {sum(member.num_ranks for member in chosen)} ranks have joined, but {what}"
 
 
-def _without_store(waited_s: float) -> str:
-    return f"rank 0 still imports torch after {waited_s:g} s"
-
-
-def describe_claims(one: Member, other: Member, *, late: bool = False) -> str:
-    """Two living processes have one rank. `late`: the other one came to a group that was complete."""
-    if late:
-        return (
-            f"the group was complete before this rank came, with {one.who}: two processes with one rank, another job "
-            "on this port, or an earlier attempt that does not end"
-        )
+def describe_claims(one: Member, other: Member) -> str:
+    """Two living processes have one rank."""
     places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
     rank = max(one.first_rank, other.first_rank)
-    return f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1."
-
-
-def describe_change(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, names: Mapping[str, str], why: Mapping[str, str], spares: int
-) -> str:
-    """What another membership changes, "" where it has the same nodes. `names`, `why`: by token, of nodes, and what
-    became of them."""
-    names = {token: name for token, _, _, name in before["known"]} | dict(names)
-    old, new = set(now["ran"]), set(now["used"])
-    if old == new:
-        return ""
-    parts = [
-        f"{names.get(token, 'the node that led')} {why.get(token, 'is lost: it is not here')}"
-        for token in sorted(old - new)
-    ]
-    parts += [f"{names[token]} joins" for token in sorted(new - old)] if old else []
-    parts += [f"{spares} spare"] if spares else []
-    what = f"membership {now['n']}: {len(new)} node{'s' * (len(new) > 1)}"
-    return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"
+    return (
+        f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1. Or "
+        "another job uses this port, or an earlier attempt does not end."
+    )
 
 
 def _by_host(members: Iterable[Member]) -> str:
@@ -265,10 +238,8 @@ class Links:
             link.write(self.lost)
             while True:
                 self._hear(local_rank, await link.receive())
-        except (ConnectionError, LookupError, TypeError, ValueError, OverflowError):
-            pass  # the rank's process has ended
-        except asyncio.CancelledError:
-            pass  # the event loop ends. Python 3.11 prints a traceback where this is passed on
+        except (ConnectionError, LookupError, TypeError, ValueError, OverflowError, asyncio.CancelledError):
+            pass  # the rank's process has ended, or the event loop: Python 3.11 prints a traceback of a task's end
         finally:
             link.close()
             if self._links.get(local_rank) is link:

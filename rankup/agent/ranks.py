@@ -322,7 +322,9 @@ class Ranks:
 
     async def ended_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.all_ended.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` takes several turns, in which others may start
+                await self.all_ended.wait()
+                return True
         return self.all_ended.is_set()
 
     def pass_on(self, name: str, *, change: bool = False) -> None:

@@ -138,9 +138,6 @@ class Records:
         """What `RecordWriter` needs in the process of the rank; it can be written as JSON."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "number": local_rank}
 
-    def read(self, local_rank: int) -> Record:
-        return self.of(local_rank).read()
-
 
 class RecordWriter:
     """The rank's side. Where there is no agent, or its memory cannot be reached, health checks alone see the record.

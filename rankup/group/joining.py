@@ -231,7 +231,7 @@ class MemberLine:
         self.launch = launch = group.launch
         self._me = Member(
             token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
-            host=host_name(), pid=os.getpid(), digest=digest(group.settings), left_s=timeout_s,
+            host=host_name(), pid=os.getpid(), settings=dict(group.settings), left_s=timeout_s,
             restarts=launch.restart_count, ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
         )
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
@@ -318,11 +318,15 @@ class MemberLine:
 
         hint = "All ranks have to name the same file." if self._file else attendance.HINT
         self._attendance = attendance.Attendance(
-            self._me, self.group.settings, self._leader_at, notice=self.log.warning,
+            self._me, self._leader_at, notice=self.log.warning,
             records=lambda: {self._me.first_rank: self.group.record}, hint=hint, commit=RANKS,
         )
         member = False
-        async for event in self._attendance.events():
+
+        def hear(event: Mapping[str, Any]) -> bool:
+            """Returns whether it is over: this process belongs to one membership, and must not come into the next one's
+            way."""
+            nonlocal member
             if event["is"] == "propose":
                 self._attendance.ready(event["n"], mistake=choose_interface(os.environ, event["ip"]))
             elif event["is"] == "commit":
@@ -333,8 +337,9 @@ class MemberLine:
                 self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
             elif member:
                 self.group.watch.hear(event)
-            if member and event["is"] in ("lost", "gone"):
-                break  # this process belongs to one membership, and must not come into the next one's way
+            return member and event["is"] in ("lost", "gone")
+
+        await self._attendance.attend(hear)
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """The leader's side of a commit: serve torch's store where no launcher does, on a port that the system picks.
@@ -352,7 +357,7 @@ class MemberLine:
                 master_listen_fd=listener.detach(),
             ), timeout_s=math.inf)
         # Where one rank was started again the job goes on, whatever rank 0 knows of that
-        restarts = max(member.restarts for member in self._leader.members)
+        restarts = max(member.restarts for member in self._leader.seats.members)
         return {"store": port, "token": secrets.token_hex(8), "attempt": self.group.attempt, "restarts": restarts}
 
     def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:

@@ -21,18 +21,17 @@ class Listening:
 
     def __init__(self, me: Member, port: Callable[[], int], **more: Any) -> None:
         self.port, self.said = port, list[str]()
-        self.attendance = Attendance(me, {"name": me.host}, self.find, notice=self.said.append, **more)
+        self.attendance = Attendance(me, self.find, notice=self.said.append, **more)
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.running = asyncio.create_task(self.run())
+        self.running = asyncio.create_task(self.attendance.attend(self.hear))
 
     async def find(self) -> tuple[str, int]:
         return "127.0.0.1", self.port()
 
-    async def run(self) -> None:
-        async for event in self.attendance.events():
-            self.events.put_nowait(event)
-            if event["is"] == "propose":
-                self.attendance.ready(event["n"])
+    def hear(self, event: dict[str, Any]) -> None:
+        self.events.put_nowait(event)
+        if event["is"] == "propose":
+            self.attendance.ready(event["n"])
 
     async def hears(self, kind: str) -> dict[str, Any]:
         event = await self.events.get()
@@ -41,7 +40,7 @@ class Listening:
 
     async def leave(self) -> None:
         self.running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, JoinError):
             await self.running
 
 
@@ -98,37 +97,32 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
     loss: str, monkeypatch: pytest.MonkeyPatch
 ):
     clock = Steps(monkeypatch)
-    async with fake_leader() as (port, links):
-        one = Attendance(member(1), {}, lambda: find(port), notice=print, clock=clock)
-        events = one.events()
-        waiting = asyncio.ensure_future(anext(events))
+    async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
         link.send("commit", n=1, ip="", hosts=[])
-        assert (await waiting)["is"] == "commit"
+        await one.hears("commit")
         clock.now_s += 1000.0
         if loss == "lost":
             link.send("lost", n=1, ranks=[2], host="node2", why="exit code 137")
         else:
             link.close()
-        said = await anext(events)
-        assert said["is"] == loss
+        said = await one.hears(loss)
         if loss == "gone":
             assert said == {"is": "gone", "why": "its process has ended", "code": 137}
             link, _ = await greeted(links)
-        ended = asyncio.ensure_future(anext(events))
         for _ in range(200):
             link.send("alive")
             clock.now_s += 1.0
             await link.receive()
             await asyncio.sleep(0)
-        assert not ended.done()
+        assert not one.running.done()
         with contextlib.suppress(ConnectionError):
             while True:
                 clock.now_s += 1.0
                 await link.receive()
                 await asyncio.sleep(0)
         with pytest.raises(JoinError, match=r"has said nothing for \d s: its process is stopped, or the network"):
-            await ended
+            await one.running
 
 
 @asynchronous
@@ -149,26 +143,6 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
         assert (hello["n"], hello["first_rank"], hello["token"]) == (5, 1, "token1")
         link.send("propose", n=6, ip="", next=None)
         assert (await one.hears("propose"))["n"] == 6
-
-
-@asynchronous
-async def test_signs_of_life_are_given_while_nobody_takes_events(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "ALIVE_S", 0.01)
-    async with fake_leader() as (port, links):
-        one = Attendance(member(1), {}, lambda: find(port), notice=print)
-        events = one.events()
-        waiting = asyncio.ensure_future(anext(events))
-        link, _ = await greeted(links)
-        link.send("propose", n=1, ip="", next=None)
-        assert (await waiting)["n"] == 1
-        link.send("commit", n=1, ip="", hosts=[])
-        for _ in range(5):
-            assert (await link.receive())["is"] == "alive"
-        await events.aclose()
-
-
-async def find(port: Callable[[], int]) -> tuple[str, int]:
-    return "127.0.0.1", port()
 
 
 class Steps:
@@ -214,14 +188,13 @@ async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monke
 @asynchronous
 async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "NOTICE_S", 0.05)
-    said: list[str] = []
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         at = taken.getsockname()[1]
-        one = Attendance(member(1, left_s=1.0), {}, lambda: find(lambda: at), notice=said.append)
-        with pytest.raises(JoinError) as caught:
-            await anext(one.events())
-    (told,) = {*said}
+        async with attending(member(1, left_s=1.0), port=lambda: at) as (one,):
+            with pytest.raises(JoinError) as caught:
+                await one.running
+    (told,) = {*one.said}
     problem = told.removeprefix("still waiting: ")
     assert problem.startswith(f"127.0.0.1:{at} refuses the connection: the machine answers, but nothing listens on ")
     assert problem.endswith("A loopback address is each machine itself")

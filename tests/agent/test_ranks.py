@@ -10,6 +10,25 @@ from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 
 
+def made(tmp_path: Path, say: Any = print) -> Ranks:
+    (tmp_path / "job.py").write_text("import rankup\n")
+    node, script = NodeEnv(num_nodes=2, limits=Limits(1, 2)), Script.find([str(tmp_path / "job.py")])
+    options = Options(node=node, script=script, run_dir=tmp_path)
+    return Ranks(options, say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
+
+
+def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(tmp_path: Path) -> None:
+    """They would be killed for it."""
+    async def scene() -> None:
+        ranks = made(tmp_path)
+        waits = asyncio.create_task(ranks.ended_within(5.0))
+        await asyncio.sleep(0)
+        ranks.all_ended.clear()
+        assert await waits
+
+    asyncio.run(scene())
+
+
 def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_beside(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
 
@@ -18,12 +37,7 @@ def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_b
         return True
 
     async def scene() -> None:
-        (tmp_path / "job.py").write_text("import rankup\n")
-        options = Options(
-            node=NodeEnv(num_nodes=2, limits=Limits(1, 2)), script=Script.find([str(tmp_path / "job.py")]),
-            run_dir=tmp_path,
-        )
-        ranks = Ranks(options, say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
+        ranks = made(tmp_path, say)
         ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None)  # type: ignore[assignment]
         commit = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "job", "port": 1, "store": False}
         ranks.start({**commit, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")

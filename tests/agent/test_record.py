@@ -54,10 +54,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
     records = Records(3, first_rank=8)
-    empty = records.read(0)
+    empty = records.of(0).read()
     assert (empty.rank, empty.phase, empty.step, empty.place, empty.timeout_s) == (8, "start", 0, "", NO_LIMIT)
     assert (empty.waiting, empty.finished, empty.settled, empty.signed_s) == (False, False, False, 0.0)
-    others = records.read(0), records.read(2)
+    others = records.of(0).read(), records.of(2).read()
     with subprocess.Popen(
         [sys.executable, "-c", RANK, json.dumps(records.place(1))], env=environment(), cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -72,13 +72,13 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "False\n"
     assert process.returncode == -9
-    found = records.read(1)
+    found = records.of(1).read()
     assert (found.rank, found.phase, found.step, found.place, found.timeout_s) == (9, "step", 1000, "loop.py:12", 30.0)
     assert (found.waiting, found.finished, found.settled) == (True, True, True)
     assert empty.entered_s < found.signed_s < found.entered_s
-    assert (records.read(0), records.read(2)) == others
+    assert (records.of(0).read(), records.of(2).read()) == others
     records.of(1).clear()
-    assert replace(records.read(1), entered_s=0) == replace(empty, rank=9, entered_s=0)
+    assert replace(records.of(1).read(), entered_s=0) == replace(empty, rank=9, entered_s=0)
 
 
 @pytest.mark.parametrize("place", [None, {"path": "/proc/self/fd/none", "number": 0}, "file", "other memory", "short"])

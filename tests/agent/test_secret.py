@@ -175,7 +175,7 @@ class Stranger:
     answer that it has recorded. `rounds`: how often it has said all that."""
 
     def __init__(self, port: int, recorded: bytes) -> None:
-        hello = asdict(Member("stranger", 1, 1, 9, "nowhere", 1, "d", 9.0))
+        hello = asdict(Member("stranger", 1, 1, 9, "nowhere", 1, 9.0))
         hello = {**hello, "version": VERSION, "n": 10**6, "settings": {}}
         false = [encode("hello", **{**hello, "world_size": size}) for size in (2, 9)]
         orders = encode("over", code=0, text="") + encode("stop", signal="SIGTERM") + encode("lost", n=1, ranks=[0])

@@ -162,19 +162,12 @@ def dies(case: Case) -> None:
     case.both(sick="tests.rigs.injected_faults:dies_in_the_collective")
 
 
-@case
-def other_settings(case: Case) -> None:
-    case.rank(0, 0)
-    case.rank(1, 1, "--lr", "0.5")
-
-
 @pytest.mark.parametrize(
     ("name", "code", "what"),
     [
         ("wrong_sum", 20, "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradie"),
         ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
         ("dies", -9, r"NOT FIT collective lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
-        ("other_settings", 20, r"NOT FIT joined setting lr must be the same on all ranks, got .* on rank 1 \(node1\)"),
     ],
 )
 def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:

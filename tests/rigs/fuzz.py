@@ -195,9 +195,9 @@ def read_run(folder: Path) -> None:
 
 
 def frames() -> Files:
-    me = Member("t1", 0, 2, 2, "node0", 1, "d", 9.0)
+    me = Member("t1", 0, 2, 2, "node0", 1, 9.0, settings={"a": "b"})
     end = End(1, "", 1, "x", 7).message()
-    said = [encode("hello", **asdict(me), version=VERSION, n=0, settings={"a": "b"}),
+    said = [encode("hello", **asdict(me), version=VERSION, n=0),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
             encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3), encode("late", n=1),
             encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
@@ -222,7 +222,7 @@ async def _attended(data: bytes) -> None:
 
     broken: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
-    ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, "d", 9.0)
+    ends, me = Ends(2, 3, frozenset()), Member("t0", 0, 1, 2, "node0", 1, 9.0)
     leader = Leader(me, say=lambda text: None, prepare=prepare, hear=hear)
     await leader.attend(*_said(data))
     leader.tick()
@@ -261,9 +261,9 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     ready.set()
     server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
     agent.ranks.server = server  # type: ignore[assignment]
-    me = Member("t1", 2, 2, 4, "node1", 1, "d", 0.0)
+    me = Member("t1", 2, 2, 4, "node1", 1, 0.0)
     records, form = agent.ranks.running_records, AGENTS | CHANGING
-    agent.attendance = Attendance(me, {}, agent._find_leader, notice=str, records=records, commit=form)
+    agent.attendance = Attendance(me, agent._find_leader, notice=str, records=records, commit=form)
     agent.attendance._listen = lambda ip: None  # type: ignore[method-assign]
     agent.ranks._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
     heard = []
@@ -279,7 +279,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     try:
         agent.begin(agent.ranks.links._attend(*_said(rank)))
         with contextlib.suppress(JoinError):
-            await agent._attend()
+            await agent.attendance.attend(agent._hear_leader)
         for _ in range(9):
             await asyncio.sleep(0)
         if agent._over.done():

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from rankup.agent.elastic import ElasticLeader
 from rankup.agent.meeting import Leader
 from rankup.agent.network import LONGEST, Link
 from rankup.agent.protocol import VERSION, Member
 from rankup.env.node_env import Limits
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
-HELLO = {"version": VERSION, "n": 0, "settings": {}}
+HELLO = {"version": VERSION, "n": 0}
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -38,7 +39,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def member(rank: int, *, of: int = 3, num_ranks: int = 1, token: str = "", **more: Any) -> Member:
-    values = {"host": f"node{rank}", "pid": 1000 + rank, "digest": "d", "left_s": 120.0, "ip": "127.0.0.1", **more}
+    values = {"host": f"node{rank}", "pid": 1000 + rank, "left_s": 120.0, "ip": "127.0.0.1", **more}
     return Member(token or f"token{rank}", rank, num_ranks, of, **values)
 
 
@@ -84,10 +85,11 @@ class Room:
         self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
         self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
         self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
-        self.leader = Leader(
-            me, say=self.said.append, prepare=lambda n: self.prepared(n), clock=lambda: self.now_s,
-            hear=lambda member, message: self.heard.put_nowait((member, message)), limits=limits,
-        )
+        how: dict[str, Any] = {
+            "say": self.said.append, "prepare": lambda n: self.prepared(n), "clock": lambda: self.now_s,
+            "hear": lambda member, message: self.heard.put_nowait((member, message)),
+        }
+        self.leader: Any = Leader(me, **how) if limits is None else ElasticLeader(me, limits=limits, **how)
         self.port, self.links, self.attended = 0, list[Link](), 0
 
     async def prepare_nothing(self, n: int) -> Mapping[str, Any]:
