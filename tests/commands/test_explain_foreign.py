@@ -10,8 +10,6 @@ from rankup.errors import UserError
 from rankup.explain import diagnose_files, explain_logs, format_report
 from rankup.explain.diagnosis import FOLLOWED, Diagnosis, diagnose
 from rankup.explain.logs import time_of
-from tests.group.test_deadlines import HOST, WORLD, probe, train
-from tests.rigs.fork_server import Forks
 from train.main import main
 
 THIS_YEAR = datetime.now().year
@@ -199,13 +197,3 @@ def test_root_of_a_log_is_what_its_job_failed_of(
 def test_recorded_logs_all_have_a_shape() -> None:
     recorded = {body.split()[1] for body in SHAPES.values() if body.startswith("<<<")}
     assert {path.name for path in LOGS.glob("*.log")} == recorded
-
-
-# Real jobs ------------------------------------------------------------------------------------------------------
-
-def test_run_of_three_ranks_with_one_killed(forks: Forks, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    codes, output = forks.run(*train(run), world_size=WORLD, env=probe("loss", 6, 1, signal="SIGKILL"))
-    assert codes == [171, -9, 171], output
-    first = root(run)
-    assert (first.name, first.rank, first.host) == ("lost-silent", 1, HOST)

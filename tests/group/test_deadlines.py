@@ -11,9 +11,10 @@ import pytest
 
 from rankup import timing
 from rankup.agent.logs import host_name
+from rankup.explain import diagnose_files
 from tests.rigs.faulting_workload import probe_saves
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import lives, result
+from tests.rigs.jobs import lives, probe, result
 
 HOST = host_name()
 WORLD = 3
@@ -28,10 +29,6 @@ SHORT = 5  # seconds; a step takes milliseconds
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
     return ("train", *SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}", *more)
-
-
-def probe(where: str, call: int, rank: int, **order: object) -> dict[str, str]:
-    return {"PROBE": json.dumps({"where": where, "call": call, "rank": rank, **order})}
 
 
 def assert_named(job: Job, run: Path, culprit: int, *, among: list[int]) -> None:
@@ -92,6 +89,9 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
         assert "Traceback" in one[0]
         assert len(two) == 1
     assert says in job.processes[culprit].output
+    if own == -9:
+        first = diagnose_files([run])[0]
+        assert (first.name, first.rank, first.host) == ("lost-silent", culprit, HOST)
     assert_named(job, run, culprit, among=[rank for rank in range(WORLD) if rank != culprit])
     assert_nothing_left(job)
 

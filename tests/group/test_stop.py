@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, result, start, wait_for
+from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, probe, result, start, status, wait_for
 from train.config import Config
 from train.workloads import Workload
 
@@ -34,10 +34,6 @@ def train(run: Path, *more: str) -> tuple[str, ...]:
     return ("train", *SETTINGS, "--run-dir", str(run.parent), "--name", run.name, *more)
 
 
-def probe(where: str, call: int, **order: Any) -> dict[str, str]:
-    return {"PROBE": json.dumps({"where": where, "call": call, **order})}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """World size -> digest of the final weights of a run that nobody stopped."""
@@ -47,10 +43,6 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
         forks.ends(*train(run), world_size=world_size)
         digests[world_size] = result(run)["digest"]
     return digests
-
-
-def status(run: Path) -> dict[str, Any]:
-    return json.loads((run / "status.json").read_text())  # type: ignore[no-any-return]
 
 
 def steps(run: Path) -> list[int]:
@@ -155,8 +147,7 @@ def test_evaluate_command_stops_on_a_signal(forks: Forks, tmp_path: Path) -> Non
     run = tmp_path / "run"
     assert forks.run(*train(run))[0] == [0]
     arguments = ("evaluate", *train(run)[1:])
-    codes, output = forks.run(*arguments, world_size=2, env=probe("evaluate", 2, signal="SIGTERM", rank=1))
-    assert codes == [143, 143], output
+    forks.ends(*arguments, world_size=2, env=probe("evaluate", 2, signal="SIGTERM", rank=1), code=143)
     assert status(run)["state"] == "finished"
 
 

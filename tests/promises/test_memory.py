@@ -10,7 +10,7 @@ import pytest
 
 from tests.promises.test_examples import STRUCK, Once, strike
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, result
+from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, kill, result
 from tests.rigs.small_filesystems import own_folder
 from tests.run.test_run_directory import other_model
 
@@ -26,11 +26,6 @@ FROM_MEMORY = "resumed from step {}, of which each rank's part was in memory"
 
 def train(folder: Path, *more: str) -> tuple[str, ...]:
     return ("train", *SETTINGS, f"--run-dir={folder}", *more)
-
-
-def kill(rank: int, *, step: int) -> dict[str, str]:
-    """In that step, when all that is written beside the training is written."""
-    return {"PROBE": json.dumps({"where": "loss", "call": step + 2, "rank": rank, "signal": "SIGKILL", "saved": True})}
 
 
 def seen(run: Path) -> dict[str, Any]:
@@ -101,9 +96,11 @@ class Nodes:
             (folder / f"node{number}" / "runs").symlink_to(folder)
         self.cwds = [folder / f"node{number}" for number in (0, 1) for _ in range(ranks)]
 
-    def run(self, *line: str | Path, preload: str = "own_memory", **env: str) -> tuple[list[int], str]:
-        more: dict[str, Any] = {"world_size": len(self.cwds), "cwds": self.cwds, "env": env}
-        return self.forks.run(*(line or train(self.folder)), **more, preload=f"{__name__}:{preload}")
+    def run(
+        self, *line: str | Path, preload: str = "own_memory", code: int | list[int] = 0, **env: str
+    ) -> str:
+        more: dict[str, Any] = {"world_size": len(self.cwds), "cwds": self.cwds, "env": env, "code": code}
+        return self.forks.ends(*(line or train(self.folder)), **more, preload=f"{__name__}:{preload}")
 
     def lose(self, *numbers: int) -> None:
         for number in numbers:
@@ -122,33 +119,28 @@ def own_memory() -> None:
 
 @pytest.mark.parametrize(
     ("lost", "more", "resumed"),
-    [((), (), FROM_MEMORY.format(12)), ((), ("--memory-every-steps=0",), "resumed from step-00000008"),
+    [((), ("--memory-every-steps=0",), "resumed from step-00000008"),
      ((0,), (), FROM_MEMORY.format(12)), ((1,), (), FROM_MEMORY.format(12)),
      ((0, 1), (), "resumed from step-00000008")],
-    ids=["none", "off", "node 0", "node 1", "both"],
+    ids=["off", "node 0", "node 1", "both"],
 )
 def test_memory_of_a_node_is_held_by_the_other(
     forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], more: tuple[str, ...],
     resumed: str,
 ) -> None:
     nodes = Nodes(forks, tmp_path)
-    codes, output = nodes.run(**kill(1, step=13))
-    assert codes == [171, -9], output
+    nodes.run(code=[171, -9], **kill(1, step=13))
     assert len([*tmp_path.glob("node*/memory/rankup-*/*/*")]) >= 4
     nodes.lose(*lost)
-    codes, output = nodes.run(*train(tmp_path, *more))
-    assert codes == [0, 0], output
-    assert resumed in output
+    assert resumed in nodes.run(*train(tmp_path, *more))
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
 
 
 def test_part_in_memory_of_another_model_is_refused_with_a_way_to_the_checkpoint(forks: Forks, tmp_path: Path) -> None:
     nodes = Nodes(forks, tmp_path)
-    codes, output = nodes.run(**kill(1, step=13))
-    assert codes == [171, -9], output
-    codes, output = nodes.run(preload="other_model_in_own_memory")
-    assert codes == [2, 2], output
+    nodes.run(code=[171, -9], **kill(1, step=13))
+    output = nodes.run(preload="other_model_in_own_memory", code=2)
     assert "Set memory_every_steps to 0 to go on from the newest checkpoint." in output
 
 
@@ -174,18 +166,15 @@ def test_own_loop_goes_on_with_its_loaders_states(
     ranks = 2 if mesh == "[2, 2]" else 1
 
     def compute() -> str:
-        codes, output = Nodes(forks, tmp_path / "undisturbed", ranks=ranks).run(*LOOP, MESH=mesh)
-        assert set(codes) == {0}, output
-        (end,) = ends(output)
+        (end,) = ends(Nodes(forks, tmp_path / "undisturbed", ranks=ranks).run(*LOOP, MESH=mesh))
         return end
 
     nodes = Nodes(forks, tmp_path, ranks=ranks)
-    codes, output = nodes.run(*LOOP, MESH=mesh, **strike(tmp_path, signal="SIGKILL", rank=1, call=24))
-    assert -9 in codes, output
+    codes = [171, -9, 171, 171][: 2 * ranks]
+    nodes.run(*LOOP, code=codes, MESH=mesh, **strike(tmp_path, signal="SIGKILL", rank=1, call=24))
     held = [path.parts[-2].rpartition(".")[2] for path in tmp_path.glob("node0/memory/rankup-*/*/step-*")]
     assert {*held} == {"rank-00000", "rank-00001"}
     nodes.lose(*lost)
-    codes, output = nodes.run(*LOOP, MESH=mesh)
-    assert set(codes) == {0}, output
+    output = nodes.run(*LOOP, MESH=mesh)
     assert "of which each rank's part was in memory" in output
     assert ends(output) == {once(f"split-{mesh}", compute)}, output

@@ -86,19 +86,16 @@ def script(forks: Forks, pair: Pair, folder: Path) -> str:
         runner = Path(sys.executable).with_name("horovodrun")
         line = (runner, "-np", "2", "--gloo", sys.executable, *words)
         with ended(start(*line, env=WARN, cwd=folder)) as job:
-            codes, output = job.wait(), job.output
-    else:
-        codes, output = forks.run("launch", f"--nproc={pair.world_size}", *words, env=WARN, cwds=[folder])
-    assert codes == [0], output
-    return output
+            assert job.wait() == [0], job.output
+        return job.output
+    return forks.ends("launch", f"--nproc={pair.world_size}", *words, env=WARN, cwds=[folder])
 
 
 def workload(forks: Forks, pair: Pair, folder: Path, module: str) -> Path:
     """The run of the workload."""
     line = ("train", "--workload", f"{module}:build", "--batch-size", str(SAMPLES), *LOOP, "--init-from", "first.pt",
             "--parallel", pair.method, "--eval-batch-size", "64", "--tensorboard=false")
-    codes, output = forks.run(*line, world_size=pair.world_size, cwds=[folder] * pair.world_size)
-    assert codes == [0] * pair.world_size, output
+    forks.ends(*line, world_size=pair.world_size, cwds=[folder] * pair.world_size)
     return folder / "runs" / module
 
 
