@@ -180,22 +180,16 @@ def finished(*ranks: Rank, noise: re.Pattern[str] = NOISE) -> None:
     assert not noise.search(said), said
 
 
-def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter):
-    port = free_port()
-    first, dying = begin(0, 3, port, "again"), begin(1, 3, port, "again")
-    wait_for_connection(dying, port)
-    dying.processes[0].signal("SIGKILL")
-    last = begin(2, 3, port, "again")
-    wait_for_connection(last, port)  # now every rank is in the roster, but one is dead
-    finished(first, last, begin(1, 3, port, "again"))
-
-
-def test_rank_0_killed_while_joining_is_found_again(begin: Starter):
-    port = free_port()
-    dying, other = begin(0, 3, port, "main-again"), begin(1, 3, port, "main-again")
-    wait_for_connection(other, port)
-    dying.processes[0].signal("SIGKILL")
-    finished(other, begin(2, 3, port, "main-again"), begin(0, 3, port, "main-again"))
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_killed_while_joining_takes_its_place_again(begin: Starter, killed: int):
+    port, name = free_port(), f"again-{killed}"
+    ranks = [begin(rank, 3, port, name) for rank in (0, 1)]
+    wait_for_connection(ranks[1], port)
+    ranks.pop(killed).processes[0].signal("SIGKILL")
+    ranks.append(begin(2, 3, port, name))
+    if killed:
+        wait_for_connection(ranks[1], port)  # now every rank is in the roster, but one is dead
+    finished(*ranks, begin(killed, 3, port, name))
 
 
 def test_a_signal_ends_a_join_at_once(begin: Starter):
