@@ -68,8 +68,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
     group.watch.enter("setup", config.setup_timeout_s)
     # What is likely to be slow, or to fail later
     job.warn_of_limits(num_threads=config.num_threads, one_device_per_rank=method.one_device_per_rank)
-    if config.checkpoint_format == "sharded":
-        job.run.check_shared()
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)

@@ -100,7 +100,10 @@ class Job:
         for item in items.values():
             if isinstance(item, DistributedDataParallel):
                 self.clock.watch(item)
-        run.saver.sharded, run.parts.wanted = tracked.split and self.settings.sharded, tracked.split
+        sharded = tracked.split and self.settings.sharded
+        if sharded and not run.parts.wanted:
+            run.check_shared()
+        run.saver.sharded, run.parts.wanted = sharded, tracked.split
         if run.newest is not None:
             self.saving.restore(run.newest, [*items])
         if self.world_size > 1:

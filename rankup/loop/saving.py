@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ class Saving:
         if run.newest is not None:
             self.ranks, items = run.newest.record.get("changes", []), run.newest.tracked
             if run.newest.sharded:
-                items = CopyFiles(self._folder(run.newest)).read_all(LOADERS)
+                items = CopyFiles(run.newest.path).read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
 
     # Restoring ------------------------------------------------------------------------------------------------
@@ -196,20 +195,13 @@ class Saving:
             way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
         try:
             self.tracked.make_room()
-            state = CopyFiles(self._folder(newest)).read_into(self.tracked.state(gather=False))
+            state = CopyFiles(newest.path).read_into(self.tracked.state(gather=False))
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
             if text:
                 raise UserError(f"{newest.path} does not fit this model: rank {rank}: {text}. {way_out}")
         return state
-
-    def _folder(self, newest: Copy) -> Path:
-        """Of a sharded copy, as this rank sees it."""
-        if self.run.origin.kind == PARTS:
-            return newest.path
-        # Rank 0 chose the copy under its own path; another node may have mounted the folder elsewhere
-        return self.group.run_dir / "checkpoints" / newest.path.name
 
     # Saving ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +246,7 @@ class Saving:
         group, run = self.group, self.run
         return to_json({
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
-            "versions": versions(), "run": run.lineage.run, "attempt": run.mark,
+            "versions": versions(), "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
             **({"changes": self.ranks} if self.ranks else {}),
         })

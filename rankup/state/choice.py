@@ -1,14 +1,14 @@
 """Where an attempt goes on: the newest whole copy on the run's line of attempts, wherever it lies.
 
 Every rank lists the copies that it can reach, without a look at their bytes; then the newest is fetched and verified,
-and where it is damaged the next one. A copy on another node's disk has the lineage of the attempt that wrote it beside
-it: a node 0 that comes back with an empty disk does not know which run it is to go on with.
+and where it is damaged the next one. A copy has the lineage of the attempt that wrote it: a node 0 that comes back with
+an empty disk does not know which run it is to go on with.
 """
 
 import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ def find_origin(
             bad.add(one.where)
             damaged |= {_name(one, group, stores): problem} if one.kind < RESCUE else {}
             continue
+        if origin.copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
+            origin.copy = replace(origin.copy, path=folder / "checkpoints" / origin.copy.path.name)
         origin.kind, origin.writer = one.kind, origin.copy.record["attempt"]
         origin.words = _words(one, origin.copy, group)
         if line is not None and (known is None or line.number > known.number):  # than what rank 0's disk knows
@@ -177,11 +179,11 @@ def _about(path: Path) -> tuple[int, str, str]:
 def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     """Second copies on this rank's disk."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
-        about, line = _about(path), Lineage.read(path)
+        about, line = _about(path), Lineage.of(read_json(path / STATE).get("lineage"))
         if line is not None and line.run == about[2]:
             yield [PEER, str(path), *about, line.values()]
         else:
-            group.log.warning(f"the copy {path} was passed over: its state.json or run.json is missing or damaged")
+            group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")
 
 
 def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
@@ -192,7 +194,7 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             options.check(path, record)
             options.fits(path, record)
             # Memory holds rescues of other jobs too: only this one's says which run to go on with
-            line = Lineage.read(path)
+            line = Lineage.of(record.get("lineage"))
             known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 

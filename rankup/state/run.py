@@ -16,7 +16,7 @@ from rankup.places.files import read_json
 from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
 from rankup.state import memory
 from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take, sees
-from rankup.state.copies import Content, list_copies, looks_whole, remove_unfinished, to_json
+from rankup.state.copies import Content, list_copies, remove_unfinished
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
@@ -61,10 +61,7 @@ class Run:
             memory.remove(self.lineage.run, parts=True)
         self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
         if origin.second == group.rank:
-            self.second = SecondCopies(
-                group, self.folder / SECOND / self.lineage.run, options,
-                more=lambda: {FILE: to_json(self.lineage.values())},
-            )
+            self.second = SecondCopies(group, self.folder / SECOND / self.lineage.run, options)
         for place in self.places.values():
             place.run = self.lineage.run
         self.saver = Saver(
@@ -92,8 +89,7 @@ class Run:
                 if url:
                     place = SecondPlace(url, self.folder, self.lease, group.log, options, required=kind == STORE)
                     self.places[kind] = place
-                    nothing_here = not (Lineage.read(self.folder) or any(map(looks_whole, list_copies(copies))))
-                    place.adopt(stack, nothing_here=nothing_here, wanted=may)
+                    place.adopt(stack, wanted=may)
             owned(self.owner)
             begun, found = Lineage.read(self.folder), found_in(list_copies(copies))
             found += [[kind, *one] for kind, place in self.places.items() for one in place.found()]
@@ -126,9 +122,9 @@ class Run:
         seen_by = zip(self.group.hosts, self.group.gather(seen), strict=True)
         if unseen := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(seen_by) if not seen]:
             raise UserError(
-                f"checkpoint_format sharded needs a run directory that all nodes share, got {self.folder}, in which "
-                f"{', '.join(unseen[:4])} can't see what others write. Set --run-dir to shared storage, or "
-                "--checkpoint-format plain.", printed_elsewhere=not self.group.is_rank0,
+                f"A sharded checkpoint needs a run directory that all nodes share, got {self.folder}, in which "
+                f"{', '.join(unseen[:4])} can't see what others write. Set it to shared storage, or in the program in "
+                "train/ --checkpoint-format plain.", printed_elsewhere=not self.group.is_rank0,
             )
 
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
@@ -199,9 +195,7 @@ class Run:
         if step <= max(0, self.saved_step):
             return False
         try:
-            # A node 0 that comes next may have another disk, and knows of no run
-            line = {FILE: to_json(self.lineage.values())}
-            problem = memory.write_rescue(self.lineage.run, step, lambda: {**make_files(), **line})
+            problem = memory.write_rescue(self.lineage.run, step, make_files)
         except Exception as error:
             problem = reason(error)
         if problem:

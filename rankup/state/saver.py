@@ -258,11 +258,8 @@ class SecondCopies:
     Nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`. No step and no save waits
     for it, and whatever fails is one line."""
 
-    def __init__(
-        self, group: Group, folder: Path, options: Options, *, more: Callable[[], Mapping[str, bytes]]
-    ) -> None:
-        """`more`: files to add, as they are when a save begins."""
-        self.group, self.folder, self.more = group, folder, more
+    def __init__(self, group: Group, folder: Path, options: Options) -> None:
+        self.group, self.folder = group, folder
         self._copies = HostCopies(group.device)
         self._writing = Writing("copy", options.save_timeout_s)
         self._said = ""
@@ -274,7 +271,7 @@ class SecondCopies:
         if self._writing.under_way:
             return
         nodes, tensors = encode(tracked)
-        files = {STATE: record, **self.more(), **files_of(nodes, self._copies.take(tensors))}
+        files = {STATE: record, **files_of(nodes, self._copies.take(tensors))}
         self._writing.start(lambda: self._write(step, files))
 
     def wait(self) -> None:

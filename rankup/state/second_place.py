@@ -228,11 +228,12 @@ class SecondPlace(StoredRun):
 
     # At opening -----------------------------------------------------------------------------------------------
 
-    def adopt(self, stack: contextlib.ExitStack, *, nothing_here: bool, wanted: Callable[[Lineage], bool]) -> None:
-        """Own the place, and take the run that is there where the folder is behind it, or has `nothing_here`: neither a
-        run nor a copy. A required place has one owner until `stack` ends; whoever comes last owns a mirror. `wanted`:
-        whether that run may be gone on with. Raises OSError, and UserError and PeerLost where the place is required, or
-        where it alone may know of a run."""
+    def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> None:
+        """Own the place, and take the run that is there where the folder is behind it, or has neither a run nor a copy.
+        A required place has one owner until `stack` ends; whoever comes last owns a mirror. `wanted`: whether that run
+        may be gone on with. Raises OSError, and UserError and PeerLost where the place is required, or where it alone
+        may know of a run."""
+        nothing_here = not (Lineage.read(self.folder) or self._whole())
         with self._asking(alone=False):
             if self.required:
                 stack.enter_context(self.lease)

@@ -189,7 +189,7 @@ class AtSecondPlace:
         with contextlib.ExitStack() as self.stack:
             if writer:
                 writer.hold(place, 60.0)
-            place.adopt(self.stack, nothing_here=True, wanted=lambda found: True)
+            place.adopt(self.stack, wanted=lambda found: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
             candidates = [Candidate(0, STORE, *found) for found in place.found()]
             group: Any = SimpleNamespace(hosts=["host"])

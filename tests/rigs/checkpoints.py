@@ -65,11 +65,11 @@ def save_checkpoint(
 
 def save(
     directory: Path, step: int, *, keep: int = 99, value: float | None = None, run: str = "0123456789abcdef",
-    attempt: str = "20200101T000000-abcdef", **more: Any,
+    attempt: str = "20200101T000000-abcdef", lineage: dict[str, Any] | None = None, **more: Any,
 ) -> Path:
-    """A plain checkpoint whose weights are all `step`, or `value`."""
+    """A plain checkpoint whose weights are all `step`, or `value`. `lineage`: of its attempt."""
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
-    state = training_state(step, run=run, attempt=attempt)
+    state = training_state(step, run=run, attempt=attempt, lineage=lineage)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
     return save_checkpoint(directory, state, model, keep=keep, optimizer=optimizer, **more)
 

@@ -51,9 +51,8 @@ class Node:
 
     def copy(self, step: int, attempt: str, lineage: Lineage) -> Path:
         """A second copy of that step."""
-        path = save(self.run_dir / SECOND / lineage.run, step, attempt=attempt, run=lineage.run)
-        lineage.write(path)
-        return path
+        directory = self.run_dir / SECOND / lineage.run
+        return save(directory, step, attempt=attempt, run=lineage.run, lineage=lineage.values())
 
     def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)

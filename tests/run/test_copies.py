@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from rankup.agent.logs import host_name
-from rankup.places.lease import FILE, Lineage
 from rankup.state import copies as state_copies
 from rankup.state.choice import SECOND
-from rankup.state.copies import to_json
+from rankup.state.copies import STATE, to_json
 from rankup.state.saver import Options, SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
@@ -125,7 +124,7 @@ def test_nodes_that_come_in_another_order_go_on_from_the_newest(nodes: Nodes, un
 # Which of several ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", FILE])
+@pytest.mark.parametrize("name", ["model.safetensors", STATE])
 def test_damaged_copy_is_no_loss_and_never_a_silent_beginning(
     nodes: Nodes, undisturbed: dict[str, Any], name: str
 ) -> None:
@@ -183,10 +182,7 @@ class Writer:
         log = SimpleNamespace(warning=self.said.append, debug=lambda text: None)
         group: Any = SimpleNamespace(hosts=["node0", "node1"], device=torch.device("cpu"), log=log)
         self.folder = folder / SECOND / "run"
-        line = Lineage("run", "first", "", [["a", 0]], 1)
-        self.second = SecondCopies(
-            group, self.folder, Options(), more=lambda: {FILE: to_json(line.values())}
-        )
+        self.second = SecondCopies(group, self.folder, Options())
 
     def save(self, step: int, *, wait: bool = False) -> None:
         tracked = {"model": {"weight": torch.full((3,), float(step))}, "optimizer": {}, "scaler": {}}

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rankup.state.copies import find_problem, list_copies
 from rankup.state.tree import TensorFile
 from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint, load_newest
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import result
+from tests.rigs.jobs import ROOT, result
 from train.run import weights
 
 # 8 steps an epoch
@@ -195,29 +194,16 @@ def move(path: Path, *place: list[int]) -> None:
     seal(path)
 
 
-def lose(path: Path) -> None:
+def test_one_whose_part_is_missing_is_passed_over_and_said(trained: Path, tmp_path: Path) -> None:
+    """Although every digest is right. Files that are damaged or missing are in test_tree.py."""
+    shutil.copytree(trained / "run" / "checkpoints", tmp_path / "checkpoints")
+    path, said = tmp_path / "checkpoints" / "step-00000012", list[str]()
     (path / "rank-00001.safetensors").unlink()
     seal(path)
-
-
-FIT = "its files don't fit together (%s"
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "part missing": (lose, FIT % "model/0.bias has 8 of 16 elements"),
-    "shard flipped": (lambda p: flip(p / "rank-00001.safetensors", 200), "rank-00001.safetensors does not match its"),
-    "shard missing": (lambda p: (p / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
-    "tree flipped": (lambda p: flip(p / "tree.json", 50), "tree.json does not match its digest"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_one_is_passed_over_and_said(trained: Path, tmp_path: Path, damage: str) -> None:
-    shutil.copytree(trained / "run" / "checkpoints", tmp_path / "checkpoints")
-    harm, why = DAMAGE[damage]
-    harm(tmp_path / "checkpoints" / "step-00000012")
-    said: list[str] = []
     found = load_newest(tmp_path / "checkpoints", said.append)
     assert found is not None
     assert found.step == 9
+    why = "its files don't fit together (model/0.bias has 8 of 16 elements"
     assert said[0].startswith(f"checkpoint step-00000012 was passed over: {why}")
 
 
@@ -258,11 +244,19 @@ def test_save_reads_neither_what_it_writes_nor_older_ones(forks: Forks, tmp_path
 # Disks ----------------------------------------------------------------------------------------------------------
 
 
-def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(forks: Forks, tmp_path: Path) -> None:
+OWN_LOOP = (ROOT / "tests" / "rigs" / "struck.py", ROOT / "tests" / "rigs" / "split_loop.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "preload"), [((*LINE, *SHARDED), ""), (OWN_LOOP, "tests.rigs.struck:by_fork")], ids=["program", "own loop"]
+)
+def test_disks_that_the_nodes_do_not_share_are_refused_at_the_start(
+    forks: Forks, tmp_path: Path, line: tuple[str | Path, ...], preload: str
+) -> None:
     folders = [tmp_path / f"node{rank}" for rank in range(2)]
     for folder in folders:
         folder.mkdir()
-    output = forks.ends(*LINE, *SHARDED, world_size=2, cwds=folders, code=2)
+    output = forks.ends(*line, world_size=2, cwds=folders, preload=preload, code=2)
     assert output.count("needs a run directory that all nodes share") == 1, output
     assert "in which rank 1 on " in output
     assert "--checkpoint-format plain" in output
