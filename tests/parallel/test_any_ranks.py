@@ -4,8 +4,6 @@ A batch of 64 is 22 + 21 + 21 samples on three ranks. Each rank's mean counts by
 the loss are those of the whole batch.
 """
 
-import json
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,11 +11,10 @@ import pytest
 
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, losses_of, metrics, result
+from tests.rigs.jobs import MAIN, losses_of, metrics, probe, result
 from tests.rigs.places import Fault
 
 STEPS = 14  # of which 11 are an epoch
-losses = partial(losses_of, count=STEPS)
 # Without batch norm and dropout, which see one rank's samples only
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr", "0.08",
         "--schedule", "constant", "--batch-size", "64", "--max-steps", str(STEPS), "--log-every-steps", "1",
@@ -32,15 +29,20 @@ def train(forks: Forks, folder: Path, world_size: int, *arguments: str, preload:
     return folder / "run"
 
 
+def losses(run: Path) -> list[float]:
+    """Of all steps, and of the last evaluation."""
+    return [*losses_of(run, count=STEPS), next(line["eval/loss"] for line in metrics(run)[::-1] if "eval/loss" in line)]
+
+
 def largest_difference(run: Path, alone: list[float]) -> float:
-    """Of the losses of all steps, as a part of what one process has there."""
+    """Of these losses, as a part of what one process has there."""
     return max(abs(loss - expected) / expected for loss, expected in zip(losses(run), alone, strict=True))
 
 
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     found = losses(train(forks, tmp_path_factory.mktemp("alone"), 1))
-    assert found[-1] < 0.8 * found[0]  # a curve that stays where it was proves nothing
+    assert found[STEPS - 1] < 0.8 * found[0]  # a curve that stays where it was proves nothing
     return found
 
 
@@ -56,11 +58,8 @@ def test_any_number_of_ranks_follows_one(forks: Forks, alone: list[float], tmp_p
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "accumulated": (("--accumulate", "4"), 1e-5),
     "fp16, accumulated": (("--precision", "fp16", "--accumulate", "4"), 1e-3),
-    "fsdp": (("--parallel", "fsdp"), 1e-5),
     "fsdp, accumulated": (("--parallel", "fsdp", "--accumulate", "4"), 1e-5),
-    "horovod": (HOROVOD, 1e-5),
     "horovod, accumulated": ((*HOROVOD, "--accumulate", "4"), 1e-5),
-    "workers": (("--num-workers", "1", "--in-memory", "never"), 1e-5),
 }
 CASES = [
     pytest.param(variant, marks=needs_horovod if HOROVOD[1] in settings else ())
@@ -107,10 +106,6 @@ def test_batch_norm_of_unequal_parts_is_that_of_the_whole_batch_where_ranks_exch
     difference = largest_difference(tmp_path / "synced" / "run", expected)
     print(f"synchronized batch norm: loss within {difference:.1e}")
     assert difference < 1e-5
-    # By the running statistics
-    evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
-                   for name in ("one", "synced")]
-    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
 
 
 def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone: list[float], tmp_path: Path) -> None:
@@ -125,28 +120,18 @@ SMALL = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-s
          "--max-steps", str(STEPS))
 
 
-def kill(rank: int, step: int, *, accumulate: int = 1) -> dict[str, str]:
-    """In that step of this attempt: the first step's first loss is call 3."""
-    call = 3 + (step - 1) * accumulate
-    return {"PROBE": json.dumps({"where": "loss", "call": call, "rank": rank, "signal": "SIGKILL", "saved": True})}
-
-
 def test_job_that_loses_one_of_four_goes_on_with_three_and_then_four(forks: Forks, tmp_path: Path) -> None:
     """On the curve of one process, though the batch is another's for each."""
     line = (*SMALL, "--options.dropout", "0", "--accumulate", "2")
     forks.ends(*line, "--run-dir", tmp_path / "one")
-    four = forks.start(*line, "--run-dir", tmp_path / "four", world_size=4, env=kill(2, 5, accumulate=2))
-    assert four.wait() == [171, 171, -9, 171], four.output
-    three = forks.start(*line, "--run-dir", tmp_path / "four", "--max-steps", "9", world_size=3)
-    assert three.wait() == [0] * 3, three.output
-    assert "resumed from step 4, rescued by rank" in three.output
-    assert "world size was 4, is 3: the run goes on, but its last bits will differ" in three.output
-    assert "batch  10 global = 3 ranks x 3 to 4 in 2 parts" in three.output
+    lost = probe("loss", 11, rank=2, signal="SIGKILL", saved=True)  # in step 5: each has two losses, from call 3 on
+    forks.ends(*line, "--run-dir", tmp_path / "four", world_size=4, env=lost, code=[171, 171, -9, 171])
+    output = forks.ends(*line, "--run-dir", tmp_path / "four", "--max-steps", "9", world_size=3)
+    assert "resumed from step 4, rescued by rank" in output
+    assert "world size was 4, is 3: the run goes on, but its last bits will differ" in output
+    assert "batch  10 global = 3 ranks x 3 to 4 in 2 parts" in output
     forks.ends(*line, "--run-dir", tmp_path / "four", world_size=4)
     assert largest_difference(tmp_path / "four" / "run", losses(tmp_path / "one" / "run")) < 1e-5
-    evaluations = [[line["eval/loss"] for line in metrics(tmp_path / name / "run") if "eval/loss" in line]
-                   for name in ("one", "four")]
-    assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-5)
 
 
 def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_started_by_hand(

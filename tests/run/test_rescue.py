@@ -7,7 +7,6 @@ import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,17 +62,6 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
     assert write_rescue(RUN, 6, unexpected) == ""
     assert write(8) == ""
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
-
-
-@pytest.mark.parametrize(("full", "place"), [((), "shm"), (("shm",), "tmp"), (("shm", "tmp"), None)])
-def test_temporary_directory_where_shared_memory_is_small_and_nothing_where_both_are(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, full: tuple[str, ...], place: str | None
-) -> None:
-    usage = lambda path: SimpleNamespace(free=1000 if Path(path).name in full else 2**30)  # noqa: E731
-    monkeypatch.setattr("shutil.disk_usage", usage)
-    problem = write(7)
-    assert [f"{memory.parent / name} has 0 MiB free, " in problem for name in ("shm", "tmp")] == [place is None] * 2
-    assert [path.parents[2].name for path in list_held()] == ([place] if place else [])
 
 
 @pytest.mark.parametrize("file", ["", "manifest.json", None])
