@@ -73,6 +73,7 @@ class ElasticLeader(Leader):
         if member is not None and not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
             self.basis = dict(hello["basis"])
             self._same_arguments = bool(self.basis.get("same_arguments"))
+            self.membership = max(self.membership, self.basis["n"])  # a spare may not have heard its proposal
         return member
 
     # Who comes, and who leaves ------------------------------------------------------------------------------------
