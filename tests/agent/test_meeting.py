@@ -252,6 +252,20 @@ async def test_leader_yields_to_one_of_its_job_that_knows_a_newer_membership():
 
 
 @asynchronous
+async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_job():
+    async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
+        puppets = await here.job()
+        for puppet in puppets:
+            puppet.say("leaving")
+        while (await here.heard.get())[1]["is"] != "stop":
+            pass
+        here.leader.lose(here.leader.seats.members[1], "SIGTERM")
+        while (said := await puppets[0].link.receive())["is"] != "propose":
+            pass
+        assert said["basis"]["used"] == said["basis"]["voters"] == ["token0", "token1", "token2"]
+
+
+@asynchronous
 async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
     """They wait themselves, and hear what is missing where too few are left."""
     async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
@@ -467,7 +481,9 @@ async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
         await Puppet(link, member(1)).is_cut()
 
 
-@pytest.mark.parametrize("message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"}])
+@pytest.mark.parametrize(
+    "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"}]
+)
 @asynchronous
 async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
     async with room() as here:
