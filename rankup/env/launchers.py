@@ -47,7 +47,7 @@ def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
         raise UserError(
             f"JOB_COMPLETION_INDEX={index} but WORLD_SIZE is not set: each pod would train alone. Set WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT as k8s/job.yaml does. If each is to train alone, give launch --nnodes 1, or "
-            "unset it."
+            "unset JOB_COMPLETION_INDEX."
         )
     return None
 

@@ -195,6 +195,7 @@ class Search:
         self._newest: dict[tuple[object, ...], Diagnosis] = {}  # of each fault, rank and host
         self._sources: dict[str, _Source] = {}
         self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
+        self._failed = False  # somebody said so
         # Of the log that is read: the line, the last one that has a time, the last ordinary one, the last progress
         self._file, self._number, self._clock, self._last, self._progress = "", 0, "", "", 0
         for log in logs:
@@ -202,6 +203,7 @@ class Search:
 
     def _read(self, log: Log) -> None:
         """A rank's log has lines of no other."""
+        self._failed |= log.failed
         self._file, self._clock, self._last, self._progress, begun = log.name, "", "", 0, len(self._findings)
         for self._number, raw in enumerate(log.lines, 1):
             line = split_prefixes(raw)
@@ -324,7 +326,7 @@ class Search:
         """All that was found, the root cause first, harmless ones last. Empty: nothing wrong was found."""
         found = [each for each in self._findings if not each.survived or each.harmless]
         raised = [each for each in self._findings if each.raised and each.order <= DIED]
-        if not any(each.proves for each in found):
+        if not any(each.proves or (self._failed and each.order < HARMLESS) for each in found):
             found = [each for each in found if each.harmless or each.fault.doubtful]
             for each in found:
                 each.order = HARMLESS

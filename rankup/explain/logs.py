@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankup.errors import UserError
-from rankup.observe.logs import is_run, rank_logs
+from rankup.observe.logs import rank_logs
 from rankup.places.files import read_json
 
 MAX_FILES = 10_000
@@ -93,7 +93,7 @@ def find_logs(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Log]:
         place = run_dir / path if not path.exists() and (run_dir / path).is_dir() else path
         if not place.is_dir():
             found.append(Log(read_lines(place), str(path)))
-        elif is_run(place):
+        elif (place / "status.json").is_file() or rank_logs(place):
             found += _of_run(place)
         elif logs := [*_of_folder(place)]:
             found += logs

@@ -103,6 +103,9 @@ def test_folder_is_searched_for_logs_alone(tmp_path: Path) -> None:
     write(tmp_path / "metrics.json", FAILED)
     with pytest.raises(UserError, match=r"explain needs a folder with logs \(\*.log, "):
         diagnose_files([tmp_path])
+    write(tmp_path / "run.json", ['{"run": "r"}'])  # of a run whose ranks wrote nothing
+    with pytest.raises(UserError, match="explain needs a folder with logs"):
+        diagnose_files([tmp_path])
     write(tmp_path / "sub" / "rank_2.err", FAILED)
     write(tmp_path / "job.o4711", ["all is well"])
     (found,) = diagnose_files([tmp_path])
@@ -119,6 +122,18 @@ def test_run_is_found_by_name_and_its_unstamped_lines_belong_to_the_line_before(
     assert faulty
     assert "KeyError: 'image_17'" in text
     assert "earlier attempt" not in text
+
+
+@pytest.mark.parametrize(("why", "name"), [
+    ("BrokenPipeError: [Errno 32] Broken pipe", "store-closed"),
+    ("DistNetworkError: The client socket has failed to connect to (a, 29400).", "connect-retry"),
+])
+def test_what_a_run_says_of_a_failed_rank_is_no_harmless_line(tmp_path: Path, why: str, name: str) -> None:
+    write(tmp_path / "status.json", ['{"attempt": "a", "state": "failed", "world_size": 1}'])
+    end = {"state": "failed", "rank": 0, "host": "vm", "code": 1, "why": why}
+    write(tmp_path / "status" / "a" / "rank-0.json", [json.dumps(end)])
+    first = root(tmp_path)
+    assert (first.name, first.harmless) == (name, False)
 
 
 def test_progress_bar_hides_no_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import resource
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,6 +116,19 @@ def test_packed_images_are_unpacked_once_and_each_rank_may_change_its_own(
     second, _ = load_in_memory(config)
     assert torch.equal(second.images, first.images)
     second.images.zero_()
+    assert torch.equal(load_in_memory(config)[0].images, first.images)
+
+
+def test_full_disk_leaves_no_part_of_unpacked_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
+    config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        first, _ = load_in_memory(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert torch.equal(load_in_memory(config)[0].images, first.images)
 
 

@@ -202,6 +202,7 @@ def unpacked(path: Path, unpack: Callable[[], bytes]) -> bytearray | mmap.mmap:
         if content:
             with tempfile.NamedTemporaryFile(dir=kept.parent) as staging:
                 staging.write(content)
+                staging.flush()  # where the disk is full it fails here, not after the link
                 os.fsync(staging.fileno())  # after a power cut it must not look whole
                 os.link(staging.name, kept)
         with kept.open("rb") as file:
