@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import Link, foreign_address, interface_of
+from rankup.agent.network import Link, encode, foreign_address, interface_of
 from rankup.agent.protocol import (
     ARGUMENTS,
     HINT,
@@ -71,6 +71,7 @@ class Leader:
         self._chosen: list[Seat] = []  # of the membership that runs or is proposed, by rank
         self._proposed, self._late = 0, set[Seat]()  # the membership that is, or 0, and who is not ready for it
         self._preparing: asyncio.Task[None] | None = None
+        self._asking = set[Link]()  # who waits for an answer
         self._formed = 0  # the last membership that was committed
         self._stop: StopAgreement | None = None  # in the membership that runs
         self._over = ""  # why there will be no membership any more
@@ -224,7 +225,9 @@ class Leader:
                 {**sign, "rank": int(sign["rank"]), "ago_s": float(sign["ago_s"])} for sign in message.get("ranks", [])
             ]
         elif kind == "ask":
-            link.send("ranks", ranks=self.signs(), nodes=self.nodes())
+            if not self._asking:
+                asyncio.get_running_loop().call_later(timing.POLL_S, self._answer)
+            self._asking.add(link)
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # only this leader says who is lost
         elif kind == "late":
@@ -237,6 +240,13 @@ class Leader:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
             self._hear(seat.member, message)
+
+    def _answer(self) -> None:
+        """Say where all ranks are, once for all that have asked: as a deadline passes all do so, again and again."""
+        asked, self._asking = self._asking, set()
+        data = encode("ranks", ranks=self.signs(), nodes=self.nodes())
+        for link in asked:
+            link.write(data)
 
     def _hear_ready(self, seat: Seat, problem: str, mistake: str) -> None:
         seat.problem = problem

@@ -591,6 +591,18 @@ async def test_a_new_leader_goes_on_from_the_number_that_its_members_know():
         assert (await here.agree(puppets))["n"] == 8
 
 
+@asynchronous
+async def test_all_that_ask_at_once_get_one_answer():
+    """At a thousand ranks it is long."""
+    async with room() as here:
+        puppets = await here.job()
+        for puppet in puppets:
+            puppet.link.write(2 * encode("ask"))
+        answers = await all_hear("ranks", puppets)
+        assert answers == [{"is": "ranks", "ranks": [], "nodes": []}] * 3
+        await here.nothing_is_said_to(*puppets)
+
+
 # Silence and time -----------------------------------------------------------------------------------------------------
 
 
