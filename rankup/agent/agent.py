@@ -161,6 +161,8 @@ class Lead:
             if self.status.owner is None:
                 self.again = await asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
             self.status.begin(attempt, self.ends.world_size)
+            # It may end before the next report; the disk may hang
+            self.agent.begin(in_thread(self.status.report, timeout_s=math.inf))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,

@@ -73,6 +73,7 @@ class ElasticLeader(Leader):
         if member is not None and not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
             self.basis = dict(hello["basis"])
             self._same_arguments = bool(self.basis.get("same_arguments"))
+            self.membership = max(self.membership, self.basis["n"])  # a spare may not have heard its proposal
         return member
 
     # Who comes, and who leaves ------------------------------------------------------------------------------------
@@ -161,9 +162,11 @@ class ElasticLeader(Leader):
         self.tell("basis", basis=self.basis)
 
     def _known(self) -> list[list[Any]]:
-        """Token, address, port and name of all, in the order in which they lead."""
-        seats = dict.fromkeys([*self._chosen, *self.seats.values()])
-        return [[each.member.token, each.member.ip, each.member.serves, each.name] for each in seats if not each.leaves]
+        """Token, address, port and name of all, in the order in which they lead, without those that leave alone."""
+        return [
+            [each.member.token, each.member.ip, each.member.serves, each.name]
+            for each in dict.fromkeys([*self._chosen, *self.seats.values()]) if not (each.leaves and each.unfit)
+        ]
 
     def _tie(self, voters: list[str]) -> bool:
         """Whether these are two nodes that share a place."""

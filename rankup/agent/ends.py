@@ -265,7 +265,6 @@ class ScriptStatus(StatusFile):
     def begin(self, attempt: str, world_size: int) -> None:
         self.attempt, self.world_size, self._began = attempt, world_size, time.time()
         self.write_summary([])
-        self.report()  # it may end before the next one
 
     def end(self, code: int, why: str, ends: Iterable[End]) -> None:
         self.write_summary(ends, code=code, why=why)

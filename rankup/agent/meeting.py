@@ -220,8 +220,9 @@ class Leader:
                 self._hear_ready(seat, str(message["problem"]), str(message.get("mistake", "")))
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
-            signs = message.get("ranks", [])
-            seat.signs, seat.signed_s = [{**sign, "ago_s": float(sign["ago_s"])} for sign in signs], seat.heard_s
+            seat.signed_s, seat.signs = seat.heard_s, [
+                {**sign, "rank": int(sign["rank"]), "ago_s": float(sign["ago_s"])} for sign in message.get("ranks", [])
+            ]
         elif kind == "ask":
             link.send("ranks", ranks=self.signs(), nodes=self.nodes())
         elif kind == "lost" or message.get("n", self._formed) != self._formed:

@@ -32,6 +32,8 @@ def unlike(member: Member, model: Member, *, arguments: bool) -> str:
     """How a newcomer differs from a member of the job, in one line; "" where it may belong to it. `arguments`: whether
     they count."""
     theirs, ours = member.settings, model.settings
+    if theirs == ours:  # of all members, whenever one comes
+        return ""
     names = [name for name in sorted({*theirs, *ours} - {ARGUMENTS}) if theirs.get(name) != ours.get(name)]
     found = []
     if arguments and theirs.get(ARGUMENTS) != ours.get(ARGUMENTS):

@@ -58,7 +58,7 @@ class Seats(dict[Link, Seat]):
             {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
             for seat in self.values() for sign in seat.signs
         ]
-        return sorted(rows, key=lambda row: int(row["rank"]))
+        return sorted(rows, key=lambda row: row["rank"])
 
     def tell(self, kind: str, *, but: Seat | None = None, **values: Any) -> None:
         """Tell all of them something, but that one."""

@@ -21,8 +21,10 @@ import math
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -89,9 +91,11 @@ def list_held(*, parts: bool = False) -> Iterator[Path]:
 
 def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
     """Remove this node's rescues of the run, or the parts, but those of the steps in `keep`. Several ranks may do it at
-    once."""
+    once, of parts while none is written."""
     for folder in _folders(parts):
         if folder.name.partition(".")[0] == run:
+            if parts:  # a file that waits for its turn takes as much memory as a part
+                copies.remove_unfinished(folder)
             for path in list_copies(folder):
                 if step_of(path) not in keep:
                     shutil.rmtree(path, ignore_errors=True)
@@ -186,7 +190,7 @@ class Parts:
             problem = self._make_room()
             gaps = (*gaps, 1 - group.max(int(bool(problem))))
         if min(gaps) == 0:
-            self.wanted, self._held = False, {}
+            self._stop(range(sys.maxsize))
             if problem:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
@@ -207,8 +211,13 @@ class Parts:
         if self.wanted:
             self.group.collective(self._writing.join)
             self.group.barrier()
-            self.wanted, self._held = False, {}
-            remove(self.run, parts=True)
+        self._stop(range(0))
+
+    def _stop(self, keep: range) -> None:
+        """Take no more, and free all memory but that of the parts of the steps in `keep`. None is written now."""
+        self.wanted, self._held = False, {}
+        self._copies, self._writing.failure = HostCopies(self.group.device), None  # each may hold a mapped file
+        remove(self.run, keep, parts=True)
 
     def _gap(self, step: int, now_s: float) -> int:
         """How many steps from this part to the next one, by what the last one cost."""
@@ -270,12 +279,13 @@ class Parts:
             path = mapped.publish(step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
-            for rank in self._held.keys() - {self.group.rank}:
-                theirs = self._turn(rank)
-                if (part := _receive(rank, self._link, into=theirs.content)) is not None:
-                    theirs.publish(*part)
+            theirs = {rank: self._turn(rank) for rank in self._held.keys() - {self.group.rank}}
+            received = [(to, _receive(rank, self._link, into=to.content)) for rank, to in theirs.items()]
             for work, _ in sent:
                 work.wait()
+        for to, part in received:
+            if part is not None:
+                to.publish(*part)
         # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
         beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
@@ -293,7 +303,13 @@ class _Mapped:
         self.content = torch.from_file(str(self.path / self.name), shared=True, size=size, dtype=torch.uint8)
         if device.type == "cuda":  # so that the GPU copies into it by itself
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostRegister(self.content.data_ptr(), size, 0)
+            at = self.content.data_ptr()
+            if int(runtime.cudaHostRegister(at, size, 0)) == 0:
+                # Else the GPU would copy the next file that is mapped at this address to where this one lay
+                weakref.finalize(self, runtime.cudaHostUnregister, at).atexit = False
+            else:  # a file on a disk: each copy is waited for. The next kernel raises CUDA's error, and clears it
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=device)
 
     def hide(self) -> None:
         """It is no copy any more."""

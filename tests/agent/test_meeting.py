@@ -88,6 +88,19 @@ async def test_leader_says_that_it_knows_what_it_has_proposed_itself():
 
 
 @asynchronous
+async def test_spare_that_leads_goes_on_from_a_membership_whose_proposal_it_has_not_heard():
+    """It came later, and those that were in use have left. The others come to no leader who knows less."""
+    last = {**basis(4, 2), "voters": ["token2", "token3"], "left": True}
+    async with room(member(2, of=5), Limits(2, 3, wait_s=0.0)) as there:
+        puppets = [await there.enter(member(2, of=5), basis=last)]
+        await until(lambda: there.leader.seats.members)
+        assert (await (await there.connect()).receive())["n"] == 7
+        puppets.append(await there.enter(member(3, of=5), basis=last))
+        await there.pass_time(1.0, *puppets)
+        assert (await there.agree(puppets))["n"] == 8
+
+
+@asynchronous
 async def test_membership_that_was_committed_is_newer_than_a_proposal_of_the_same_number():
     """Another part of the job may have made that one: its voters are not those of the job that goes on."""
     async with room(member(0, of=5), ANY) as there:
@@ -236,6 +249,20 @@ async def test_leader_yields_to_one_of_its_job_that_knows_a_newer_membership():
         assert here.leader.yields_to({"n": 7, "running": True, "token": "", "job": ""})
         assert not here.leader.yields_to({"n": 6, "running": True, "token": "z", "job": "job"})
         assert not here.leader.yields_to({"n": 8, "running": True, "token": "", "job": "another"})
+
+
+@asynchronous
+async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_job():
+    async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
+        puppets = await here.job()
+        for puppet in puppets:
+            puppet.say("leaving")
+        while (await here.heard.get())[1]["is"] != "stop":
+            pass
+        here.leader.lose(here.leader.seats.members[1], "SIGTERM")
+        while (said := await puppets[0].link.receive())["is"] != "propose":
+            pass
+        assert said["basis"]["used"] == said["basis"]["voters"] == ["token0", "token1", "token2"]
 
 
 @asynchronous
@@ -454,7 +481,9 @@ async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
         await Puppet(link, member(1)).is_cut()
 
 
-@pytest.mark.parametrize("message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "end"}])
+@pytest.mark.parametrize(
+    "message", [{"is": "ready"}, {"is": "alive", "ranks": 3}, {"is": "alive", "ranks": [{"ago_s": 1.0}]}, {"is": "end"}]
+)
 @asynchronous
 async def test_a_member_that_sends_nonsense_is_lost(message: dict[str, Any]):
     async with room() as here:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from rankup.state.copies import no_check, to_json
-from rankup.state.memory import Parts, PartsInMemory, peer_of
+from rankup.errors import UserError
+from rankup.state.copies import list_copies, no_check, to_json
+from rankup.state.memory import Parts, PartsInMemory, _Mapped, peer_of
 from rankup.state.reading import Copy, CopyFiles
 from rankup.state.saver import HostCopies
 from tests.rigs.checkpoints import damage, training_state
@@ -193,6 +194,78 @@ def test_parts_take_twice_their_size_in_files_and_no_other_memory(memory: Path) 
     files = [path for path in memory.rglob("*") if path.is_file()]
     assert len([path for path in files if path.stat().st_size >= size]) == 2 * RANKS
     assert sum(path.stat().st_blocks * 512 for path in files) < 2.1 * RANKS * size
+
+
+def test_parts_that_fail_leave_the_last_whole_ones_alone_until_the_state_is_saved(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(mapped: _Mapped, step: int, files: Any) -> Path:
+        if step == 30 and mapped.name.startswith("rank-00001"):
+            raise UserError("this one fails.")
+        return published(mapped, step, files)
+
+    def work(group: Any) -> list[list[str]]:
+        kept, seen, folder = Parts(group, RUN, 1), list[list[str]](), memory / f"rankup-{os.getuid()}"
+        kept.wanted = True
+        for step in (10, 20, 30, 40):
+            record, own = to_json(training_state(step, world_size=RANKS)), {f"{group.rank} of {RANKS}": None}
+            state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}, "loaders": own}
+            kept.take(step, lambda record=record, state=state: (record, state))  # type: ignore[misc]
+        group.barrier()
+        seen.append(sorted(str(path.relative_to(folder)) for path in folder.glob("*/*")))
+        if group.rank == 0:
+            assert (found := go_on(Ranks())) is not None
+            assert (found[0], is_right(found)) == (20, True)
+        group.barrier()
+        kept.close()
+        group.barrier()
+        return [*seen, sorted(map(str, folder.glob("*")))]
+
+    published, ranks = _Mapped.publish, Ranks()
+    monkeypatch.setattr(_Mapped, "publish", publish)
+    first, _ = ranks.each(work)
+    assert first == [[f"{RUN}.rank-{name}" for name in ("00000/step-00000020", "00000/step-00000030",
+                                                        "00001/step-00000020")], []]
+    assert str(memory) not in Path("/proc/self/maps").read_text()
+    assert ranks.said == ["no part of the state is kept in memory from now on: this one fails."]
+
+
+def test_part_of_another_rank_that_cannot_be_kept_leaves_nobody_waiting(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(source: int, _: Any, *, into: torch.Tensor) -> Any:
+        served.append(source)
+        return 10, {}
+
+    served: list[int] = []
+    waits = SimpleNamespace(wait=lambda: served.append(0))
+    monkeypatch.setattr("rankup.state.memory._receive", receive)
+    monkeypatch.setattr("rankup.state.memory._send", lambda *_: [(waits, None)])
+    kept = Parts(Ranks()._group(0), RUN, 1)
+    kept._peer = 1
+    for rank in range(3):
+        kept._held[rank] = [_Mapped(memory / f"rank-{rank}", rank, 64, torch.device("cpu")) for _ in range(2)]
+    for rank in (1, 2):
+        shutil.rmtree(memory / f"rank-{rank}")
+    with pytest.raises(UserError, match="rank-"):
+        kept._write(10, kept._turn(0), {})
+    assert sorted(served) == [0, 1, 2]
+    assert [path.name for path in list_copies(memory / "rank-0")] == ["step-00000010"]
+
+
+def test_mapped_file_is_unpinned_before_its_address_is_free(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: set[int] = set()
+
+    def register(at: int, size: int, flags: int) -> int:
+        pinned.add(at)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    mapped = _Mapped(memory / "part", 0, 64, torch.device("cuda"))
+    assert pinned == {mapped.content.data_ptr()}
+    del mapped
+    assert not pinned
 
 
 def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
