@@ -190,8 +190,7 @@ class Parts:
             problem = self._make_room()
             gaps = (*gaps, 1 - group.max(int(bool(problem))))
         if min(gaps) == 0:
-            self.wanted, self._held = False, {}
-            remove(self.run, range(sys.maxsize), parts=True)
+            self._stop(range(sys.maxsize))
             if problem:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
@@ -212,8 +211,13 @@ class Parts:
         if self.wanted:
             self.group.collective(self._writing.join)
             self.group.barrier()
+        self._stop(range(0))
+
+    def _stop(self, keep: range) -> None:
+        """Take no more, and free all memory but that of the parts of the steps in `keep`. None is written now."""
         self.wanted, self._held = False, {}
-        remove(self.run, parts=True)
+        self._copies, self._writing.failure = HostCopies(self.group.device), None  # each may hold a mapped file
+        remove(self.run, keep, parts=True)
 
     def _gap(self, step: int, now_s: float) -> int:
         """How many steps from this part to the next one, by what the last one cost."""

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -136,7 +137,11 @@ def test_packed_images_need_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
-    assert len(load_in_memory(Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz"))))[0]) == 20
+    config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
+    assert len(load_in_memory(config)[0]) == 20
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError))  # as below a folder of another user
+    assert len(load_in_memory(config)[0]) == 20
 
 
 def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:

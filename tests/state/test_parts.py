@@ -200,27 +200,33 @@ def test_parts_that_fail_leave_the_last_whole_ones_alone_until_the_state_is_save
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def publish(mapped: _Mapped, step: int, files: Any) -> Path:
-        if step == 20 and mapped.name.startswith("rank-00001"):
+        if step == 30 and mapped.name.startswith("rank-00001"):
             raise UserError("this one fails.")
         return published(mapped, step, files)
 
     def work(group: Any) -> list[list[str]]:
         kept, seen, folder = Parts(group, RUN, 1), list[list[str]](), memory / f"rankup-{os.getuid()}"
         kept.wanted = True
-        for step in (10, 20, 30):
-            record, state = to_json(training_state(step, world_size=RANKS)), {"model": {"weight": torch.ones(4)}}
+        for step in (10, 20, 30, 40):
+            record, own = to_json(training_state(step, world_size=RANKS)), {f"{group.rank} of {RANKS}": None}
+            state = {"model": {"weight": weight(group.rank, step)}, "step": {"n": step}, "loaders": own}
             kept.take(step, lambda record=record, state=state: (record, state))  # type: ignore[misc]
-        for end in (lambda: None, kept.close):
-            end()
-            group.barrier()
-            seen.append(sorted(str(path.relative_to(folder)) for path in folder.glob("*/*")))
-        return seen
+        group.barrier()
+        seen.append(sorted(str(path.relative_to(folder)) for path in folder.glob("*/*")))
+        if group.rank == 0:
+            assert (found := go_on(Ranks())) is not None
+            assert (found[0], is_right(found)) == (20, True)
+        group.barrier()
+        kept.close()
+        group.barrier()
+        return [*seen, sorted(map(str, folder.glob("*")))]
 
     published, ranks = _Mapped.publish, Ranks()
     monkeypatch.setattr(_Mapped, "publish", publish)
     first, _ = ranks.each(work)
-    assert first == [[f"{RUN}.rank-{name}" for name in ("00000/step-00000010", "00000/step-00000020",
-                                                        "00001/step-00000010")], []]
+    assert first == [[f"{RUN}.rank-{name}" for name in ("00000/step-00000020", "00000/step-00000030",
+                                                        "00001/step-00000020")], []]
+    assert str(memory) not in Path("/proc/self/maps").read_text()
     assert ranks.said == ["no part of the state is kept in memory from now on: this one fails."]
 
 

@@ -190,14 +190,13 @@ def unpacked(path: Path, unpack: Callable[[], bytes]) -> bytearray | mmap.mmap:
         mark = f"{size:x}-{file.read().hex()}"  # which ends with the checksum and the size of what was packed
     if size < KEPT_BYTES:
         return bytearray(unpack())
-    content = b""
     try:
         kept = writable_cache() / "unpacked" / f"{path.stem}-{mark}"
         kept.parent.mkdir(exist_ok=True)
+        is_there = kept.exists()  # raises in the folder of another user with a strict umask
     except (OSError, UserError):  # each rank holds its own
         return bytearray(unpack())
-    if not kept.exists():
-        content = unpack()
+    content = b"" if is_there else unpack()
     try:
         if content:
             with tempfile.NamedTemporaryFile(dir=kept.parent) as staging:

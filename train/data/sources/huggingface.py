@@ -79,7 +79,7 @@ def open_splits(config: Config) -> Mapping[str, Any]:
             found = datasets.load_dataset(str(folder.absolute()) if folder.is_dir() else name, config.hf_config)
     except Exception as error:  # of many types: no data files, damaged ones, no such configuration, no room, no network
         way_out = "" if folder.is_dir() or config.hf_download else (
-            " It is no folder here and not in the cache. Nothing is downloaded unasked: set --hf-download."
+            " It is no folder here and can't be read from the cache. Nothing is downloaded unasked: set --hf-download."
         )
         raise UserError(f"{name} can't be read as a Hugging Face data set ({one_line(error)}).{way_out}") from error
     finally:
