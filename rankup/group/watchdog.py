@@ -317,10 +317,11 @@ class Watchdog:
         """Where nobody has ended: who gave no sign of life, else who does not wait for others."""
         asked_s = time.monotonic()
         while True:
+            waited_s = time.monotonic() - asked_s  # before the answer, whose age on arrival nobody knows
             if not self._ask(timing.QUIET_S):
                 return [Suspect(0, "it does not answer")]
             # What one said before does not count: it may have been stopped since, and then it is the one
-            waited_s, signs = time.monotonic() - asked_s, [sign for sign in self._signs if sign["rank"] != self.rank]
+            signs = [sign for sign in self._signs if sign["rank"] != self.rank]
             silent = [sign for sign in signs if sign["ago_s"] > waited_s]
             if not silent or waited_s > timing.QUIET_S or self._heard.wait(timing.ALIVE_S):
                 break
