@@ -62,7 +62,7 @@ def read_node_env(
         if number is not None and not least <= number <= most:
             raise UserError(f"{flag} must be a whole number from {least} to {most}, got {number}.")
     _refuse_launcher_of_ranks(environ)
-    found, per_pod = count_pods(environ, num_nodes=nnodes)
+    found, per_pod = count_pods(environ, num_nodes=nnodes, node_rank=node_rank)
     # What an earlier torchrun has left in the shell says nothing of this agent
     variables = {name: text for name, text in found.items() if not name.startswith("TORCHELASTIC_")}
     nproc = _num_ranks(environ, nproc, per_pod)

@@ -44,6 +44,7 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
         (INDEX, {"nnodes": 2, "master_addr": "a"}, (1, 2, 1), "a:29400"),
         ({**INDEX, "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, {}, (1, 3, 1), "a:29400"),
         (INDEX, {"nnodes": 1}, (0, 1, 1), "127.0.0.1:0"),
+        (INDEX, NODE, (2, 3, 1), "a:29400"),  # of another Job of the same JobSet
     ],
 )
 def test_agent_is_what_options_and_environment_say(
@@ -91,7 +92,6 @@ def test_agent_of_one_of_several_ranks_on_a_machine_counts_them(given: Env, want
         ({**HOROVOD, **FULL}, {}, "a rank of horovodrun"),
         ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
         ({"JOB_COMPLETION_INDEX": "0"}, {}, "JOB_COMPLETION_INDEX=0 but WORLD_SIZE is not set"),
-        (INDEX, {**NODE, "node_rank": 0}, r"--node-rank must be RANK=1 \(from environment\), got 0"),
     ],
 )
 def test_agent_is_refused_what_would_train_alone_or_twice(env: Env, options: dict[str, Any], said: str):
