@@ -198,7 +198,7 @@ def count_pods(
     environ: Mapping[str, str], *, num_nodes: int | None, node_rank: int | None
 ) -> tuple[Mapping[str, str], int | None]:
     """For an agent: `environ`, in which RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
-    `num_nodes`, `node_rank`: what options say. Raises UserError where nobody says how many pods there are, or which this is."""
+    `num_nodes`, `node_rank`: of options. Raises UserError where nobody says how many pods there are, or which it is."""
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
     if nodes is None and "RANK" not in environ and (index := environ.get("JOB_COMPLETION_INDEX")):
         # Each pod trains alone, as it was told; or the index counts the pods of one of several Jobs, as a JobSet has
