@@ -157,7 +157,7 @@ class Leader:
             return self._unlike(member) if member.token != self.me.token else ""
 
         known: dict[Seat, list[int]] = {}  # for each that has them: messages until now, and looks that are left
-        while not (text := unfit()) and (rivals := self.seats.claimed(member.ranks)):
+        while rivals := self.seats.claimed(member.ranks):
             for rival in rivals:
                 # Looks, not seconds: a leader that was stopped itself has heard nobody meanwhile
                 answer = known.setdefault(rival, [rival.num_heard, round(timing.ANSWER_S / timing.PAUSE_S)])
@@ -167,13 +167,16 @@ class Leader:
                 elif rival.num_heard > answer[0]:
                     self._turn_away(link, member.name, describe_claims(rival.member, member))
                     return
+                elif answer[1] < 0 and (text := unfit()):
+                    self._turn_away(link, member.name, text, code=USER_MISTAKE)
+                    return
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
                     self._remove(rival.link, f"was replaced by {member.who}")
             await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
-        if text:
+        if text := unfit():
             self._turn_away(link, member.name, text, code=USER_MISTAKE)
             return
         now_s = self._clock()

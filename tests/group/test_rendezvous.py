@@ -216,7 +216,7 @@ def test_a_rank_too_many_is_told_who_has_its_place(begin: Starter, endless: tupl
     port, ranks = endless
     late = begin(1, 2, port, "late", join_s=JOIN_S)
     assert late.wait() == [170]
-    assert f"was complete before this rank came, with rank 1 on {HOST} (pid {ranks[1].processes[0].pid})" in late.output
+    assert f"rank 1 was claimed twice: by {HOST} (pid {ranks[1].processes[0].pid}) and by " in late.output
     assert [rank.processes[0].code for rank in ranks] == [None, None], "the job must not notice"
 
 

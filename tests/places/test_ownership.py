@@ -41,6 +41,7 @@ class Writer:
     def __init__(self, work: Callable[["Writer"], None], number: int = 0) -> None:
         self.number, self.count, self.before = number, 0, lambda count: None
         self.counts = False  # from when it has looked who owns the run: before, it is no owner that could be late
+        self.owns = True  # False while it takes a folder: of two that do so at once, either may get it
         self.frozen_or_over, self._go_on = threading.Event(), threading.Event()
         self.ended: BaseException | None = None
 
@@ -125,8 +126,10 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class _Counting(Lease):
     def _take(self) -> None:
-        writers[threading.get_ident()].counts = True
+        writer = writers[threading.get_ident()]
+        writer.counts, writer.owns = True, False
         super()._take()
+        writer.owns = True
 
 
 class InFolder:
@@ -241,7 +244,7 @@ def schedule(runs: InFolder | AtSecondPlace, num_operations: int, rng: random.Ra
 
     def wake(count: int) -> None:
         for sleeper, moment in at.items():
-            if moment == count:
+            if moment <= count and last.owns:
                 sleeper.wake()
 
     last.before = wake
