@@ -15,6 +15,7 @@ import pytest
 from rankup import timing
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv
+from rankup.errors import PEER_LOST
 from rankup.group import joining, watchdog
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
@@ -93,6 +94,19 @@ def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others
     for message in heard:
         watch.hear(message)
     assert describe(watch.suspects(overdue=True), watch.hosts) == text
+
+
+def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_process(monkeypatch: pytest.MonkeyPatch):
+    watch = watchdog_of(1, waiting=True)
+    watch.connect(SimpleNamespace(say=lambda kind: False), ["node0"] * 4)
+    watch.hear(GONE)
+    monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
+    monkeypatch.setattr(watchdog, "leave", lambda *_, **__: None)  # it takes a while
+    watch._leave()
+    loop = threading.Thread(target=watch.exit_within, args=(PEER_LOST,), daemon=True)
+    loop.start()
+    loop.join(1.0)
+    assert loop.is_alive()
 
 
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
