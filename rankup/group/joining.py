@@ -38,7 +38,7 @@ from rankup.agent.network import address_of, choose_interface, chosen_address, i
 from rankup.agent.protocol import HINT, RANKS, Member
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import RankEnv, is_loopback
-from rankup.errors import FINISHED, USER_MISTAKE, JoinError, UserError
+from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import AgentLine, Watchdog, describe
@@ -361,12 +361,17 @@ class MemberLine:
         return {"store": port, "token": secrets.token_hex(8), "attempt": self.group.attempt, "restarts": restarts}
 
     def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Each rank is a process that is started anew by somebody else: a bad end is the end of all."""
+        """Each rank is a process that is started anew by somebody else: a bad end is the end of all, this leader among
+        them. Whoever comes while its process still ends waits for the next one, also with other settings."""
         assert self._leader is not None
-        if message["is"] == "end" and message["code"] != FINISHED:
-            self._leader.lose_by(member, message)
-        elif message["is"] == "stop":
+        over = message["is"] == "lost"
+        if message["is"] == "stop":
             self._leader.stop(str(message["signal"]))
+        elif message["is"] == "end" and message["code"] != FINISHED:
+            over = self._leader.running
+            self._leader.lose_by(member, message)
+        if over:
+            self._leader.tell("over", code=PEER_LOST, text="the job at this address is about to end")
 
     # Where the leader is ------------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ Real processes. The failures run side by side, as each mostly waits for its dead
 tests/agent/test_meeting.py; on machines of their own: test_namespaces.py.
 """
 
+import asyncio
+import contextlib
 import re
 import shutil
 import socket
@@ -18,6 +20,7 @@ import psutil
 import pytest
 
 from rankup.agent.logs import host_name
+from rankup.agent.network import Link, greeting
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import environment, free_port, wait_for
@@ -220,10 +223,22 @@ def test_a_rank_too_many_is_told_who_has_its_place(begin: Starter, endless: tupl
     assert [rank.processes[0].code for rank in ranks] == [None, None], "the job must not notice"
 
 
+async def never_takes_others(port: int) -> None:
+    """Until the process of the leader at `port` ends, its job runs or is over."""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            link = await Link.connect("127.0.0.1", port)
+            said = await greeting(link, b"")
+            link.close()
+            assert said["running"] or said["over"], said
+            await asyncio.sleep(0.005)
+
+
 def test_a_rank_that_finds_a_dying_attempt_waits_for_the_next(begin: Starter, endless: tuple[int, list[Rank]]):
     port, (main, lost) = endless
     lost.processes[0].signal("SIGKILL")
     early = begin(1, 2, port, "next")
+    asyncio.run(never_takes_others(port))
     early.wait_for("rank 1 of 2")
     assert main.wait() == [171], main.output
     finished(early, begin(0, 2, port, "next"), noise=re.compile("Traceback"))
