@@ -297,6 +297,9 @@ def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_pa
     preload = "tests.places.test_lease:{}"
     with forks.running(*train(run, *more), env=env, preload=preload.format("freeze")) as first:
         first.wait_until((tmp_path / "there").exists, where)
+        if where == "save":  # its loop then waits for that one, and is not between a look at the owner and a line
+            lines = run / "metrics.jsonl"
+            first.wait_until(lambda: lines.read_text().count("eval/loss") == 3, "the evaluation of step 24")
         if where == "step":
             first.wait_until(lambda: steps(run / "checkpoints") == [8], "checkpoint")
             (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
