@@ -238,6 +238,7 @@ class Ranks:
             self.hear_stop(message["signal"])  # else it was our SIGTERM
 
     async def _hear_end(self, rank: Rank, code: int) -> None:
+        await self.links.catch_up()
         if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
             await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)

@@ -223,10 +223,12 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         await here.agree(puppets)
         spare = await here.enter(member(2))
         await spare.hears("spare")
+        assert here.leader.nodes()[2]["state"] == "new"
         for v in range(1, 4):
             for puppet in puppets:
                 puppet.say("has", n=1, v=v)
             await here.pass_time(0.5, *puppets, spare)
+        assert here.leader.nodes()[2]["state"] == "spare"
         spare.vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         await here.pass_time(0.5, *puppets)

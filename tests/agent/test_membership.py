@@ -30,7 +30,9 @@ job = os.environ["TORCHELASTIC_RUN_ID"]
 path = shared / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}-of-{world}"
 path.with_suffix(".new").write_text(f"{job} {os.getpid()} {os.environ.get('GLOO_SOCKET_IFNAME')}")
 path.with_suffix(".new").rename(path)
-if "BAD" in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+if "BAD" in os.environ:
+    wait_for(shared / f"{restart}-0-of-{world}")  # it may start late, and would be told to leave before
+    os.kill(os.getpid(), signal.SIGKILL)
 while not (shared / "go").exists(): time.sleep(0.01)
 """
 

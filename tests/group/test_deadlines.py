@@ -87,7 +87,8 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
     if order.get("raise") == "ValueError":  # others than rank 0 tell their own failure only
         assert len(zero) > 3
         assert "Traceback" in one[0]
-        assert len(two) == 1
+        # Where rank 1 takes long to end, the thread that watches ends rank 2, and names its stacks
+        assert len([line for line in two if "the stacks of all threads" not in line]) == 1
     assert says in job.processes[culprit].output
     if own == -9:
         first = diagnose_files([run])[0]
