@@ -291,6 +291,11 @@ class Ranks:
             notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
             self._leaving = self.begin(self._leave(notice_s))
 
+    async def left(self) -> None:
+        """Once those that were told to leave, or were killed for it, have ended."""
+        if self._leaving is not None:
+            await self._leaving
+
     async def _leave(self, notice_s: float) -> None:
         """They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL."""
         settle_s = timing.LEAVE_S if self.knows_us else timing.SCRIPT_LEAVE_S

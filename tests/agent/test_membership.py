@@ -66,10 +66,15 @@ class Nodes:
             start(*prefix, sys.executable, "-m", "rankup", *line, job=self.job, env=env)
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
+    def start(self, *envs: dict[str, str] | None) -> None:
+        """The first agents, node 0 last: it founds the job without those that come seconds later."""
+        for node, env in reversed([*enumerate(envs)]):
+            self.add(node, env)
+        self.job.processes.reverse()
+
     def begin(self, count: int, env: dict[str, str] | None = None) -> int:
         """Start so many agents. Returns the number of their first attempt."""
-        for node in range(count):
-            self.add(node, env)
+        self.start(*[env] * count)
         return self.attempt(count)
 
     def kill(self, node: int) -> None:
@@ -190,8 +195,7 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
 def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1", "--max-failures-per-node=2")
     with ended(nodes.job) as job:
-        for node in range(3):
-            nodes.add(node, env={"BAD": ""} if node == bad else None)
+        nodes.start(*({"BAD": ""} if node == bad else None for node in range(3)))
         nodes.attempt(2)
         assert job.processes[bad].wait(100) == 172
         if bad:

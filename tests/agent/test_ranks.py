@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rankup.agent.agent import Agent
 from rankup.agent.ends import End
 from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Ranks
@@ -13,11 +14,14 @@ from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 
 
-def made(tmp_path: Path, say: Any = print) -> Ranks:
+def options(tmp_path: Path) -> Options:
     (tmp_path / "job.py").write_text("import rankup\n")
     node, script = NodeEnv(num_nodes=2, limits=Limits(1, 2)), Script.find([str(tmp_path / "job.py")])
-    options = Options(node=node, script=script, run_dir=tmp_path)
-    return Ranks(options, say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
+    return Options(node=node, script=script, run_dir=tmp_path)
+
+
+def made(tmp_path: Path, say: Any = print) -> Ranks:
+    return Ranks(options(tmp_path), say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
 
 
 def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(tmp_path: Path) -> None:
@@ -73,3 +77,19 @@ def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_b
     asyncio.run(scene())
     (end,) = said
     assert (end["is"], end["n"], end["rank"], end["code"]) == ("end", 1, 1, 171)
+
+
+def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:
+    """They lost another one, and then somebody has asked the job to stop."""
+    async def scene() -> None:
+        agent, written = Agent(options(tmp_path)), asyncio.Event()
+        agent._over = asyncio.get_running_loop().create_future()
+        agent.ranks._leaving = agent.begin(written.wait())  # type: ignore[arg-type]
+        assert agent._hear_leader({"is": "over", "code": 143, "text": "SIGTERM"})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not agent._over.done()
+        written.set()
+        assert (await agent._over).code == 143
+
+    asyncio.run(scene())

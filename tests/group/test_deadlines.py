@@ -24,7 +24,7 @@ SETTINGS = (
     f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
     "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
 )
-SHORT = 5  # seconds; a step takes milliseconds
+SHORT = 8  # seconds; a step takes milliseconds, and a busy machine may hold up a process for some seconds
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
