@@ -56,8 +56,10 @@ class Nodes:
         (folder / "job.py").write_text(TEXT)
 
     def add(self, node: int, env: dict[str, str] | None = None) -> None:
+        # One that is started anew waits to be called: a busy leader may need more than the usual 4 s
+        patience = ("--wait-for-node=60",) if node in self.agents else ()
         line: Any = ("launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
-                     f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options,
+                     f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options, *patience,
                      self.folder / "job.py", *self.words)
         if self.forks is not None:
             self.job.processes += self.forks.start(*line, env=env).processes
