@@ -63,7 +63,7 @@ GONE_S = 0.05
 # user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
 FAILED_S = 10.0
 FAILED_WAITING_S = 1.0  # in a collective
-LINGER_S = 1.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
+LINGER_S = 2.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
 STACKS_S = 5.0  # for the stacks: the disk of the run may be the very thing that hangs
 REPORT_END_S = 5.0  # for the report of an end: the store may hang too, or be in use by the thread that hangs
 LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and to leave
