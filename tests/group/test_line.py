@@ -109,6 +109,23 @@ def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_proces
     assert loop.is_alive()
 
 
+def test_others_leave_for_a_stop_once_rank_0_has_kept_the_state(monkeypatch: pytest.MonkeyPatch):
+    """Else its loop may find first that they are gone, and keep the state in memory alone."""
+    watch, left = watchdog_of(1, waiting=True), list[int]()
+    watch.connect(SimpleNamespace(say=lambda kind: False), ["node0"] * 4)
+    watch.protect(SimpleNamespace(keep_for_stop=lambda: "saved"), timeout_s=60.0)
+    monkeypatch.setattr(timing, "LAST_WORD_S", 600.0)
+    monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
+    monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
+    leaving = threading.Thread(target=watch._leave_for_stop, daemon=True)
+    leaving.start()
+    leaving.join(0.5)
+    assert not left
+    watch.hear({**LOST, "ranks": [0], "code": 143})
+    leaving.join(60.0)
+    assert left == [143]
+
+
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Else a name that only a resolver knows leads nowhere."""
     connected: list[str] = []
