@@ -159,7 +159,7 @@ def flips_a_bit(case: Case) -> None:
 
 @case
 def dies(case: Case) -> None:
-    case.both(sick="tests.rigs.injected_faults:dies_in_the_collective")
+    case.both(sick="tests.rigs.injected_faults:dies_as_the_group_forms")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def dies(case: Case) -> None:
     [
         ("wrong_sum", 20, "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradie"),
         ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
-        ("dies", -9, r"NOT FIT collective lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
+        ("dies", -9, r"NOT FIT group lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
     ],
 )
 def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:

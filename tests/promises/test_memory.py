@@ -107,6 +107,12 @@ class Nodes:
             shutil.rmtree(self.folder / f"node{number}" / "memory")
             (self.folder / f"node{number}" / "memory").mkdir()
 
+    def damage(self, *numbers: int) -> None:
+        """Of these nodes' only rank its own parts."""
+        for number in numbers:
+            for path in self.folder.glob(f"node{number}/memory/rankup-*/*{number}/step-*/*.safetensors"):
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+
 
 def own_memory() -> None:
     """Preloaded: /dev/shm is a folder of this rank's node."""
@@ -118,20 +124,22 @@ def own_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "more", "resumed"),
-    [((), ("--memory-every-steps=0",), "resumed from step-00000008"),
-     ((0,), (), FROM_MEMORY.format(12)), ((1,), (), FROM_MEMORY.format(12)),
-     ((0, 1), (), "resumed from step-00000008")],
-    ids=["off", "node 0", "node 1", "both"],
+    ("lost", "damaged", "more", "resumed"),
+    [((), (), ("--memory-every-steps=0",), "resumed from step-00000008"),
+     ((0,), (), (), FROM_MEMORY.format(12)), ((1,), (), (), FROM_MEMORY.format(12)),
+     ((0, 1), (), (), "resumed from step-00000008"),
+     ((), (0, 1), (), FROM_MEMORY.format(12)), ((0,), (1,), (), "resumed from step-00000008")],
+    ids=["off", "node 0", "node 1", "both", "damaged", "lost and damaged"],
 )
 def test_memory_of_a_node_is_held_by_the_other(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], more: tuple[str, ...],
-    resumed: str,
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], damaged: tuple[int, ...],
+    more: tuple[str, ...], resumed: str,
 ) -> None:
     nodes = Nodes(forks, tmp_path)
     nodes.run(code=[171, -9], **kill(1, step=13))
     assert len([*tmp_path.glob("node*/memory/rankup-*/*/*")]) >= 4
     nodes.lose(*lost)
+    nodes.damage(*damaged)
     assert resumed in nodes.run(*train(tmp_path, *more))
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
