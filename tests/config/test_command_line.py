@@ -31,22 +31,19 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
 # What is understood ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "settings"),
-    [
-        ("train --batch-size 64", {"batch_size": "64"}), ("--batch_size=64", {"batch_size": "64"}),
-        ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
-        ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}), ("train --name=--x", {"name": "--x"}),
-        ("train --augment", {"augment": "True"}), ("train --augment trivial", {"augment": "trivial"}),
-        ("train --no_augment --channels-last", {"augment": "False", "channels_last": "True"}),
-        ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
-        ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
-        ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
-        # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
-        ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
-        ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
-    ],
-)
+@pytest.mark.parametrize(("line", "settings"), [
+    ("train --batch-size 64", {"batch_size": "64"}), ("--batch_size=64", {"batch_size": "64"}),
+    ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
+    ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}), ("train --name=--x", {"name": "--x"}),
+    ("train --augment", {"augment": "True"}), ("train --augment trivial", {"augment": "trivial"}),
+    ("train --no_augment --channels-last", {"augment": "False", "channels_last": "True"}),
+    ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
+    ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
+    ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
+    # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
+    ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
+    ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
+])
 def test_command_line_is_understood(line: str, settings: dict[str, str]) -> None:
     parsed = parse_args(line.split())
     assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
@@ -110,35 +107,32 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "messages"),
-    [
-        ("train --stpes 100",
-         ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
-        ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
-        ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
-        ("train --no-lr", ["--lr must be followed by a value."]),
-        ("--zzz", ['unknown setting "--zzz". (*']),
-        ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
-        ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
-        ("train --lr --epochs 3", ["--lr must be followed by a value."]),
-        ("train --options.x", ["--options.x must be followed by a value, such as true."]),
-        ("train --options. 1", ['unknown setting "--options."*']),
-        ("train --config --lr 1", ["--config must be followed by a value."]),
-        ("train --config=", ["--config must be a file's name or null, got \"\"."]),
-        ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
-        ("trian", ['unknown command "trian"; did you mean "train"?']),
-        ("train epochs=3", ['unexpected argument "epochs=3".']),
-        ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
-        ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
-        ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
-        ("train --output x.csv", ['unknown setting "--output"*']),
-        ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
-        ("train --stpes 3 --lr -1 --dataset 3 --bogus",
-         ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
-          f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),
-    ],
-)
+@pytest.mark.parametrize(("line", "messages"), [
+    ("train --stpes 100",
+     ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
+    ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
+    ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
+    ("train --no-lr", ["--lr must be followed by a value."]),
+    ("--zzz", ['unknown setting "--zzz". (*']),
+    ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
+    ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
+    ("train --lr --epochs 3", ["--lr must be followed by a value."]),
+    ("train --options.x", ["--options.x must be followed by a value, such as true."]),
+    ("train --options. 1", ['unknown setting "--options."*']),
+    ("train --config --lr 1", ["--config must be followed by a value."]),
+    ("train --config=", ["--config must be a file's name or null, got \"\"."]),
+    ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
+    ("trian", ['unknown command "trian"; did you mean "train"?']),
+    ("train epochs=3", ['unexpected argument "epochs=3".']),
+    ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
+    ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
+    ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
+    ("train --output x.csv", ['unknown setting "--output"*']),
+    ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
+    ("train --stpes 3 --lr -1 --dataset 3 --bogus",
+     ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
+      f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),
+])
 def test_mistakes_are_all_reported_with_code_2_before_anything_runs(
     folder: Path, capsys: Captured, line: str, messages: list[str]
 ) -> None:
@@ -160,14 +154,11 @@ def test_mistakes_of_a_file_stand_behind_its_name(folder: Path, capsys: Captured
     assert "it.yaml: lr must be greater than 0, got -1." in err
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        (rank_env(2, 2, 20000), "RANK"),
-        (rank_env(0, 65, 20000), "batch_size must be at least 65"),
-    ],
-)
+@pytest.mark.parametrize(("env", "message"), [
+    ({"WORLD_SIZE": "2"}, "RANK"),
+    (rank_env(2, 2, 20000), "RANK"),
+    (rank_env(0, 65, 20000), "batch_size must be at least 65"),
+])
 def test_environment_that_cannot_work_leaves_nothing(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
 ) -> None:

@@ -144,16 +144,13 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     assert load_hf(tmp_path / "single", **parts)[0].labels.tolist() == [0, 1] * 4
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"label_column": "class"}, r"--label-column must name a column of labels among image, label, got class\."),
-        ({"input_column": "label"}, r"--input-column must name a column of images among image, label, got label\."),
-        ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits \(train, validation\) .*, got all\."),
-        ({"hf_eval_split": "train[12:]"}, r"--hf-eval-split must .* such as train\[:90%\], got train\[12:\]"),
-        ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be .*, got train\[:2\]\+validation"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"label_column": "class"}, r"--label-column must name a column of labels among image, label, got class\."),
+    ({"input_column": "label"}, r"--input-column must name a column of images among image, label, got label\."),
+    ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits \(train, validation\) .*, got all\."),
+    ({"hf_eval_split": "train[12:]"}, r"--hf-eval-split must .* such as train\[:90%\], got train\[12:\]"),
+    ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be .*, got train\[:2\]\+validation"),
+])
 def test_wrong_settings_are_named(saved: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_hf(saved, **settings)

@@ -151,16 +151,13 @@ def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
     assert "Traceback" not in output.split("error: /dev/shm")[1]
 
 
-@pytest.mark.parametrize(
-    ("threads", "ranks", "cpus", "said"),
-    [
-        (1, 2, 1.5, ""),  # half a CPU is no CPU less
-        (4, 2, 8.0, ""),
-        (4, 2, 4.0, "2 x 4 threads on this node, but only 4 CPUs to use"),
-        (1, 1, 0.5, "1 x 1 threads on this node, but only 0.5 CPUs to use"),
-        (1, 2, 1.2, "2 x 1 threads on this node, but only 1.2 CPUs"),
-    ],
-)
+@pytest.mark.parametrize(("threads", "ranks", "cpus", "said"), [
+    (1, 2, 1.5, ""),  # half a CPU is no CPU less
+    (4, 2, 8.0, ""),
+    (4, 2, 4.0, "2 x 4 threads on this node, but only 4 CPUs to use"),
+    (1, 1, 0.5, "1 x 1 threads on this node, but only 0.5 CPUs to use"),
+    (1, 2, 1.2, "2 x 1 threads on this node, but only 1.2 CPUs"),
+])
 def test_more_threads_than_cpus_are_said(
     monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int, cpus: float, said: str
 ) -> None:

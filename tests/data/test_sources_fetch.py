@@ -271,16 +271,13 @@ def test_package_is_unpacked_where_the_download_is_refused(
     assert everything(tmp_path / "data") == ["FashionMNIST"]
 
 
-@pytest.mark.parametrize(
-    ("apt_get", "timeout_s", "message"),
-    [
-        ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
-         r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
-        ('case "$*" in *update) echo "Err:1 mirror 403";; *) echo "E: Unable to locate it"; echo more;; esac; exit 100',
-         WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
-        ("exec sleep 600", 0.5, "apt: timed out"),
-    ],
-)
+@pytest.mark.parametrize(("apt_get", "timeout_s", "message"), [
+    ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
+     r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
+    ('case "$*" in *update) echo "Err:1 mirror 403";; *) echo "E: Unable to locate it"; echo more;; esac; exit 100',
+     WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
+    ("exec sleep 600", 0.5, "apt: timed out"),
+])
 def test_apt_that_fails_or_hangs_gives_its_reason(
     tmp_path: Path, packaged: Family, apt_get: str, timeout_s: float, message: str
 ) -> None:

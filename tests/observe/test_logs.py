@@ -54,19 +54,16 @@ def test_lines_stand_by_time_and_equal_ones_are_folded_within_and_across_a_secon
     ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
-        (["ab", "aPb", "aPb"], ["0-2:a", "0:b", "1-2:P", "1-2:b"]),  # rank 0 wrote no P before its b
-        (["ab", "ca"], ["0:a", "1:c", "0:b", "1:a"]),
-        (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
-        (["aa", "a"], ["0-1:a", "0:a"]),
-        (["axa", "ya"], ["0:a", "1:y", "0:x", "0-1:a"]),
-        (["sabc", "tabc"], ["0:s", "1:t", "0-1:a", "0-1:b", "0-1:c"]),
-        (["", "a"], ["1:a"]),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "expected"), [
+    (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
+    (["ab", "aPb", "aPb"], ["0-2:a", "0:b", "1-2:P", "1-2:b"]),  # rank 0 wrote no P before its b
+    (["ab", "ca"], ["0:a", "1:c", "0:b", "1:a"]),
+    (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
+    (["aa", "a"], ["0-1:a", "0:a"]),
+    (["axa", "ya"], ["0:a", "1:y", "0:x", "0-1:a"]),
+    (["sabc", "tabc"], ["0:s", "1:t", "0-1:a", "0-1:b", "0-1:c"]),
+    (["", "a"], ["1:a"]),
+])
 def test_lines_of_one_second_keep_each_ranks_order(write, tmp_path, capfd, ranks, expected) -> None:
     for rank, text in enumerate(ranks):
         write(rank, *(f"00 {char}" for char in text))

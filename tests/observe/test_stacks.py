@@ -58,19 +58,14 @@ def shown_at_last(run: Path, *patterns: str) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    ("where", "order", "odd"),
-    [
-        # In the rank's DataLoader worker; the rank itself waits for it
-        ("data", {"sleep_s": 1000},
-         r"rank 1: data: next of a DataLoader \(loop\.py:\d+ batches_to_end\) of step \d+\n"),
-        ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
-        # No thread of Python runs in that process any more, and what it said of its step is old
-        ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
-        ("loss", {"signal": "SIGSTOP"}, r"rank 1: does not answer: it is stopped \(SIGSTOP\)"),
-    ],
-    ids=["worker", "sleep", "lock", "stopped"],
-)
+@pytest.mark.parametrize(("where", "order", "odd"), [
+    # In the rank's DataLoader worker; the rank itself waits for it
+    ("data", {"sleep_s": 1000}, r"rank 1: data: next of a DataLoader \(loop\.py:\d+ batches_to_end\) of step \d+\n"),
+    ("loss", {"sleep_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe of step \d+\n"),
+    # No thread of Python runs in that process any more, and what it said of its step is old
+    ("loss", {"hold_s": 1000}, r"rank 1: faulting_workload\.py:\d+ probe\b.*\n"),
+    ("loss", {"signal": "SIGSTOP"}, r"rank 1: does not answer: it is stopped \(SIGSTOP\)"),
+], ids=["worker", "sleep", "lock", "stopped"])
 def test_rank_that_hangs_is_somewhere_else(
     where: str, order: dict[str, object], odd: str, forks: Forks, tmp_path: Path
 ) -> None:

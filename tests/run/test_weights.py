@@ -81,18 +81,14 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
         started_from(tmp_path / "parts")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"other": torch.ones(3)}, "got none that fits"),
-        (torch.ones(3), "got none that fits"),
-        ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
-        (Path("x"), "must hold safetensors, or weights that load with weights_only"),
-        (b"no archive", "must hold safetensors, or weights that load with weights_only"),
-        (None, "must name an existing file"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ({"other": torch.ones(3)}, "got none that fits"),
+    (torch.ones(3), "got none that fits"),
+    ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
+    (Path("x"), "must hold safetensors, or weights that load with weights_only"),
+    (b"no archive", "must hold safetensors, or weights that load with weights_only"),
+    (None, "must name an existing file"),
+], ids=str)
 def test_unfit_weights_are_refused_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "w.pt"
     if isinstance(content, bytes):
