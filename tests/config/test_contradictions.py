@@ -52,9 +52,6 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
     assert one({"run_dir": "", "mirror": "runs"}) == '--run-dir must be a path or an address, got "".'
 
 
-# --- world size ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("settings", "world_size", "message"), [
     ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. Set --batch-size 200, *"),
     ({"accumulate": 65}, 1, "batch_size must be at least 65 (1 process x accumulate=65), got 64. *"),

@@ -199,11 +199,15 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
     assert everything(tmp_path / "data") == []
 
 
-def test_wrong_md5_is_refused_and_nothing_is_left(
-    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wrong", "cut", "reason"), [
+    (True, False, r"web: .*File not found or corrupted"),  # another md5
+    (False, True, r"\(web: ConnectionResetError: .*\)\. Bring"),  # without its progress bar
+])
+def test_file_that_is_wrong_or_stops_is_refused_and_nothing_is_left(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch, wrong: bool, cut: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(fetch, "DOWNLOAD", mirror().download(wrong=True))
-    with pytest.raises(NotFetched, match=r"web: .*File not found or corrupted"):
+    monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=cut).download(wrong=wrong))
+    with pytest.raises(NotFetched, match=reason):
         fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert everything(tmp_path / "data") == []
 
@@ -216,14 +220,6 @@ def test_next_mirror_is_asked_where_the_first_resets_in_the_middle_of_a_file(
     fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert first.served
     assert everything(tmp_path / "data") == ["FashionMNIST"]
-
-
-def test_reason_of_a_download_that_stopped_has_no_progress_bar(
-    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=True).download())
-    with pytest.raises(NotFetched, match=r"\(web: ConnectionResetError: .*\)\. Bring"):
-        fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
 
 
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------

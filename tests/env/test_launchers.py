@@ -252,9 +252,6 @@ def test_pod_of_an_indexed_job_has_its_index_for_a_rank_and_never_trains_alone_u
     assert read_rank_env({**FULL, "JOB_COMPLETION_INDEX": "2"}).rank == 1
 
 
-# Ports and hosts ------------------------------------------------------------------------------------------------------
-
-
 def test_port_is_no_known_service_and_differs_between_neighbouring_jobs():
     ports = {port_for(job) for job in range(40000)}
     assert 10000 <= min(ports) <= max(ports) < 30000  # neither root's, nor one of outgoing connections

@@ -112,9 +112,6 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
     assert read_rank_env({**FULL, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store is False
 
 
-# In words -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("env", "line"), [
     ({}, "rank 0 of 1: a single process, as no launcher gave a rank"),
     (AGENT, "rank 3 of 4 (local 1 of 2), master node0:29500; from torchrun"),

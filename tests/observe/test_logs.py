@@ -156,9 +156,6 @@ def test_reader_that_has_had_enough_is_no_fault(write, tmp_path: Path) -> None:
     assert (done.stdout.splitlines()[1], done.stderr) == ("0", "")
 
 
-# Size -----------------------------------------------------------------------------------------------------------
-
-
 MEASURE = """
 import pathlib, sys
 from train.main import main

@@ -165,8 +165,6 @@ def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_p
     assert digest(run) == digest(ddp)
 
 
-# Refusals -------------------------------------------------------------------------------------------------------
-
 def hide_horovod() -> None:
     """In the process of a rank: as where it is not installed."""
     sys.modules["horovod"] = None  # type: ignore[assignment]

@@ -22,8 +22,6 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return result(folder / "run")["digest"], comparable_metrics(folder / "run")
 
 
-# Methods ---------------------------------------------------------------------------------------------------------
-
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (1, ("--parallel", "none")),
     "dp on one device": (1, ("--parallel", "dp", "--device", "cpu")),

@@ -106,9 +106,6 @@ def other_model() -> None:
     other_data(model=nn.Sequential(nn.Linear(8, 4)))
 
 
-# Status -------------------------------------------------------------------------------------------------------
-
-
 def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")

@@ -142,9 +142,6 @@ def test_encoder_does_not_see_the_padding() -> None:
     assert not torch.allclose(model(tokens[:, :3]), model(tokens))
 
 
-# Scores ---------------------------------------------------------------------------------------------------------
-
-
 def test_scores_are_those_of_their_definition() -> None:
     # By hand. Class 2 is never predicted, class 3 neither there nor predicted
     confusion = torch.tensor([[3, 1, 0, 0], [1, 4, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]])

@@ -61,9 +61,6 @@ def test_dropout_is_passed_on(name: str) -> None:
     assert 0.25 in {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
 
 
-# Refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "more", "message"), [
     *((name, {"size": size}, f"^model {name} must get images of a size that it can take, got {size} x {size}: .*"
        r"Set --image-size \(224 suits every model\), or another --model\.$")
