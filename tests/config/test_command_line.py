@@ -170,11 +170,9 @@ def test_environment_that_cannot_work_leaves_nothing(
     assert not list(folder.iterdir())
 
 
-URLS = (
-    "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
-    "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "HTTPS://host/model.pt?sig=hush", "http://[me:hush@host/model.pt",
-    "https://me:hu@hush@host/model.pt",
-)
+URLS = ("s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush",
+        "s3://b/r?key=hush", "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket",
+        "HTTPS://host/model.pt?sig=hush", "http://[me:hush@host/model.pt", "https://me:hu@hush@host/model.pt")
 
 
 @pytest.mark.parametrize(("setting", "url"), [

@@ -43,10 +43,8 @@ def test_unreadable_sample_is_one_line_and_a_fault_keeps_its_type(error: Excepti
 
 # Jobs ---------------------------------------------------------------------------------------------------------
 
-SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--tensorboard=false",
-    "--num-workers", "2", "--join-timeout-s", "30", "--eval-batch-size", "4",
-)
+SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+            "--tensorboard=false", "--num-workers", "2", "--join-timeout-s", "30", "--eval-batch-size", "4")
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -130,11 +128,9 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
 # /dev/shm and other advice ------------------------------------------------------------------------------------
 
 # 12 KiB an image
-IMAGES = (
-    "train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp",
-    "--in-memory", "never", "--num-workers", "2", "--batch-size", "64", "--max-steps", "4",
-    "--tensorboard=false", "--name", "run",
-)
+IMAGES = ("train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp", "--in-memory",
+          "never", "--num-workers", "2", "--batch-size", "64", "--max-steps", "4", "--tensorboard=false", "--name",
+          "run")
 
 
 LITTLE = "tests.data.test_loader:little_shared_memory"

@@ -13,10 +13,8 @@ from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 
-SETTINGS = (
-    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
-    "--save-every-steps", "5", "--tensorboard=false", "--name", "run",
-)
+SETTINGS = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
+            "--save-every-steps", "5", "--tensorboard=false", "--name", "run")
 
 
 def report(first_step: int, step: int, *, began: float, lasted_s: float, **seconds: float) -> Report:

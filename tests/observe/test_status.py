@@ -25,10 +25,8 @@ from tests.rigs.containers import rank_of, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environ_of, environment
 
-LAUNCH = (
-    "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
-    "--batch-size", "9", "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run",
-)
+LAUNCH = ("launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "9",
+          "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run")
 
 
 def status(*words: str | Path) -> str:

@@ -25,10 +25,8 @@ from tests.rigs.jobs import environment, free_port, is_comparable, metrics, resu
 from tests.rigs.trackers import Server, rows_of
 
 # 8 steps an epoch
-MADE_UP = (
-    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1",
-    "--eval-batch-size", "4", "--join-timeout-s", "30", "--schedule", "constant",
-)
+MADE_UP = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--log-every-steps", "1",
+           "--eval-batch-size", "4", "--join-timeout-s", "30", "--schedule", "constant")
 RUN = "0123456789abcdef"
 PASSWORD = "not-for-any-file"
 # In the second epoch: the newest checkpoint is of step 8

@@ -18,10 +18,8 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of, last_step, result, wait_for
 
 # What a user's shell or .env may set for compose.yaml
-SETTINGS = (
-    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART", "COMPOSE_PROFILES",
-    "COMPOSE_FILE",
-)
+SETTINGS = ("ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART",
+            "COMPOSE_PROFILES", "COMPOSE_FILE")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

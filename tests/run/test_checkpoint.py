@@ -11,18 +11,7 @@ import pytest
 
 from rankup.loop.record import FORMAT
 from rankup.state.copies import find_problem, list_copies
-from tests.rigs.checkpoints import (
-    fingerprint,
-    flip,
-    load_checkpoint,
-    load_newest,
-    newest,
-    save,
-    save_checkpoint,
-    steps,
-    train,
-    training_state,
-)
+from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint, load_newest, newest, save, steps, train
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 
@@ -90,7 +79,7 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
-        save_checkpoint(tmp_path, training_state(step), {}, keep=1)
+        save(tmp_path, step, keep=1)
     found = load_newest(tmp_path, print)
     assert found is not None
     assert found.step == 100_000_000
