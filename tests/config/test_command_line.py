@@ -28,9 +28,6 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
     return main(line.split()), *capsys.readouterr()
 
 
-# What is understood ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("line", "settings"), [
     ("train --batch-size 64", {"batch_size": "64"}), ("--batch_size=64", {"batch_size": "64"}),
     ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
@@ -75,9 +72,6 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["mine.yaml", "shown.yaml"]
 
 
-# Help -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
@@ -102,9 +96,6 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     code, out, _ = ended("", capsys)
     assert code == 2
     assert out.startswith("usage: ")
-
-
-# Mistakes -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("line", "messages"), [

@@ -41,8 +41,6 @@ def test_unreadable_sample_is_one_line_and_a_fault_keeps_its_type(error: Excepti
     assert not isinstance(error, UserError) or str(caught.value) == str(error)
 
 
-# Jobs ---------------------------------------------------------------------------------------------------------
-
 SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
             "--tensorboard=false", "--num-workers", "2", "--join-timeout-s", "30", "--eval-batch-size", "4")
 
@@ -124,8 +122,6 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
     ), output
     assert "Traceback" not in output
 
-
-# /dev/shm and other advice ------------------------------------------------------------------------------------
 
 # 12 KiB an image
 IMAGES = ("train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp", "--in-memory",

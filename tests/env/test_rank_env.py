@@ -28,9 +28,6 @@ def refusal(env: Env) -> str:
     return str(refused.value)
 
 
-# By hand --------------------------------------------------------------------------------------------------------------
-
-
 def test_nothing_set_is_a_single_process():
     env = read_rank_env({"HOME": "/home/me", "OMP_NUM_THREADS": "1"})
     assert env == RankEnv(0, 0, 1, 1, "127.0.0.1", 0, launcher="python")
@@ -40,9 +37,6 @@ def test_nothing_set_is_a_single_process():
 def test_complete_set_starts_that_rank():
     assert read_rank_env({**FULL, "LOCAL_RANK": "1"}) == RankEnv(1, 1, 4, None, "node0", 29500, launcher="environment")
     assert read_rank_env({**FULL, "RANK": "0", "WORLD_SIZE": "1"}).distributed
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def test_half_a_set_is_refused_naming_all_that_is_missing():
@@ -86,9 +80,6 @@ def test_all_mistakes_are_reported_at_once_one_a_line():
     assert len(refusal({**FULL, "RANK": "-1"}).splitlines()) == 1  # what follows from it is no mistake of its own
 
 
-# torchrun and launch --------------------------------------------------------------------------------------------------
-
-
 def test_torchrun_tells_the_ranks_of_a_node_and_its_restarts():
     env = read_rank_env({**AGENT, "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
@@ -120,9 +111,6 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
 ], ids=["single", "node-known", "by-hand", "ipv6"])
 def test_describe_says_in_one_line_who_this_is(env: Env, line: str):
     assert describe(read_rank_env(env)) == line
-
-
-# Options --------------------------------------------------------------------------------------------------------------
 
 
 def test_options_stand_for_the_variables():

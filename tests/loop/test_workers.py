@@ -51,9 +51,6 @@ def test_workers_ignore_what_stops_a_job(how: str) -> None:
     assert signal.getsignal(signal.SIGCHLD) == before  # torch would raise a worker's death in the middle of a step
 
 
-# What a user's loader must not notice --------------------------------------------------------------------------------
-
-
 # In processes of their own, where workers that are left end
 LEFT = """
 from torch.utils.data import DataLoader

@@ -38,9 +38,6 @@ def printed(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return out.replace("2026-11-22T10:00:", "").splitlines()
 
 
-# Order and folding ----------------------------------------------------------------------------------------------
-
-
 def test_lines_stand_by_time_and_equal_ones_are_folded_within_and_across_a_second(write, tmp_path, capfd) -> None:
     for rank in range(8):
         write(rank, "01 ready", f"0{2 + rank % 2} saved", host=f"node{rank // 4}")
@@ -79,9 +76,6 @@ def test_last_line_without_an_end_and_bytes_that_are_no_text_are_printed(write, 
     assert capfdbinary.readouterr().out.splitlines()[-1] == b"2026-11-22T10:00:02 rank 0 on vm: \xff half"
 
 
-# Which run, ranks, times ----------------------------------------------------------------------------------------
-
-
 def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -> None:
     old = write(0, "01 old", run="old")
     write(0, "02 new", run="new").with_name("rank-0.old.log").touch()  # somebody else's
@@ -115,9 +109,6 @@ def test_logs_that_cannot_be_chosen_are_a_mistake(write, tmp_path, capfd, words:
     write(0, "01 old", run="old")
     assert main(["logs", *words.format(tmp_path).split()]) == 2
     assert said.format(tmp_path) in capfd.readouterr().err
-
-
-# Live -----------------------------------------------------------------------------------------------------------
 
 
 def test_follow_shows_the_last_and_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp_path: Path) -> None:

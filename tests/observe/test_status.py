@@ -114,9 +114,6 @@ def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: P
     assert re.search(r"after \d+ s: SIGKILL: .*\(exit code 137\)", status(own))
 
 
-# What files say -------------------------------------------------------------------------------------------------------
-
-
 def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, dict[str, Any]] | None = None) -> None:
     """What a run of 40 ranks leaves that trained so long ago, after some attempts that nobody wrote an end for.
     `odd`: ranks that differ."""

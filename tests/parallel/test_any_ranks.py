@@ -97,8 +97,6 @@ def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone:
     assert largest_difference(train(forks, tmp_path, 1, "--accumulate", "3"), alone) < 1e-5
 
 
-# Losing and gaining ranks --------------------------------------------------------------------------------------------
-
 # Batches of 10: 3 + 3 + 2 + 2 and 4 + 3 + 3, 6 steps an epoch
 SMALL = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "10", "--log-every-steps", "1",
          "--tensorboard=false", "--progress=none", "--device", "cpu", "--name", "run", "--schedule", "constant",

@@ -45,9 +45,6 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return losses(train(forks, tmp_path_factory.mktemp("alone") / "run", 1, *STEPS))
 
 
-# Starting -------------------------------------------------------------------------------------------------------
-
-
 def by_horovodrun(*arguments: str | Path) -> Job:
     """Its own code warns of what Python has removed since."""
     runner = Path(sys.executable).with_name("horovodrun")
@@ -124,9 +121,6 @@ def test_horovod_rank_that_is_killed_or_stopped_ends_both(
 @needs_horovod
 def test_horovod_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert losses(train(forks, tmp_path / "run", 1, *HOROVOD, *STEPS)) == alone
-
-
-# Training -------------------------------------------------------------------------------------------------------
 
 
 VARIANTS: dict[str, tuple[str, ...]] = {

@@ -44,9 +44,6 @@ def test_models_for_images_are_in_channels_last_where_the_method_can_unless_told
     assert prepared(small(name), **settings) == expected
 
 
-# What was saved in the other format ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("saved_as", [torch.channels_last, torch.contiguous_format])
 def test_optimizer_goes_on_with_what_was_saved_in_the_other_format(name: Any, saved_as: torch.memory_format) -> None:

@@ -53,9 +53,6 @@ def test_killed_variant_ends_with_the_weights_of_the_undisturbed_run(
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
 
 
-# Launchers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
     """Two ranks, which are the same to the bit however they are started."""

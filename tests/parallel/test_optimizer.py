@@ -43,9 +43,6 @@ def test_peak_scales_with_the_global_batch(scaling: Any, batch_size: int, expect
     assert rate_at(config, 9, total_steps=100, steps_per_epoch=10) == pytest.approx(expected, rel=1e-12)
 
 
-# Optimizers -----------------------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """One of each kind of parameter, one of them frozen."""
 

@@ -45,9 +45,6 @@ def test_workers_are_advised_where_batches_take_long_and_cpus_are_free(
     assert [re.findall(r"--num-workers (\d+) may gain", line) for line in found] == ([[str(wanted)]] if wanted else [])
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
 def always() -> None:
     """In the process of a rank: everything is worth a line, on a CPU that has bf16, beside idle ones."""
     loop.LEAST_STEPS, advice.LEAST_GAIN, advice.LONGEST_S = 10, 1e-9, 3600.0

@@ -15,8 +15,6 @@ from tests.rigs.checkpoints import fingerprint, flip, load_checkpoint, load_newe
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 
-# Damage -------------------------------------------------------------------------------------------------------
-
 
 def rewrite(path: Path, **changes: Any) -> None:
     """Change fields of state.json as another version of the program would have written them: every digest fits."""
@@ -96,9 +94,6 @@ def test_copy_under_a_higher_steps_name_is_passed_over_and_does_not_push_a_good_
     save(tmp_path, 25, keep=2)
     assert steps(tmp_path) == [20, 25, 30]
     assert load_checkpoint(tmp_path / "best").step == 10  # as good as the original
-
-
-# Resuming -----------------------------------------------------------------------------------------------------
 
 
 def test_job_resumes_from_the_newest_good_one_to_the_same_weights(forks: Forks, tmp_path: Path) -> None:

@@ -25,9 +25,6 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in kept if path.exists()}
 
 
-# Going on, or not ---------------------------------------------------------------------------------------------
-
-
 def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1", world_size=2)
@@ -119,9 +116,6 @@ def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(f
     finished(forks, run, "--epochs", "2")
     assert status(run)["state"] == "finished"
     assert len({each["attempt"] for each in (yesterday, todays, status(run))}) == 3
-
-
-# Folders that can't be written, users without a name ----------------------------------------------------------
 
 
 def as_user(number: int, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -30,9 +30,6 @@ def test_digest_sees_names_types_shapes_and_bits() -> None:
     assert weights.digest({"b": state["b"], "a": state["a"]}) in digests
 
 
-# Given weights ------------------------------------------------------------------------------------------------
-
-
 def plain_model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -117,9 +114,6 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
     output = forks.ends(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders, code=2)
     assert output.count("init_from must name an existing file or checkpoint directory, got missing.pt") == 1
-
-
-# The same weights on every rank -------------------------------------------------------------------------------
 
 
 def other_weights_on_rank_1() -> None:

@@ -75,9 +75,6 @@ def net() -> torch.nn.Module:
     return model
 
 
-# Both sides train -----------------------------------------------------------------------------------------------
-
-
 @again_if_aborted
 def script(forks: Forks, pair: Pair, folder: Path) -> str:
     """What the script prints, unchanged: under `launch`, or started by horovodrun."""

@@ -81,8 +81,6 @@ def test_matrix_of_many_classes_is_not_drawn() -> None:
     assert confusion_pictures(confused(NAMED + 1), names(NAMED + 1)) == {}
 
 
-# matplotlib stays out of the way ---------------------------------------------------------------------------------
-
 # Linear A: nobody has read it since the Bronze Age, and no usual font has it
 DRAW = """
 import os, torch

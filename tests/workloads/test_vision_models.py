@@ -42,9 +42,6 @@ def test_model_fits_channels_size_and_classes(name: str, channels: int, size: in
     assert model(torch.randn(2, channels, size, size)).shape == (2, num_classes)
 
 
-# Initial weights ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["cnn", "googlenet"])
 def test_initial_weights_come_from_the_seed(name: str) -> None:
     digests = []
