@@ -72,12 +72,11 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["mine.yaml", "shown.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
-     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
-        + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items())],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
+    *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
+       + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items()),
+])
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_width_and_a_screen(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, width: int, line: str, words: list[str]

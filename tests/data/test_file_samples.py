@@ -51,10 +51,9 @@ def test_recipe_is_torchvisions_to_the_bit(folder: Path, augment: Augment) -> No
     assert torch.equal(samples.batch(torch.arange(12), 3)[0], as_torchvision_has_it(samples, v2.Compose(parts)))
 
 
-@pytest.mark.parametrize(
-    ("augment", "image_size", "shorter_side"),
-    [("imagenet", None, 256), ("trivial", 56, 64), ("imagenet", 33, 38), (False, None, 224), (True, 56, 56)],
-)
+@pytest.mark.parametrize(("augment", "image_size", "shorter_side"), [
+    ("imagenet", None, 256), ("trivial", 56, 64), ("imagenet", 33, 38), (False, None, 224), (True, 56, 56),
+])
 def test_evaluation_is_the_middle_of_the_picture_as_torchvision_cuts_it(
     folder: Path, augment: Augment, image_size: int | None, shorter_side: int
 ) -> None:

@@ -119,10 +119,9 @@ def test_options_stand_for_the_variables():
     assert with_options({"RANK": "1"}) == {"RANK": "1"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "flag"),
-    [({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method")],
-)
+@pytest.mark.parametrize(("environ", "flag"), [
+    ({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method"),
+])
 def test_options_beside_the_variables_are_refused(environ: Env, flag: str):
     with pytest.raises(UserError, match=f"{flag} must be left out where"):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)

@@ -104,11 +104,9 @@ def build(config: Config) -> Workload:
     return replace(workload, model=Unmovable(*workload.model.children()))
 
 
-@pytest.mark.parametrize(
-    ("precision", "model", "gathered"),
-    [("fp32", "plain", {"float32"}), ("bf16", "plain", {"bfloat16"}), ("bf16", "wide", {"bfloat16", "float32"})],
-    ids=["fp32", "bf16", "bf16 with a batch norm, which stays in fp32"],
-)
+@pytest.mark.parametrize(("precision", "model", "gathered"), [
+    ("fp32", "plain", {"float32"}), ("bf16", "plain", {"bfloat16"}), ("bf16", "wide", {"bfloat16", "float32"}),
+], ids=["fp32", "bf16", "bf16 with a batch norm, which stays in fp32"])
 def test_model_is_never_whole_on_the_device_and_gathered_in_its_precision(
     forks: Forks, tmp_path: Path, precision: str, model: str, gathered: set[str]
 ) -> None:

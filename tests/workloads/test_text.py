@@ -78,13 +78,12 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
         load_texts(texts_in(tmp_path, train=GOOD, dev=GOOD + "travel\tby sea\n"))
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [({"dev": GOOD}, "got no file train"), ({"train": GOOD}, "got no file dev or test"),
-     ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
-     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
-     ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt")],
-)
+@pytest.mark.parametrize(("files", "message"), [
+    ({"dev": GOOD}, "got no file train"), ({"train": GOOD}, "got no file dev or test"),
+    ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
+    ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
+    ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt"),
+])
 def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_texts(texts_in(tmp_path, **files))
