@@ -129,15 +129,12 @@ IMAGES = ("train", "--dataset", "fake", "--fake-samples", "256", "--image-size",
           "run")
 
 
-LITTLE = "tests.data.test_loader:little_shared_memory"
-
-
 def little_shared_memory() -> None:
     own_tmpfs("/dev/shm", "1m")
 
 
 def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload=LITTLE)
+    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload=f"{__name__}:little_shared_memory")
     assert codes == [2], output  # behind the traceback of a worker
     assert "error: /dev/shm must hold the batches of all DataLoader workers" in output
     assert "Traceback" not in output.split("error: /dev/shm")[1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start, wait_for
 
@@ -81,11 +82,11 @@ def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(
         rank_of(job, 1).kill()
         assert job.wait(120) == [1], job.output
     assert "Process 1 exit with status code" in job.output
-    steps = ("--max-steps", str(newest(checkpoints) + 5))
-    with ended(by_horovodrun(*line, *steps)) as job:
+    further = ("--max-steps", str(steps(checkpoints)[-1] + 5))
+    with ended(by_horovodrun(*line, *further)) as job:
         assert job.wait(280) == [0], job.output
     assert "resumed from step-" in job.output
-    assert digest(tmp_path / "run") == digest(train(forks, tmp_path / "whole", 2, *steps, *rarely[2:]))
+    assert digest(tmp_path / "run") == digest(train(forks, tmp_path / "whole", 2, *further, *rarely[2:]))
 
 
 def rank_of(job: Job, rank: int) -> psutil.Process:
@@ -96,10 +97,6 @@ def rank_of(job: Job, rank: int) -> psutil.Process:
         if environ_of(child.pid).get("HOROVOD_RANK") == str(rank) and child.cmdline()[1:3] == ["-m", "train.main"]
     ]
     return found
-
-
-def newest(checkpoints: Path) -> int:
-    return max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-????????"))
 
 
 @needs_horovod
