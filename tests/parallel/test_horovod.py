@@ -151,8 +151,8 @@ def test_horovod_of_four_ranks_sent_as_fp16_resumes_to_the_bit(forks: Forks, tmp
 
 @needs_horovod
 def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
-    for steps, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
-        run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", steps)
+    for end, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
+        run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", end)
     assert digest(run) == digest(ddp)
 
 

@@ -215,6 +215,11 @@ def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if is_comparable(name)} for entry in metrics(run_dir)]
 
 
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """What must be the same whatever happened to the run."""
+    return {"digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir)}
+
+
 def is_comparable(name: str) -> bool:
     """Whether a value in the metrics must be the same when the run is done again."""
     return name != "time" and not name.endswith("_per_s") and not name.startswith("ranks/")

@@ -13,7 +13,7 @@ import psutil
 
 from tests.rigs import places
 from tests.rigs.fork_server import Forks, Process
-from tests.rigs.jobs import MAIN, comparable_metrics, free_port, is_comparable, rank_env, result, working_in
+from tests.rigs.jobs import MAIN, free_port, is_comparable, outcome, rank_env, working_in
 from tests.rigs.places import Fault, Strike
 
 STEPS = 24
@@ -167,10 +167,7 @@ class _Job:
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:
-    return {
-        "digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir),
-        "tensorboard": _tensorboard(run_dir / "tensorboard"),
-    }
+    return outcome(run_dir) | {"tensorboard": _tensorboard(run_dir / "tensorboard")}
 
 
 def _tensorboard(folder: Path) -> dict[str, list[int]]:
