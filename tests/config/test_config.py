@@ -149,9 +149,7 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
 def test_changed_settings_names_only_what_affects_the_result():
     old = Config(lr=0.1, dropout=0.5, options={"a": 1, "b": [1], "c": "x"}).model_dump()
     new = Config(lr=0.2, dropout=0.5, epochs=9, keep=5, name="x", options={"a": 1, "b": [2], "d": "1"})
-    assert changed_settings(old, new) == [
-        "options: {a: 1, b: [1], c: x} -> {a: 1, b: [2], d: '1'}", "lr: 0.1 -> 0.2",
-    ]
+    assert changed_settings(old, new) == ["options: {a: 1, b: [1], c: x} -> {a: 1, b: [2], d: '1'}", "lr: 0.1 -> 0.2"]
 
 
 def test_changed_settings_survives_json_and_older_versions():

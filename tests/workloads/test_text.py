@@ -202,9 +202,7 @@ def test_texts_of_a_file_are_predicted(forks: Forks, trained: Path, tmp_path: Pa
     texts = [line.partition("\t")[2] for line in lines]
     (tmp_path / "in.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     where = ("--name", "run", "--run-dir", trained.parent)
-    forks.ends(
-        "predict", *where, "--input", tmp_path / "in.txt", "--output", tmp_path / "file.csv", world_size=2
-    )
+    forks.ends("predict", *where, "--input", tmp_path / "in.txt", "--output", tmp_path / "file.csv", world_size=2)
     rows = predicted(tmp_path / "file.csv")
     assert [text for text, _ in rows] == texts
     right = sum(label == line.partition("\t")[0] for (_, label), line in zip(rows, lines, strict=True))
