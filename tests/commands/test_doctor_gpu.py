@@ -35,22 +35,19 @@ def test_healthy_gpus_are_one_line(gpu: dict[str, Any]) -> None:
     assert finding.seen == "8 healthy: NVIDIA H100 80GB HBM3, driver 570.124.06"
 
 
-@pytest.mark.parametrize(
-    ("answers", "level", "seen"),
-    [
-        ({"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}, UNFIT,
-         "GPU 1: a bad row of its memory could not be replaced by a spare one"),
-        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, WARNING,
-         "GPU 1: a bad row of its memory waits to be replaced by a spare one"),
-        ({"nvmlDeviceGetTotalEccErrors": 2}, WARNING,
-         "GPU 1: uncorrected memory errors (ECC) since the driver was loaded: 2"),
-        ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING,
-         "GPU 1: its clock is lowered because of heat or the power supply"),
-        ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7), SimpleNamespace(pid=os.getpid())]}, WARNING,
-         "GPU 1: is used by other processes: 7"),
-        ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "level", "seen"), [
+    ({"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}, UNFIT,
+     "GPU 1: a bad row of its memory could not be replaced by a spare one"),
+    ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, WARNING,
+     "GPU 1: a bad row of its memory waits to be replaced by a spare one"),
+    ({"nvmlDeviceGetTotalEccErrors": 2}, WARNING,
+     "GPU 1: uncorrected memory errors (ECC) since the driver was loaded: 2"),
+    ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING,
+     "GPU 1: its clock is lowered because of heat or the power supply"),
+    ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7), SimpleNamespace(pid=os.getpid())]}, WARNING,
+     "GPU 1: is used by other processes: 7"),
+    ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),
+])
 def test_one_bad_gpu_among_good_ones_is_named(answers: dict[str, Any], level: str, seen: str) -> None:
     (finding,) = found(Driver(H100, H100 | answers, H100))
     assert (finding.level, finding.seen) == (level, seen)
@@ -98,9 +95,6 @@ def test_ranks_with_two_drivers_or_nccls_are_warned_and_with_two_gpus_are_told(m
     assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
     assert kind.level == NOTE
     assert kind.seen.startswith("GPU differs: NVIDIA H100 on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same")
-
-
-# The whole doctor -----------------------------------------------------------------------------------------------------
 
 
 def test_doctor_with_a_broken_gpu_is_not_fit_and_on_cpus_does_not_ask(forks: Forks, tmp_path: Path) -> None:

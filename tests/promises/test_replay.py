@@ -90,8 +90,6 @@ def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bit
         assert f"replay: {ranks} ranks from step {step}" in output
 
 
-# FSDP2 --------------------------------------------------------------------------------------------------------------
-
 SHARDED = SCRIPT.partition("job.finish()")[0]
 for old, new in (
     ("from torch.nn.parallel import DistributedDataParallel", "from torch.distributed.fsdp import fully_shard"),

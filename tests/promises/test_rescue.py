@@ -24,11 +24,9 @@ from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
 # 8 steps an epoch. A batch norm, a dropout, buckets
-SETTINGS = (
-    "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384", "--batch-size=48",
-    "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1", "--progress=none",
-    "--name=run", "--join-timeout-s=60",
-)
+SETTINGS = ("--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
+            "--batch-size=48", "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
+            "--progress=none", "--name=run", "--join-timeout-s=60")
 
 
 def train(folder: Path, *more: str) -> tuple[str, ...]:
@@ -111,13 +109,9 @@ def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, un
     assert outcome(tmp_path / "run") == undisturbed
 
 
-# Memory that is too small, and methods that have no rescue -------------------------------------------------------
-
 KILL = {"PROBE": json.dumps({"where": "loss", "call": 14, "rank": 1, "signal": "SIGKILL"})}  # in step 12
-OTHER = (
-    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=16",
-    "--save-every-steps=5", "--tensorboard=false",
-)
+OTHER = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=16", "--save-every-steps=5",
+         "--tensorboard=false")
 
 
 @pytest.mark.parametrize(

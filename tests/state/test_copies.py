@@ -24,9 +24,6 @@ from tests.rigs.small_filesystems import small_disk
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 
 
-# Retention ----------------------------------------------------------------------------------------------------
-
-
 def test_those_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
     os.truncate(save(tmp_path, 2) / "model.safetensors", 50)
@@ -83,9 +80,6 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
     save(tmp_path, 2, keep=2)
     assert steps(tmp_path) == [1, 2]
     assert newest(tmp_path) == (2, [])
-
-
-# A process that dies, a disk that fills -----------------------------------------------------------------------
 
 
 def save_until_killed(directory: Path, pipe: int) -> None:
