@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,13 +107,6 @@ def rank_env(rank: int, world_size: int, port: int, **more: str) -> dict[str, st
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), **more,
     }
-
-
-def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 240) -> Job:
-    """`python train/main.py ARGUMENTS` to its end."""
-    job = start(sys.executable, MAIN, *arguments, env=env, cwd=cwd)
-    job.wait(timeout_s)
-    return job
 
 
 def wait_for(
