@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import metrics, result
+from tests.rigs.jobs import losses_of, result
 from tests.rigs.tiny_bert import SLOW, change_json, make_bert, sample_texts
 from train.workloads.text import TextSamples
 
@@ -21,6 +22,7 @@ from train.workloads.text import TextSamples
 LINE = ("--workload", "text", "--tensorboard=false", "--batch-size", "60", "--max-seq-len", "40",
         "--optimizer", "adamw", "--lr", "0.002", "--schedule", "constant", "--log-every-steps", "1")
 STEPS = 36
+losses = partial(losses_of, count=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +42,6 @@ def train(jobs: Forks, bert: Path, run: Path, world_size: int, *more: str) -> st
         "train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name,
         "--run-dir", run.parent, world_size=world_size,
     )
-
-
-def losses(run: Path) -> list[float]:
-    return [line["train/loss"] for line in metrics(run) if "train/loss" in line]
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
