@@ -27,11 +27,12 @@ LINE = ("--workload", "throws:build", "--lr", "0.2", "--tensorboard=false")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's own directory: the page's example, beside a train.py of theirs."""
+    """A user's own directory: the page's example, beside files of theirs that have names as the program's have."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "throws.py").write_text(workload(PAGE))
-    (folder / "train.py").write_text("raise SystemExit('the user\\'s own train.py was taken for the program')\n")
+    for name in ("config", "data", "log", "stop", "train"):
+        (folder / f"{name}.py").write_text("raise SystemExit('taken for the program')\n")
     return folder
 
 
