@@ -7,6 +7,7 @@ import pytest
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, result
 
+
 # The defaults: tests/promises/test_demo.py
 @pytest.mark.parametrize(("file", "steps", "accuracy"), [("tiny", 22 * 5, 0.95), ("digits", 22 * 20, 0.97)])
 def test_configuration_that_ships_learns_the_digits(
