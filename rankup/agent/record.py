@@ -175,6 +175,13 @@ class RecordWriter:
         """Say that `step` begins now, in the present phase."""
         self._cell.step, self._cell.began_s = step, time.monotonic()
 
+    def begin_anew(self, step: int) -> None:
+        """The same, and that the phase begins anew with it, see `enter`. In every step, so in one call."""
+        cell, now_s = self._cell, time.monotonic()
+        cell.waiting, cell.step = False, step
+        cell.phase.entered_s = cell.began_s = now_s
+        self.clock.enter(self.entered[0])
+
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins now. Returns False where the rank has to stop instead, and None where it has to ask
         again in a moment: the members have not agreed yet."""
@@ -206,10 +213,7 @@ class RecordWriter:
         """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
         self.clock.enter(phase)
         began_s = time.monotonic() if since_s is None else since_s
-        if self.entered == (phase, timeout_s):  # as in every step: one number is all that changes
-            self._cell.phase.entered_s = began_s
-        else:
-            self._write(began_s, timeout_s, phase)
+        self._write(began_s, timeout_s, phase)
 
     def extend(self, timeout_s: float) -> None:
         """Move the deadline of the same phase to `timeout_s` seconds from now."""

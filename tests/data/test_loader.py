@@ -63,7 +63,7 @@ def workers_of(job: Job) -> list[psutil.Process]:
 @pytest.mark.parametrize("end", ["killed", "past its deadline"])
 def test_workers_die_with_their_rank(forks: Forks, tmp_path: Path, end: str) -> None:
     # Asleep in a batch: an idle worker would look for its parent by itself
-    line = train(tmp_path / "run", "--step-timeout-s", "6" if end != "killed" else "600")
+    line = train(tmp_path / "run", "--step-timeout-s", "12" if end != "killed" else "600")
     with forks.running(*line, env=probe("data", 3, sleep_s=600, tell=str(tmp_path / "asleep"))) as job:
         workers = workers_of(job)
         job.wait_until((tmp_path / "asleep").exists, "a worker that sleeps")
