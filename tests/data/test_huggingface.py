@@ -113,11 +113,9 @@ def test_training_gives_the_weights_of_the_same_folder(
     """Two ranks with workers, which are forked from processes that have the rows mapped already."""
     sources = {"files": ("imagefolder", "--data-dir", folder), "rows": (f"hf:{saved}", "--num-workers", "2")}
     for name, words in sources.items():
-        forks.ends(
-            "train", "--image-size", "32", "--batch-size", "4", "--epochs", "2", "--augment", "imagenet", "--run-dir",
-            tmp_path, "--tensorboard=false", "--name", name, "--dataset", *words, world_size=2,
-            env={"HF_HOME": str(cache)},
-        )
+        forks.ends("train", "--image-size", "32", "--batch-size", "4", "--epochs", "2", "--augment", "imagenet",
+                   "--run-dir", tmp_path, "--tensorboard=false", "--name", name, "--dataset", *words, world_size=2,
+                   env={"HF_HOME": str(cache)})
     assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
 
 

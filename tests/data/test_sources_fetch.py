@@ -123,10 +123,8 @@ assert "torch" not in sys.modules, "four of these on two cores would take longer
 def start_workers(count: int, root: Path, download: str) -> list[subprocess.Popen[str]]:
     """Processes that begin to fetch at the same moment: whoever waits for a server may do so for 10 s only."""
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(root), download], stdin=subprocess.PIPE, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
-        )
+        subprocess.Popen([sys.executable, "-c", WORKER, str(root), download], stdin=subprocess.PIPE, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
         for _ in range(count)
     ]
     for worker in workers:

@@ -34,10 +34,8 @@ BY = {
 
 def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
     """What ranks without a launcher print: the five variables."""
-    return forks.ends(
-        STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks, preload="tests.rigs.struck:by_fork",
-        env={**env, "DIE": die}, code=code,
-    )
+    return forks.ends(STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks,
+                      preload="tests.rigs.struck:by_fork", env={**env, "DIE": die}, code=code)
 
 
 def said(output: str, what: str = "digest") -> str:

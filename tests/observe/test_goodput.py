@@ -19,10 +19,8 @@ SETTINGS = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batc
 def report(first_step: int, step: int, *, began: float, lasted_s: float, **seconds: float) -> Report:
     """One whose seconds that are not given are of the start."""
     spent = {"start": lasted_s - sum(seconds.values()), **seconds}
-    return Report(
-        run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
-        total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, ranks=[],
-    )
+    return Report(run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
+                  total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, ranks=[])
 
 
 HUNG = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)

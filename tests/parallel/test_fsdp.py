@@ -103,10 +103,9 @@ def build(config: Config) -> Workload:
 def test_model_is_never_whole_on_the_device_and_gathered_in_its_precision(
     forks: Forks, tmp_path: Path, precision: str, model: str, gathered: set[str]
 ) -> None:
-    output = forks.ends(
-        "train", "--workload", f"{__name__}:build", "--options.model", model, "--parallel", "fsdp", "--max-steps", "2",
-        "--precision", precision, "--tensorboard=false", "--run-dir", tmp_path, world_size=2,
-    )
+    output = forks.ends("train", "--workload", f"{__name__}:build", "--options.model", model, "--parallel", "fsdp",
+                        "--max-steps", "2", "--precision", precision, "--tensorboard=false", "--run-dir", tmp_path,
+                        world_size=2)
     assert set(re.findall(r"AllGather sends torch\.(\w+)", output)) == gathered
     assert set(re.findall(r"ReduceScatter sends torch\.(\w+)", output)) == {"float32"}
 

@@ -29,10 +29,8 @@ losses = partial(losses_of, count=STEPS)
 
 
 def train(forks: Forks, run: Path, world_size: int, *arguments: str) -> Path:
-    forks.ends(
-        "train", *DIGITS, "--max-steps", str(STEPS), *arguments, "--name", run.name, "--run-dir", run.parent,
-        world_size=world_size,
-    )
+    forks.ends("train", *DIGITS, "--max-steps", str(STEPS), *arguments, "--name", run.name, "--run-dir", run.parent,
+               world_size=world_size)
     return run
 
 
@@ -202,10 +200,8 @@ def say_graphs() -> None:
 def test_compiled_model_trains_resumes_and_is_compiled_in_fact(forks: Forks, tmp_path: Path) -> None:
     line = ("train", *DIGITS, "--model", "mlp", "--run-dir", tmp_path)
     for name, steps, compiled in (("eager", 10, False), ("whole", 10, True), ("parts", 6, True), ("parts", 10, True)):
-        output = forks.ends(
-            *line, f"--compile={str(compiled).lower()}", "--name", name, "--max-steps", str(steps), world_size=2,
-            timeout_s=280, preload="tests.parallel.test_methods:say_graphs",
-        )
+        output = forks.ends(*line, f"--compile={str(compiled).lower()}", "--name", name, "--max-steps", str(steps),
+                            world_size=2, timeout_s=280, preload="tests.parallel.test_methods:say_graphs")
         assert output.count(f"graphs {int(compiled)} breaks 0") == output.count("graphs ") == 2, output
     assert result(tmp_path / "whole")["digest"] == result(tmp_path / "parts")["digest"]
     eager, compiled_, parts = (

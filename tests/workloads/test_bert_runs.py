@@ -38,10 +38,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(jobs: Forks, bert: Path, run: Path, world_size: int, *more: str) -> str:
-    return jobs.ends(
-        "train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name,
-        "--run-dir", run.parent, world_size=world_size,
-    )
+    return jobs.ends("train", *LINE, "--bert-dir", bert, "--max-steps", str(STEPS), *more, "--name", run.name,
+                     "--run-dir", run.parent, world_size=world_size)
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
@@ -113,10 +111,8 @@ def test_bert_evaluates_and_predicts_with_words_and_config_alone(
     files = []
     for world_size in (1, 2):
         files.append(tmp_path / f"{world_size}.csv")
-        jobs.ends(
-            "predict", *where, "--input", tmp_path / "in.txt", "--eval-batch-size", "8", "--output", files[-1],
-            world_size=world_size,
-        )
+        jobs.ends("predict", *where, "--input", tmp_path / "in.txt", "--eval-batch-size", "8", "--output", files[-1],
+                  world_size=world_size)
     assert files[0].read_bytes() == files[1].read_bytes()
     with files[0].open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

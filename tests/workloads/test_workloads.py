@@ -41,10 +41,8 @@ def project(tmp_path: Path) -> Path:
 
 def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
     for world_size in (1, 2):
-        forks.ends(
-            "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
-            world_size=world_size, cwds=[project] * world_size,
-        )
+        forks.ends("train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
+                   world_size=world_size, cwds=[project] * world_size)
     results = [result(project / "runs" / name) for name in "12"]
     assert results[0]["metrics"]["accuracy"] > 0.8
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
