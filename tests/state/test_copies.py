@@ -44,7 +44,8 @@ def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path
         shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009", dirs_exist_ok=True)
     for keep in (2, 1):
         save(tmp_path, 2, keep=keep)
-        assert steps(tmp_path) == [2, 9]
+        # One that says another step does not look whole: it counts for none that is kept
+        assert steps(tmp_path) == ([2, 9] if damage == "flipped" or keep == 1 else [1, 2, 9])
         assert newest(tmp_path)[0] == 2
 
 
