@@ -133,10 +133,8 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def fresh(argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> Ended:
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, *map(str, argv)], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, check=False)
     return Ended(done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout, done.stderr)
 
 

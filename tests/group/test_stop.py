@@ -183,10 +183,8 @@ def note_collectives() -> None:
 def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, tmp_path: Path) -> None:
     """Here of the last step: the mean loss of all ranks. As an epoch begins they compare its order."""
     quiet = ("--log-every-steps", "100", "--save-every-steps", "100", "--max-steps", "7", *AT_THE_END)
-    forks.ends(
-        *train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
-        preload=f"{__name__}:note_collectives",
-    )
+    forks.ends(*train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
+               preload=f"{__name__}:note_collectives")
     assert [[*dict.fromkeys((tmp_path / f"rank-{rank}").read_text().split())] for rank in (0, 1)] == [["0", "6"]] * 2
 
 

@@ -113,10 +113,8 @@ def test_logs_that_cannot_be_chosen_are_a_mistake(write, tmp_path, capfd, words:
 
 def test_follow_shows_the_last_and_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp_path: Path) -> None:
     log = write(0, *[f"01 {number:09}" for number in range(1000)])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "train.main", "logs", "--run-dir", str(tmp_path), "--follow"],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )
+    process = subprocess.Popen([sys.executable, "-m", "train.main", "logs", "--run-dir", str(tmp_path), "--follow"],
+                               cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process:
         try:

@@ -54,10 +54,8 @@ def always() -> None:
 
 def train(forks: Forks, run: Path, *arguments: str, world_size: int = 1, preload: str = "always") -> list[str]:
     """What was advised."""
-    output = forks.ends(
-        *TRAIN, "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size,
-        preload=f"{__name__}:{preload}",
-    )
+    output = forks.ends(*TRAIN, "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size,
+                        preload=f"{__name__}:{preload}")
     return re.findall(r"advice: (.*)", output)
 
 

@@ -152,10 +152,8 @@ def test_file_or_folder_in_the_way_is_one_line(forks: Forks, tmp_path: Path, whe
 
 def test_user_without_name_and_home_can_train(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir(mode=0o555)
-    done = as_user(
-        12345, sys.executable, MAIN, *train(tmp_path / "run", "--epochs", "1", "--tensorboard=true"),
-        HOME=str(tmp_path / "home"), USER="", LOGNAME="", PYTHONPATH=str(ROOT),
-    )
+    done = as_user(12345, sys.executable, MAIN, *train(tmp_path / "run", "--epochs", "1", "--tensorboard=true"),
+                   HOME=str(tmp_path / "home"), USER="", LOGNAME="", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert list((tmp_path / "home").iterdir()) == []

@@ -177,10 +177,8 @@ def test_texts_are_learned_alike_by_one_and_by_two(forks: Forks, trained: Path, 
 def test_text_evaluation_is_exact_on_any_number_of_ranks(forks: Forks, trained: Path) -> None:
     outcomes = []
     for world_size in (1, 3):
-        output = forks.ends(
-            "evaluate", "--name", "run", "--run-dir", trained.parent, "--eval-split", "test", "--eval-batch-size", "16",
-            "--limit-eval", "101", world_size=world_size,
-        )
+        output = forks.ends("evaluate", "--name", "run", "--run-dir", trained.parent, "--eval-split", "test",
+                            "--eval-batch-size", "16", "--limit-eval", "101", world_size=world_size)
         assert "confusion matrix: true class down" in output
         outcome = json.loads((trained / "evaluation.json").read_text())
         outcomes.append({name: outcome[name] for name in ("metrics", "count", "classes", "confusion")})
