@@ -109,6 +109,16 @@ def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_proces
     assert loop.is_alive()
 
 
+def test_a_stop_ends_no_process_whose_loop_has_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, left = watchdog_of(1, waiting=True), list[int]()
+    monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
+    monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
+    watch.protect(SimpleNamespace(keep_for_stop=lambda: "kept"), timeout_s=60.0)
+    watch.exit_within(PEER_LOST)
+    watch._leave_for_stop()
+    assert left == []
+
+
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Else a name that only a resolver knows leads nowhere."""
     connected: list[str] = []
