@@ -24,6 +24,7 @@ from rankup.seeds import derive_seed, seed_everything, seed_host
 from rankup.state.run import Run
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
+SEEDS_AHEAD = 100  # so many at once: one alone, between two steps, takes ten times as long
 
 
 class Job:
@@ -47,7 +48,8 @@ class Job:
         self.loop_is_over = False
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, Source] = {}  # by the id of the loader; the same for each epoch
-        self._begun, self._step_seed = False, 0
+        self._begun = False
+        self._step_seed, self._seeds = 0, dict[int, int]()  # of the present step, and by step of those that follow
         self._seed: Callable[[int], None] = seed_host  # all that there is to seed without a GPU
         if group.device.type != "cpu":
             self._seed = partial(seed_everything, device=group.device)
@@ -254,7 +256,7 @@ class Job:
         step, live, run = self.position.step, self.live, self.run
         self.clock.mark(COMPUTE)
         live.fetched = 0
-        self.group.watch.enter("step", self.settings.step_timeout_s, step=step)
+        self._enter_step()
         if line is not None:
             self.figures.metrics.write(line)
         self.seed_step()
@@ -293,11 +295,19 @@ class Job:
         self._enter_step()
 
     def _enter_step(self) -> None:
-        self.group.watch.enter("step", self.settings.step_timeout_s, step=self.position.step)
+        group, timeout_s = self.group, self.settings.step_timeout_s
+        if group.record.entered == ("step", timeout_s):  # as between two steps
+            group.record.begin_anew(self.position.step)
+        else:
+            group.watch.enter("step", timeout_s, step=self.position.step)
 
     def seed_step(self) -> None:
         """A random state of each step's and rank's own: a resumed run needs none of the past."""
-        self._step_seed = derive_seed(self.settings.seed, self.position.step, self.rank)
+        step = self.position.step
+        if step not in self._seeds:
+            ahead = range(step, step + SEEDS_AHEAD)
+            self._seeds = {number: derive_seed(self.settings.seed, number, self.rank) for number in ahead}
+        self._step_seed = self._seeds[step]
         self._seed(self._step_seed)
 
     def seed_batch(self) -> None:

@@ -294,6 +294,9 @@ def main() -> None:
         # One sender of a run at a time, to the end of this process: that of a killed rank 0 may still be at work
         lock = os.open(facts.folder / FOLDER / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
+    # Not in the seconds that are left once rank 0 has ended: on a busy machine it may take longer than those
+    with contextlib.suppress(Exception):  # the first look says why
+        importlib.import_module(facts.tracker)
     sender, pause_s, state = Sender(facts), 0.0, ""
     works: bool | None = None
     while not state:

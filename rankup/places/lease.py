@@ -143,14 +143,16 @@ class Lease:
 
     def _alive(self, owner: Owner) -> bool:
         """Watch for up to `life_s` whether the owner gives a new sign of life."""
-        until_s = time.monotonic() + self.life_s
-        while time.monotonic() < until_s:
+        until_s, pause_s = time.monotonic() + self.life_s, min(0.2, self.beat_s / 2)
+        while (looked_s := time.monotonic()) < until_s:
             now = self._owner()
             if now.get("released"):  # it ends normally at this moment
                 return False
             if now.get("beat") != owner.get("beat") or now.get("token") != owner.get("token"):
                 return True
-            time.sleep(min(0.2, self.beat_s / 2))
+            time.sleep(pause_s)
+            # A pause that took longer was no look at the owner: this process was stopped itself, or its whole machine
+            until_s += max(0.0, time.monotonic() - looked_s - self.beat_s)
         return False
 
     def _beat(self) -> None:

@@ -21,24 +21,21 @@ def ended(*codes: int | End) -> Ends:
     return ends
 
 
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [
-        ([137, PEER_LOST], None),
-        ([PEER_LOST, FAULT], FAULT),  # the rank that lost it ended first
-        ([PEER_LOST, PEER_LOST], None),
-        ([2, 2], 2),
-        ([FINISHED, 139], None),  # in its last moment: all look at the run once more
-        ([STOPPED, STOPPED], STOPPED),
-        # A script's rank that lost its peer ends with 1 as any traceback does
-        ([End(0, "n", 1, RESET), End(1, "n", 137, "SIGKILL")], None),
-        ([End(0, "n", 1, RESET), End(1, "n", 1, RESET)], None),
-        ([End(0, "n", 1, RESET), End(1, "n", 3, "ValueError: boom")], 3),
-        # Told to leave, it says nothing
-        ([End(0, "n", 1, "KeyboardInterrupt", told=True), 137], None),
-        ([End(0, "n", 143, told=True), FAULT], FAULT),
-    ],
-)
+@pytest.mark.parametrize(("codes", "code"), [
+    ([137, PEER_LOST], None),
+    ([PEER_LOST, FAULT], FAULT),  # the rank that lost it ended first
+    ([PEER_LOST, PEER_LOST], None),
+    ([2, 2], 2),
+    ([FINISHED, 139], None),  # in its last moment: all look at the run once more
+    ([STOPPED, STOPPED], STOPPED),
+    # A script's rank that lost its peer ends with 1 as any traceback does
+    ([End(0, "n", 1, RESET), End(1, "n", 137, "SIGKILL")], None),
+    ([End(0, "n", 1, RESET), End(1, "n", 1, RESET)], None),
+    ([End(0, "n", 1, RESET), End(1, "n", 3, "ValueError: boom")], 3),
+    # Told to leave, it says nothing
+    ([End(0, "n", 1, "KeyboardInterrupt", told=True), 137], None),
+    ([End(0, "n", 143, told=True), FAULT], FAULT),
+])
 def test_one_end_of_several_is_the_cause(codes: list[int | End], code: int | None) -> None:
     assert ended(*codes).judge().code == code
 
@@ -75,9 +72,6 @@ def test_job_that_was_asked_to_stop_is_not_started_again(codes: list[int], code:
     assert ends.judge().code == code
 
 
-# What the files say --------------------------------------------------------------------------------------------------
-
-
 def test_end_of_a_rank_is_kept_for_its_attempt(tmp_path: Path) -> None:
     write_end(tmp_path, "a-1", End(1, "node0", 171, "lost rank 0", 7, suspect=0))
     assert read_json(tmp_path / "status" / "a-1" / "rank-1.json") == {
@@ -93,9 +87,6 @@ def test_summary_names_the_cause_and_not_the_ranks_that_lost_it(tmp_path: Path) 
     assert (summary["attempt"], summary["state"], summary["code"]) == ("a-1", "failed", 2)
     assert summary["why"] == "a mistake"
     assert list(summary["ranks"]) == ["0", "1", "2"]
-
-
-# Which attempt may write ----------------------------------------------------------------------------------------------
 
 
 class Lease:

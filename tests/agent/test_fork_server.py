@@ -133,33 +133,28 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def fresh(argv: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> Ended:
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, *map(str, argv)], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, check=False)
     return Ended(done.returncode if done.returncode >= 0 else 128 - done.returncode, done.stdout, done.stderr)
 
 
 # As a fresh interpreter ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import sys\nsys.exit('a text')",
-        "import sys\nsys.exit()",
-        "raise SystemExit(True)",
-        "import os\nos.abort()",
-        "raise KeyboardInterrupt",
-        "def function():\n    raise ValueError('wrong')\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    function()",
-        "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind, trace.tb_lineno)\n1 / 0",
-        "import atexit\natexit.register(print, 'at the end')\nraise SystemExit(4)",
-        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('a thread'))).start()",
-        "x = = 3",
-        "import warnings\nwarnings.simplefilter('always')\nwarnings.warn('look')",
-        "def f(x: int): pass\nprint(f.__annotations__)",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "import sys\nsys.exit('a text')",
+    "import sys\nsys.exit()",
+    "raise SystemExit(True)",
+    "import os\nos.abort()",
+    "raise KeyboardInterrupt",
+    "def function():\n    raise ValueError('wrong')\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    function()",
+    "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', kind, trace.tb_lineno)\n1 / 0",
+    "import atexit\natexit.register(print, 'at the end')\nraise SystemExit(4)",
+    "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('a thread'))).start()",
+    "x = = 3",
+    "import warnings\nwarnings.simplefilter('always')\nwarnings.warn('look')",
+    "def f(x: int): pass\nprint(f.__annotations__)",
+])
 def test_script_prints_and_ends_as_in_a_fresh_interpreter(text: str, rig: Rig, tmp_path: Path) -> None:
     file = script(tmp_path, text)
     assert rig.ran([file]) == fresh([file], env=rig.env, cwd=ROOT)

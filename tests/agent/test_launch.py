@@ -237,7 +237,9 @@ def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [139, 171])
 def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -> None:
-    text = f"say('here')\nif restart < 2 and rank == 1: os._exit({code})\nif restart < 2: wait_for('never')\n"
+    """The one that is lost waits for the other one, which may start late and has to have said that it is there."""
+    text = f"say('here')\nif restart < 2 and rank == 1:\n    wait_for(f'here-0-{{restart}}')\n    os._exit({code})\n"
+    text += "if restart < 2: wait_for('never')\n"
     with ended(launch(tmp_path, text + "print('args', sys.argv[1:])", "--restart-args=--resume 'a b'")) as job:
         assert job.wait() == [0], job.output
     assert job.output.count("args ['--resume', 'a b']") == 2

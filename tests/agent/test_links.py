@@ -14,14 +14,10 @@ from rankup.group.stop import StopRequest
 from rankup.group.watchdog import AgentLine
 
 
-@pytest.mark.parametrize(
-    ("user", "sent"),
-    [
-        (0, b"no json\n"), (0, b"[]\n"), (0, b'{"is": "rank", "local_rank": "x"}\n'),
-        (1, b'{"is": "rank", "local_rank": 0}\n{"is": "stop", "signal": "SIGTERM"}\n'),
-    ],
-    ids=["text", "list", "number", "another-user"],
-)
+@pytest.mark.parametrize(("user", "sent"), [
+    (0, b"no json\n"), (0, b"[]\n"), (0, b'{"is": "rank", "local_rank": "x"}\n'),
+    (1, b'{"is": "rank", "local_rank": 0}\n{"is": "stop", "signal": "SIGTERM"}\n'),
+], ids=["text", "list", "number", "another-user"])
 def test_who_sends_something_else_or_is_another_user_is_disconnected_unheard(
     user: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,9 +32,7 @@ def test_the_interface_that_routes_to_the_others_is_taken_by_all_libraries() -> 
 def test_the_users_choice_stands_and_an_empty_one_is_none() -> None:
     environ = {"GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "^docker0", "TP_SOCKET_IFNAME": ""}
     assert choose_interface(environ, "10.0.0.5") == ""
-    assert environ == {
-        "GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "^docker0", "TP_SOCKET_IFNAME": "eth0",
-    }
+    assert environ == {"GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "^docker0", "TP_SOCKET_IFNAME": "eth0"}
 
 
 @pytest.mark.parametrize("number", [1, 13])

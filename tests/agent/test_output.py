@@ -230,16 +230,13 @@ def test_thread_that_hangs_in_the_log_does_not_hold_the_others() -> None:
 TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: connection closed by peer\n"
 
 
-@pytest.mark.parametrize(
-    ("tail", "said"),
-    [
-        (f"{TRACEBACK}bye", "RuntimeError: connection closed by peer"),
-        ("ValueError: first\ntorch.OutOfMemoryError: too much\nthe rest", "torch.OutOfMemoryError: too much"),
-        ("usage: job.py [-h]\njob.py: error: no such argument: -x", "job.py: error: no such argument: -x"),
-        ("  RuntimeError: inside a line", ""),
-        ("RuntimeError: " + "x" * 1000, "RuntimeError: " + "x" * 486),
-    ],
-)
+@pytest.mark.parametrize(("tail", "said"), [
+    (f"{TRACEBACK}bye", "RuntimeError: connection closed by peer"),
+    ("ValueError: first\ntorch.OutOfMemoryError: too much\nthe rest", "torch.OutOfMemoryError: too much"),
+    ("usage: job.py [-h]\njob.py: error: no such argument: -x", "job.py: error: no such argument: -x"),
+    ("  RuntimeError: inside a line", ""),
+    ("RuntimeError: " + "x" * 1000, "RuntimeError: " + "x" * 486),
+])
 def test_reason_of_a_failure_is_its_last_exception(tail: str, said: str) -> None:
     assert last_exception(tail) == said
 

@@ -79,21 +79,18 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT, check=False)
 
 
-@pytest.mark.parametrize(
-    ("code", "ended", "printed"),
-    [
-        ("threading.Thread(target=hang).start(); sys.stdout.write('all of it'); exit.finish(3)", 3, "all of it"),
-        (GUARD + "sys.stdout.flush(); sys.__stdout__.write('c'); exit.finish(0)", 0, "abc"),  # in its order
-        ("exit.leave(171, hang, timeout_s=0.2)", 171, ""),
-        ("exit.leave(171, lambda: sys.stdout.write('said') and 30, timeout_s=60)", 30, "said"),
-        ("exit.leave(143, lambda: 1 / 0, timeout_s=60)", 143, ""),
-        ("exit.leave(143, lambda: None, timeout_s=60)", 143, ""),
-        ("threading.Thread(target=exit.leave, args=(170,)).start(); hang()", 170, ""),
-        ("print(exit.within(60, lambda: 7), exit.within(0.1, hang)); exit.finish(0)", 0, "7 None\n"),
-        ("exit.set_hard_deadline(60); exit.clear_hard_deadline(); print(*signal.getitimer(0)); exit.finish(5)", 5,
-         "0.0 0.0\n"),
-    ],
-)
+@pytest.mark.parametrize(("code", "ended", "printed"), [
+    ("threading.Thread(target=hang).start(); sys.stdout.write('all of it'); exit.finish(3)", 3, "all of it"),
+    (GUARD + "sys.stdout.flush(); sys.__stdout__.write('c'); exit.finish(0)", 0, "abc"),  # in its order
+    ("exit.leave(171, hang, timeout_s=0.2)", 171, ""),
+    ("exit.leave(171, lambda: sys.stdout.write('said') and 30, timeout_s=60)", 30, "said"),
+    ("exit.leave(143, lambda: 1 / 0, timeout_s=60)", 143, ""),
+    ("exit.leave(143, lambda: None, timeout_s=60)", 143, ""),
+    ("threading.Thread(target=exit.leave, args=(170,)).start(); hang()", 170, ""),
+    ("print(exit.within(60, lambda: 7), exit.within(0.1, hang)); exit.finish(0)", 0, "7 None\n"),
+    ("exit.set_hard_deadline(60); exit.clear_hard_deadline(); print(*signal.getitimer(0)); exit.finish(5)", 5,
+     "0.0 0.0\n"),
+])
 def test_process_ends_with_its_code_and_what_was_printed_whatever_hangs(code: str, ended: int, printed: str) -> None:
     done = run(code)
     assert (done.returncode, done.stdout) == (ended, printed), done.stderr
@@ -118,9 +115,6 @@ def test_one_module_ends_processes_and_the_agent_its_children() -> None:
     assert endings == {"rankup/agent/fork_server.py", "rankup/agent/processes.py", "rankup/observe/tracker.py"}
 
 
-# What is granted ------------------------------------------------------------------------------------------------------
-
-
 def files(root: Path, contents: dict[str, str]) -> Path:
     for name, text in contents.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -128,41 +122,34 @@ def files(root: Path, contents: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("contents", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/job\n",
-          "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "990\n",
-          "sys/fs/cgroup/job/memory.stat": "anon 290\nfile 700\ninactive_file 600\n",
-          "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "9\n"}, 610),
-        ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
-          "sys/fs/cgroup/memory/memory.usage_in_bytes": "990\n",
-          "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 600\n"}, 610),
-        ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-          "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n"}, None),
-    ],
-)
+@pytest.mark.parametrize(("contents", "expected"), [
+    ({"proc/self/cgroup": "0::/job\n",
+      "sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "990\n",
+      "sys/fs/cgroup/job/memory.stat": "anon 290\nfile 700\ninactive_file 600\n",
+      "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "9\n"}, 610),
+    ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": "990\n",
+      "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 600\n"}, 610),
+    ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n"}, None),
+])
 def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str, str], expected: int | None) -> None:
     assert min((left for _, left in memory(files(tmp_path, contents))), default=None) == expected
 
 
-@pytest.mark.parametrize(
-    ("contents", "affinity", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 8, 1.5),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "800000 100000\n"}, 2, 2.0),
-        ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
-          "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
-        ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
-          "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
-        ({"proc/self/cgroup": "1:cpu:/on/the/host\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
-          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n"}, 8, 2.0),
-        ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, 3, 3.0),
-        ({}, 4, 4.0),
-    ],
-    ids=["v2", "v2-affinity-less", "v2-parent", "v1", "v1-container", "v1-unlimited", "no-cgroup"],
-)
+@pytest.mark.parametrize(("contents", "affinity", "expected"), [
+    ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 8, 1.5),
+    ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "800000 100000\n"}, 2, 2.0),
+    ({"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/task/cpu.max": "max 100000\n",
+      "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
+    ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
+      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
+    ({"proc/self/cgroup": "1:cpu:/on/the/host\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+      "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n"}, 8, 2.0),
+    ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, 3, 3.0),
+    ({}, 4, 4.0),
+], ids=["v2", "v2-affinity-less", "v2-parent", "v1", "v1-container", "v1-unlimited", "no-cgroup"])
 def test_cpu_quota_is_the_least_granted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
 ) -> None:
@@ -170,32 +157,26 @@ def test_cpu_quota_is_the_least_granted(
     assert cpu_quota(files(tmp_path, contents)) == expected
 
 
-@pytest.mark.parametrize(
-    ("contents", "expected"),
-    [
-        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
-          "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
-        # In a container: the path is the host's
-        ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
-          "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
-        ({"proc/self/cgroup": "0::/\n"}, None),
-    ],
-)
+@pytest.mark.parametrize(("contents", "expected"), [
+    ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
+      "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
+    # In a container: the path is the host's
+    ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
+      "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
+    ({"proc/self/cgroup": "0::/\n"}, None),
+])
 def test_memory_kills_are_counted_in_the_own_group(
     tmp_path: Path, contents: dict[str, str], expected: int | None
 ) -> None:
     assert oom_kills(files(tmp_path, contents)) == expected
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "text"),
-    [
-        (None, 3, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
-        (3, None, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
-        (3, 3, "no out-of-memory kill was counted in this container or job: somebody sent it"),
-        (3, 4, "1 out-of-memory kill was counted in this container or job meanwhile: give it more memory"),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "text"), [
+    (None, 3, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
+    (3, None, "if nobody sent it, the memory was not enough, or the limit of the container or job"),
+    (3, 3, "no out-of-memory kill was counted in this container or job: somebody sent it"),
+    (3, 4, "1 out-of-memory kill was counted in this container or job meanwhile: give it more memory"),
+])
 def test_sigkill_is_explained_by_the_kills_that_were_counted_meanwhile(
     before: int | None, now: int | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

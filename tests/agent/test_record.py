@@ -242,17 +242,14 @@ def test_health_check_finds_the_ranks_of_an_agent_and_one_without() -> None:
         assert said.stdout.count(text) == 1
 
 
-@pytest.mark.parametrize(
-    ("phase", "timeout_s", "waiting", "later_s", "said"),
-    [
-        ("save", 5.0, False, 4.0, ""),
-        ("save", 5.0, False, 6.0, "hung"),
-        ("step", 2000.0, False, HEALTHY_STEP_S + 1, "hung"),
-        ("step", 2000.0, True, HEALTHY_STEP_S + 1, "waiting for another rank"),
-        ("evaluation", 2000.0, False, HEALTHY_STEP_S + 1, ""),
-        ("start", NO_LIMIT, False, 9999.0, ""),
-    ],
-)
+@pytest.mark.parametrize(("phase", "timeout_s", "waiting", "later_s", "said"), [
+    ("save", 5.0, False, 4.0, ""),
+    ("save", 5.0, False, 6.0, "hung"),
+    ("step", 2000.0, False, HEALTHY_STEP_S + 1, "hung"),
+    ("step", 2000.0, True, HEALTHY_STEP_S + 1, "waiting for another rank"),
+    ("evaluation", 2000.0, False, HEALTHY_STEP_S + 1, ""),
+    ("start", NO_LIMIT, False, 9999.0, ""),
+])
 def test_health_is_a_matter_of_the_deadline_and_of_a_step_that_is_too_long(
     phase: str, timeout_s: float, waiting: bool, later_s: float, said: str
 ) -> None:

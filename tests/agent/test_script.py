@@ -18,9 +18,6 @@ def imported(script: Script) -> set[str]:
     return {name.removeprefix("imported ") for name in script.must_match() if name.startswith("imported ")}
 
 
-# What all nodes have in common ---------------------------------------------------------------------------------------
-
-
 def test_script_and_the_modules_of_its_own_must_match(tmp_path: Path) -> None:
     script = write(tmp_path, "import json, torch\nfrom helpers import (\n    loss,  # the loss\n)")
     for name in ("__init__", "loss", "unused"):
@@ -60,13 +57,9 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
     assert Script.find(["-m", "no_such"]).must_match()["script -m no_such"] == "a module that Python itself finds"
 
 
-# Its command line ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["-x"], ["--local_rank=1", "-x"]), (["--local_rank", "5"], ["--local_rank", "5"])],
-)
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["-x"], ["--local_rank=1", "-x"]), (["--local_rank", "5"], ["--local_rank", "5"]),
+])
 def test_local_rank_is_an_argument_where_the_script_declares_it(
     arguments: list[str], expected: list[str], tmp_path: Path
 ) -> None:
@@ -81,44 +74,33 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert Script.find(["-m", "json.tool", "x"]).command(local_rank=0) == ["-m", "json.tool", "x"]
 
 
-# Whether it imports rankup -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "forked"),
-    [
-        ("import torch\nimport rankup", True),
-        ("try:\n    import rankup\nexcept ImportError:\n    rankup = None", True),
-        ("import torch\nif __name__ == '__main__':\n    with x:\n        import rankup as r", True),
-        ("import own", True),
-        ("from own import tools", True),
-        ("import indirect", False),
-        ("def f():\n    import rankup", False),
-        ("'''\nimport rankup\n'''", False),
-        ("import rankup_tools", False),
-        ("from . import rankup", False),
-        ("import rankup\ndef f(:", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "forked"), [
+    ("import torch\nimport rankup", True),
+    ("try:\n    import rankup\nexcept ImportError:\n    rankup = None", True),
+    ("import torch\nif __name__ == '__main__':\n    with x:\n        import rankup as r", True),
+    ("import own", True),
+    ("from own import tools", True),
+    ("import indirect", False),
+    ("def f():\n    import rankup", False),
+    ("'''\nimport rankup\n'''", False),
+    ("import rankup_tools", False),
+    ("from . import rankup", False),
+    ("import rankup\ndef f(:", False),
+])
 def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
     write(tmp_path, "import rankup", "own.py")
     write(tmp_path, "import own", "indirect.py")
     assert Script.find([str(write(tmp_path, text))]).imports_rankup() is forked
 
 
-# Horovod -------------------------------------------------------------------------------------------------------------
-
 HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "environ", "got"),
-    [
-        (HOROVOD, {"HOROVOD_SIZE": "1"}, "1"),  # a launcher of several ranks inside horovodrun -np 1
-        (HOROVOD, {"HOROVOD_CONTROLLER": "gloo"}, "nothing"),  # a setting says nothing of ranks
-        ("'''The first line of a script.'''\nfrom horovod import torch as hvd", {}, "nothing"),
-    ],
-)
+@pytest.mark.parametrize(("text", "environ", "got"), [
+    (HOROVOD, {"HOROVOD_SIZE": "1"}, "1"),  # a launcher of several ranks inside horovodrun -np 1
+    (HOROVOD, {"HOROVOD_CONTROLLER": "gloo"}, "nothing"),  # a setting says nothing of ranks
+    ("'''The first line of a script.'''\nfrom horovod import torch as hvd", {}, "nothing"),
+])
 def test_horovod_script_is_refused_where_each_rank_would_train_alone(
     text: str, environ: dict[str, str], got: str, tmp_path: Path
 ) -> None:
@@ -129,35 +111,25 @@ def test_horovod_script_is_refused_where_each_rank_would_train_alone(
     script.check(environ, world_size=1)
 
 
-@pytest.mark.parametrize(
-    ("text", "environ"),
-    [
-        (HOROVOD, {"HOROVOD_SIZE": "2"}),
-        (HOROVOD, {"HOROVOD_CONTROLLER": "mpi"}),
-        ("try:\n    import horovod\nexcept ImportError:\n    horovod = None", {}),
-        ("import horovod_tools", {}),
-        ("from .horovod import tools", {}),
-    ],
-    ids=["horovodrun", "mpi", "optional", "another", "own"],
-)
+@pytest.mark.parametrize(("text", "environ"), [
+    (HOROVOD, {"HOROVOD_SIZE": "2"}),
+    (HOROVOD, {"HOROVOD_CONTROLLER": "mpi"}),
+    ("try:\n    import horovod\nexcept ImportError:\n    horovod = None", {}),
+    ("import horovod_tools", {}),
+    ("from .horovod import tools", {}),
+], ids=["horovodrun", "mpi", "optional", "another", "own"])
 def test_script_that_may_do_without_horovod_is_started(text: str, environ: dict[str, str], tmp_path: Path) -> None:
     Script.find([str(write(tmp_path, text))]).check(environ, world_size=2)
 
 
-# What the server may import for it -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
-         ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
-        ("from . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
-        ("import os\nos.environ['X'] = '1'\nimport torch", []),
-        ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
-        ("import x = 3", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "names"), [
+    ("'''Text.'''\nimport os\nimport torch.nn as nn\nfrom torch.utils.data import DataLoader, Dataset\nimport mine",
+     ["torch.nn", "torch.utils.data.DataLoader", "torch.utils.data.Dataset"]),
+    ("from . import mine\nfrom .torch import x\nfrom yaml import *", ["yaml"]),
+    ("import os\nos.environ['X'] = '1'\nimport torch", []),
+    ("import torch, torch\nimport pandas, requests, numpyro\nif True: pass\nimport yaml", ["torch"]),
+    ("import x = 3", []),
+])
 def test_first_imports_of_a_script_that_are_known_to_be_safe(text: str, names: list[str], tmp_path: Path) -> None:
     assert Script.find([str(write(tmp_path, text))]).safe_imports() == names
 

@@ -228,10 +228,8 @@ def main() -> None:
             entrants.append(entrant)
     with tempfile.TemporaryDirectory() as scratch:
         prepare_data(Path(scratch), random=options.random)
-        task = Task(
-            data=scratch, batch_size=BATCH, warm_up=options.warm_up, steps=options.steps, precision="",
-            result=f"{scratch}/result.json", variant="",
-        )
+        task = Task(data=scratch, batch_size=BATCH, warm_up=options.warm_up, steps=options.steps, precision="",
+                    result=f"{scratch}/result.json", variant="")
         laps = race(options, task, entrants)
     text = "\n\n".join("\n".join(table(laps, precision)) for precision in options.precision)
     text += f"\n\n{conditions(options, laps)}\n"

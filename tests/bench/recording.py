@@ -47,10 +47,8 @@ def record() -> list[Line]:
         os.kill(pid, signal.SIGKILL)
 
     killer = threading.Timer(1.5, kill)  # in the middle of the second epoch
-    job = subprocess.Popen(
-        ["make", "up"], cwd=ROOT, env={**os.environ, "ARGS": ARGS}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    job = subprocess.Popen(["make", "up"], cwd=ROOT, env={**os.environ, "ARGS": ARGS}, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert job.stdout is not None
     for text in job.stdout:
         if not lines and not text.startswith("[node"):

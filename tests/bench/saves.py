@@ -27,11 +27,9 @@ from tests.rigs.jobs import MAIN, ROOT
 
 EVERY, BATCH = 15, 32
 WARM, STEPS = 5, 4 * EVERY + 5  # the first steps are slower
-LINE = (
-    "--dataset=fake", "--fake-samples=512", "--image-size=32", "--model=resnet50", f"--batch-size={BATCH}",
-    "--limit-eval=32", "--evaluate-every-epochs=1000", "--tensorboard=false", "--progress=none", "--fresh",
-    "--name=run", "--log-every-steps=1",
-)
+LINE = ("--dataset=fake", "--fake-samples=512", "--image-size=32", "--model=resnet50", f"--batch-size={BATCH}",
+        "--limit-eval=32", "--evaluate-every-epochs=1000", "--tensorboard=false", "--progress=none", "--fresh",
+        "--name=run", "--log-every-steps=1")
 
 
 def train(how: str, world_size: int, folder: Path) -> dict[str, float]:

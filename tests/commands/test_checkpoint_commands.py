@@ -42,9 +42,6 @@ def evaluation(run: Path) -> dict[str, Any]:
     return found
 
 
-# evaluate -------------------------------------------------------------------------------------------------------
-
-
 def test_evaluate_restores_the_settings_of_the_run(forks: Forks, trained: Path) -> None:
     status = (trained / "status.json").read_bytes()
     output = command(forks, trained, "evaluate")
@@ -81,9 +78,6 @@ def test_checkpoint_that_is_not_there_or_does_not_fit_is_one_line(forks: Forks, 
     assert f"checkpoint: {tmp_path}/nothing/checkpoints must hold one, got none. Train first, or name one." in output
     output = command(forks, trained, "evaluate", "--model", "cnn", code=2)
     assert "step-00000088 does not fit the model of these settings:" in output
-
-
-# predict --------------------------------------------------------------------------------------------------------
 
 
 def predicted(path: Path) -> list[dict[str, Any]]:

@@ -13,10 +13,9 @@ from tests.rigs.jobs import ROOT, environment
 
 
 def compare(output: Path, *words: str, env: dict[str, str] | None = None) -> dict:
-    done = subprocess.run(
-        [sys.executable, "tests/bench/compare.py", "--repeats", "1", "--output", output, *words], cwd=ROOT,
-        env=environment({"PYTHONWARNINGS": "", **(env or {})}), capture_output=True, text=True,
-    )
+    done = subprocess.run([sys.executable, "tests/bench/compare.py", "--repeats", "1", "--output", output, *words],
+                          cwd=ROOT, env=environment({"PYTHONWARNINGS": "", **(env or {})}), capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((output / "compare.json").read_text())
     assert done.stdout.count("\n| ") == len(found["variants"]) + 2  # with the header

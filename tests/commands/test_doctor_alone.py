@@ -86,19 +86,12 @@ def test_preflight_starts_a_rank_only_if_it_says_yes(forks: Forks, tmp_path: Pat
     assert "started" not in output.splitlines()
 
 
-# The verdict ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("levels", "code"),
-    [([], 0), ([OK, NOTE], 0), ([NOTE, WARNING], 10), ([WARNING, INCOMPLETE], 30), ([INCOMPLETE, UNFIT, WARNING], 20)],
-)
+@pytest.mark.parametrize(("levels", "code"), [
+    ([], 0), ([OK, NOTE], 0), ([NOTE, WARNING], 10), ([WARNING, INCOMPLETE], 30), ([INCOMPLETE, UNFIT, WARNING], 20),
+])
 def test_doctor_verdict_is_the_worst_finding(levels: list[str], code: int) -> None:
     """What is certainly broken counts for more than what could not be looked at."""
     assert exit_code(Finding("x", level, "") for level in levels) == code
-
-
-# Limits ---------------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_warns_of_little_memory_and_of_earlier_kills(tmp_path: Path) -> None:
@@ -119,9 +112,6 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
     (few,) = shared_memory(num_workers=1)
     (many,) = shared_memory(num_workers=2)
     assert (few.level, many.level) == (OK, WARNING)
-
-
-# Links ----------------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_measures_each_rank_with_the_next_and_no_node_twice_in_a_round() -> None:

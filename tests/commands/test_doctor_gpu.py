@@ -12,7 +12,65 @@ import torch
 
 from rankup.doctor import NOTE, OK, UNFIT, WARNING, Finding, exit_code, gpus, stages
 from tests.rigs.fork_server import Forks
-from tests.rigs.nvml import H100, Driver
+
+H100 = {
+    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3", "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+    "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonGpuIdle,
+    "nvmlDeviceGetComputeRunningProcesses": [],
+}
+
+
+class Driver:
+    """NVIDIA's driver, made up below the real pynvml, on a machine with these GPUs: a dict of answers each. An answer
+    that is an error is raised."""
+
+    def __init__(self, *gpus: dict[str, Any], broken: int = 0) -> None:
+        self.gpus, self.broken, self.is_open = gpus, broken, False
+
+    def __getattr__(self, name: str) -> Any:
+        known = getattr(pynvml, name)  # a name that nvidia-ml-py does not have is a mistake of the program
+        if not name.startswith("nvmlDevice"):
+            return known
+
+        def answer(index: int, *more: Any) -> Any:
+            assert self.is_open
+            found = self.gpus[index][name]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return answer
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise pynvml.NVMLError(self.broken)
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        assert self.is_open
+        self.is_open = False
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.124.06"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= len(self.gpus):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if "lost" in self.gpus[index]:
+            raise pynvml.NVMLError(self.gpus[index]["lost"])
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        places = {f"GPU-{index}": index for index in range(len(self.gpus))}
+        if uuid not in places:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return places[uuid]
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
 
 
 def found(driver: Driver, local_rank: int | None = None, **environ: str) -> list[Finding]:
@@ -35,22 +93,19 @@ def test_healthy_gpus_are_one_line(gpu: dict[str, Any]) -> None:
     assert finding.seen == "8 healthy: NVIDIA H100 80GB HBM3, driver 570.124.06"
 
 
-@pytest.mark.parametrize(
-    ("answers", "level", "seen"),
-    [
-        ({"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}, UNFIT,
-         "GPU 1: a bad row of its memory could not be replaced by a spare one"),
-        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, WARNING,
-         "GPU 1: a bad row of its memory waits to be replaced by a spare one"),
-        ({"nvmlDeviceGetTotalEccErrors": 2}, WARNING,
-         "GPU 1: uncorrected memory errors (ECC) since the driver was loaded: 2"),
-        ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING,
-         "GPU 1: its clock is lowered because of heat or the power supply"),
-        ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7), SimpleNamespace(pid=os.getpid())]}, WARNING,
-         "GPU 1: is used by other processes: 7"),
-        ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),
-    ],
-)
+@pytest.mark.parametrize(("answers", "level", "seen"), [
+    ({"nvmlDeviceGetRemappedRows": (0, 3, 0, 1)}, UNFIT,
+     "GPU 1: a bad row of its memory could not be replaced by a spare one"),
+    ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, WARNING,
+     "GPU 1: a bad row of its memory waits to be replaced by a spare one"),
+    ({"nvmlDeviceGetTotalEccErrors": 2}, WARNING,
+     "GPU 1: uncorrected memory errors (ECC) since the driver was loaded: 2"),
+    ({"nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown}, WARNING,
+     "GPU 1: its clock is lowered because of heat or the power supply"),
+    ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7), SimpleNamespace(pid=os.getpid())]}, WARNING,
+     "GPU 1: is used by other processes: 7"),
+    ({"lost": pynvml.NVML_ERROR_UNKNOWN}, UNFIT, "GPU 1: does not answer: Unknown Error"),
+])
 def test_one_bad_gpu_among_good_ones_is_named(answers: dict[str, Any], level: str, seen: str) -> None:
     (finding,) = found(Driver(H100, H100 | answers, H100))
     assert (finding.level, finding.seen) == (level, seen)
@@ -98,9 +153,6 @@ def test_ranks_with_two_drivers_or_nccls_are_warned_and_with_two_gpus_are_told(m
     assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
     assert kind.level == NOTE
     assert kind.seen.startswith("GPU differs: NVIDIA H100 on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same")
-
-
-# The whole doctor -----------------------------------------------------------------------------------------------------
 
 
 def test_doctor_with_a_broken_gpu_is_not_fit_and_on_cpus_does_not_ask(forks: Forks, tmp_path: Path) -> None:

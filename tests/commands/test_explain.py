@@ -20,9 +20,6 @@ from tests.rigs.jobs import ROOT, environment
 LOGS = Path(__file__).parent / "logs"
 
 
-# The table ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", known_faults(), ids=lambda fault: fault.name)
 def test_fault_is_found_in_its_own_example(fault: Fault) -> None:
     beside = [] if not fault.doubtful else ["RuntimeError: Rank 1 failed to pass monitoredBarrier in 2000 ms"]
@@ -48,8 +45,6 @@ def test_strings_that_a_line_must_contain_hide_no_match_of_a_pattern() -> None:
         assert all(any(word in line for word in fault.contains) for line in matched), fault.name
 
 
-# Order --------------------------------------------------------------------------------------------------------
-
 def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
     warning = "[W1121 10:02:33 socket.cpp:764] [c10d] The IPv6 network addresses of (node0, 29400) cannot be retrieved"
     assert [diagnosis.harmless for diagnosis in diagnose([warning])] == [True]
@@ -59,9 +54,6 @@ def test_doubtful_sign_alone_is_harmless_and_beside_a_failure_is_not() -> None:
 
 
 OUCH = "CUDA out of memory"
-
-
-# Files --------------------------------------------------------------------------------------------------------
 
 
 def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
@@ -94,9 +86,6 @@ def test_endless_kinds_of_exceptions_of_one_rank_are_bounded_and_hide_no_fault_o
     lines = [line for n in range(3000) for line in (begin, f"[rank0]: KeyError: {n}", f"[rank0]: step {n} loss 0.1")]
     assert len(diagnose(line for line in lines if "loss" not in line)) == MAX_UNKNOWN
     assert diagnose([*lines, "[rank1]: Traceback (most recent call last):", out])[0].name == "cuda-memory"
-
-
-# The command --------------------------------------------------------------------------------------------------
 
 
 def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:

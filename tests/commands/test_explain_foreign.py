@@ -79,18 +79,15 @@ def test_traceback_without_times_has_the_time_of_the_line_before() -> None:
     assert found.time == datetime(2026, 11, 22, 10, 0, 1, 250_000).timestamp()
 
 
-@pytest.mark.parametrize(
-    ("line", "time"),
-    [
-        ("2026-11-22T10:00:01 node1 r3 step", datetime(2026, 11, 22, 10, 0, 1)),
-        ("[2026-11-22 10:00:01,500] [INFO] x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
-        ("11/22/2026 10:00:01 - WARNING - x", datetime(2026, 11, 22, 10, 0, 1)),
-        ("  time      : 2026-11-22_10:00:01", datetime(2026, 11, 22, 10, 0, 1)),
-        ("[rank0]:[E826 10:00:01.500000000 ProcessGroupNCCL.cpp:607] x", datetime(THIS_YEAR, 8, 26, 10, 0, 1, 500_000)),
-        ("epoch 3 [10:00:01<00:20]", None),
-        ("9999-99-99T10:00:01 x", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "time"), [
+    ("2026-11-22T10:00:01 node1 r3 step", datetime(2026, 11, 22, 10, 0, 1)),
+    ("[2026-11-22 10:00:01,500] [INFO] x", datetime(2026, 11, 22, 10, 0, 1, 500_000)),
+    ("11/22/2026 10:00:01 - WARNING - x", datetime(2026, 11, 22, 10, 0, 1)),
+    ("  time      : 2026-11-22_10:00:01", datetime(2026, 11, 22, 10, 0, 1)),
+    ("[rank0]:[E826 10:00:01.500000000 ProcessGroupNCCL.cpp:607] x", datetime(THIS_YEAR, 8, 26, 10, 0, 1, 500_000)),
+    ("epoch 3 [10:00:01<00:20]", None),
+    ("9999-99-99T10:00:01 x", None),
+])
 def test_time_of_a_line_is_read_as_programs_write_it(line: str, time: datetime | None) -> None:
     assert time_of(line) == (None if time is None else time.timestamp())
 

@@ -25,7 +25,7 @@ def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:
 
 def test_run_that_never_joined_names_the_missing_rank(forks: Forks, tmp_path: Path) -> None:
     env = jobs.rank_env(0, 2, jobs.free_port())
-    line = [*TINY, "--join-timeout-s", "1", "--run-dir", tmp_path, "--name", "run"]
+    line = [*TINY, "--join-timeout-s", "3", "--run-dir", tmp_path, "--name", "run"]
     output = forks.ends(*line, env=env, code=170)
     for first, *_ in (diagnose(output.splitlines()), diagnose_files([tmp_path / "run"])):
         assert (first.name, first.rank) == ("rank-missing", 1)

@@ -49,11 +49,17 @@ def test_foreign_script_goes_on_from_its_own_checkpoint_after_a_killed_rank(
 ) -> None:
     own = tmp_path / "own"
     line = ("launch", "--nproc=2", "--run-dir", tmp_path, *words("dcp_checkpoints", own))
-    with loaded.running(*line, "--seconds-per-step", "0.3", env=WARN) as job:
+    with loaded.running(*line, "--seconds-per-step", "0.5", env=WARN) as job:
+        victims: list[psutil.Process] = []
+
+        def started() -> bool:  # looked up early: what is left of the run after the checkpoint takes seconds
+            ranks = psutil.Process(job.processes[0].pid).children(recursive=True)
+            victims[:] = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
+            return len(victims) == 1
+
+        job.wait_until(started, "rank 1")
         job.wait_until((own / "step-000004" / ".metadata").exists, "the first checkpoint")
-        ranks = psutil.Process(job.processes[0].pid).children(recursive=True)
-        (victim,) = [process for process in ranks if environ_of(process.pid).get("RANK") == "1"]
-        victim.send_signal(signal.SIGKILL)
+        victims[0].send_signal(signal.SIGKILL)
         assert job.wait() == [0], job.output
     assert "rank 0 goes on from step-" in job.output
     assert result_of(job.output) == expected("dcp_checkpoints", once, loaded, tmp_path)

@@ -28,25 +28,19 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
     return main(line.split()), *capsys.readouterr()
 
 
-# What is understood ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "settings"),
-    [
-        ("train --batch-size 64", {"batch_size": "64"}), ("--batch_size=64", {"batch_size": "64"}),
-        ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
-        ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}), ("train --name=--x", {"name": "--x"}),
-        ("train --augment", {"augment": "True"}), ("train --augment trivial", {"augment": "trivial"}),
-        ("train --no_augment --channels-last", {"augment": "False", "channels_last": "True"}),
-        ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
-        ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
-        ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
-        # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
-        ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
-        ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
-    ],
-)
+@pytest.mark.parametrize(("line", "settings"), [
+    ("train --batch-size 64", {"batch_size": "64"}), ("--batch_size=64", {"batch_size": "64"}),
+    ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
+    ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}), ("train --name=--x", {"name": "--x"}),
+    ("train --augment", {"augment": "True"}), ("train --augment trivial", {"augment": "trivial"}),
+    ("train --no_augment --channels-last", {"augment": "False", "channels_last": "True"}),
+    ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
+    ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
+    ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
+    # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
+    ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
+    ("train --name [1,2]", {"name": "[1,2]"}), ("--name predict", {"name": "predict"}),
+])
 def test_command_line_is_understood(line: str, settings: dict[str, str]) -> None:
     parsed = parse_args(line.split())
     assert (parsed.command, parsed.settings, parsed.mistakes) == ("train", settings, [])
@@ -78,15 +72,11 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["mine.yaml", "shown.yaml"]
 
 
-# Help -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
-     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
-        + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items())],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
+    *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
+       + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items()),
+])
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_width_and_a_screen(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, width: int, line: str, words: list[str]
@@ -107,38 +97,32 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     assert out.startswith("usage: ")
 
 
-# Mistakes -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "messages"),
-    [
-        ("train --stpes 100",
-         ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
-        ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
-        ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
-        ("train --no-lr", ["--lr must be followed by a value."]),
-        ("--zzz", ['unknown setting "--zzz". (*']),
-        ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
-        ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
-        ("train --lr --epochs 3", ["--lr must be followed by a value."]),
-        ("train --options.x", ["--options.x must be followed by a value, such as true."]),
-        ("train --options. 1", ['unknown setting "--options."*']),
-        ("train --config --lr 1", ["--config must be followed by a value."]),
-        ("train --config=", ["--config must be a file's name or null, got \"\"."]),
-        ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
-        ("trian", ['unknown command "trian"; did you mean "train"?']),
-        ("train epochs=3", ['unexpected argument "epochs=3".']),
-        ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
-        ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
-        ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
-        ("train --output x.csv", ['unknown setting "--output"*']),
-        ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
-        ("train --stpes 3 --lr -1 --dataset 3 --bogus",
-         ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
-          f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),
-    ],
-)
+@pytest.mark.parametrize(("line", "messages"), [
+    ("train --stpes 100",
+     ['unknown setting "--stpes"; did you mean "--max-steps"? (python -m train.main show lists all)']),
+    ("train --Learning-rate=1", ['unknown setting "--Learning-rate"; did you mean "--lr"? (*)']),
+    ("train --bacth-size 4", ['unknown setting "--bacth-size"; did you mean "--batch-size"? (*)']),
+    ("train --no-lr", ["--lr must be followed by a value."]),
+    ("--zzz", ['unknown setting "--zzz". (*']),
+    ("train -- --interactive", ['unknown setting "--interactive"*']),  # Fire has flags of its own behind it
+    ("train - x", ['unexpected argument "-".', 'unexpected argument "x".']),
+    ("train --lr --epochs 3", ["--lr must be followed by a value."]),
+    ("train --options.x", ["--options.x must be followed by a value, such as true."]),
+    ("train --options. 1", ['unknown setting "--options."*']),
+    ("train --config --lr 1", ["--config must be followed by a value."]),
+    ("train --config=", ["--config must be a file's name or null, got \"\"."]),
+    ("train --no-augment=true", ['unknown setting "--no-augment"; did you mean "--augment"? (*)']),
+    ("trian", ['unknown command "trian"; did you mean "train"?']),
+    ("train epochs=3", ['unexpected argument "epochs=3".']),
+    ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
+    ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
+    ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
+    ("train --output x.csv", ['unknown setting "--output"*']),
+    ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
+    ("train --stpes 3 --lr -1 --dataset 3 --bogus",
+     ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
+      f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),
+])
 def test_mistakes_are_all_reported_with_code_2_before_anything_runs(
     folder: Path, capsys: Captured, line: str, messages: list[str]
 ) -> None:
@@ -160,14 +144,11 @@ def test_mistakes_of_a_file_stand_behind_its_name(folder: Path, capsys: Captured
     assert "it.yaml: lr must be greater than 0, got -1." in err
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        (rank_env(2, 2, 20000), "RANK"),
-        (rank_env(0, 65, 20000), "batch_size must be at least 65"),
-    ],
-)
+@pytest.mark.parametrize(("env", "message"), [
+    ({"WORLD_SIZE": "2"}, "RANK"),
+    (rank_env(2, 2, 20000), "RANK"),
+    (rank_env(0, 65, 20000), "batch_size must be at least 65"),
+])
 def test_environment_that_cannot_work_leaves_nothing(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
 ) -> None:
@@ -179,11 +160,9 @@ def test_environment_that_cannot_work_leaves_nothing(
     assert not list(folder.iterdir())
 
 
-URLS = (
-    "s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush", "s3://b/r?key=hush",
-    "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket", "HTTPS://host/model.pt?sig=hush", "http://[me:hush@host/model.pt",
-    "https://me:hu@hush@host/model.pt",
-)
+URLS = ("s3://me:hush@bucket/runs", "gs://hush@bucket/runs", "https://host/model.pt?X-Amz-Signature=hush",
+        "s3://b/r?key=hush", "s3://key:hush/ret@bucket/runs", "s3://key:12/hush@bucket",
+        "HTTPS://host/model.pt?sig=hush", "http://[me:hush@host/model.pt", "https://me:hu@hush@host/model.pt")
 
 
 @pytest.mark.parametrize(("setting", "url"), [

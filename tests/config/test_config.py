@@ -63,16 +63,13 @@ def test_precedence_is_defaults_then_file_then_flags(write):
     assert config.options == {"width": 64, "depth": 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("name", "1e5", "1e5"), ("run_dir", "null", "null"), ("data_dir", "none", None), ("data_dir", "1", "1"),
-        ("image_size", "null", None), ("image_size", "32", 32), ("lr", "1", 1.0), ("lr", "1e-3", 1e-3),
-        ("augment", "false", False), ("compile", "true", True), ("channels_last", "auto", "auto"),
-        ("channels_last", "true", True), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
-        ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a.b", "1", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("name", "1e5", "1e5"), ("run_dir", "null", "null"), ("data_dir", "none", None), ("data_dir", "1", "1"),
+    ("image_size", "null", None), ("image_size", "32", 32), ("lr", "1", 1.0), ("lr", "1e-3", 1e-3),
+    ("augment", "false", False), ("compile", "true", True), ("channels_last", "auto", "auto"),
+    ("channels_last", "true", True), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
+    ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a.b", "1", 1),
+])
 def test_flag_is_read_by_the_type_of_its_field(name, text, value):
     head, _, key = name.partition(".")
     found = getattr(load_config({name: text}), head)
@@ -81,30 +78,27 @@ def test_flag_is_read_by_the_type_of_its_field(name, text, value):
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("lr: -0.1", "tiny.yaml: lr must be greater than 0, got -0.1."),
-        ("lr: 1e999", "tiny.yaml: lr must be a finite number, got .inf."),
-        ("lr:", "tiny.yaml: lr must be a valid number, got null."),
-        ("epochs: 1.5", "tiny.yaml: epochs must be a valid integer, got a number with a fractional part, got 1.5."),
-        ("epochs: 99999999999999999999", "tiny.yaml: epochs must be less than or equal to 2147483647, got 9*."),
-        ("augment: maybe", 'tiny.yaml: augment must be true, false, imagenet or trivial, got "maybe".'),
-        ("image_size: big", "tiny.yaml: image_size must be a valid integer, * or null, got \"big\"."),
-        ("optimizer: adam", "tiny.yaml: optimizer must be 'sgd' or 'adamw', got \"adam\"."),
-        *((f"workload: {form!r}", f'tiny.yaml: workload must be "images", "text" or module:function, got "{form}".')
-          for form in ("throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build")),
-        ("device: 1", "tiny.yaml: device must be auto, cpu, cuda or another accelerator's name, got 1."),
-        ('data_dir: ""', 'tiny.yaml: data_dir must be a path or null, got "".'),
-        ("options: {a: .nan}", "tiny.yaml: options must be a mapping of *, got {a: .nan}."),
-        ("options: {a: {1: 2}}", "tiny.yaml: options must be a mapping of *, got {a: {1: 2}}."),
-        ("options: {a: 2024-01-01, b: !!set {c}}", "tiny.yaml: options must be a mapping of *."),
-        ("name: " + "a" * 201, 'tiny.yaml: name must be at most 200 letters, *, got "aaa*....'),
-        ("batch-size: 3", 'tiny.yaml: unknown setting "batch-size"; did you mean "batch_size"? (*)'),
-        (r'"a\nb": 3', r'tiny.yaml: unknown setting "a\nb". (*)'),
-        ("5: x", 'tiny.yaml: unknown setting "5". (*)'),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("lr: -0.1", "tiny.yaml: lr must be greater than 0, got -0.1."),
+    ("lr: 1e999", "tiny.yaml: lr must be a finite number, got .inf."),
+    ("lr:", "tiny.yaml: lr must be a valid number, got null."),
+    ("epochs: 1.5", "tiny.yaml: epochs must be a valid integer, got a number with a fractional part, got 1.5."),
+    ("epochs: 99999999999999999999", "tiny.yaml: epochs must be less than or equal to 2147483647, got 9*."),
+    ("augment: maybe", 'tiny.yaml: augment must be true, false, imagenet or trivial, got "maybe".'),
+    ("image_size: big", "tiny.yaml: image_size must be a valid integer, * or null, got \"big\"."),
+    ("optimizer: adam", "tiny.yaml: optimizer must be 'sgd' or 'adamw', got \"adam\"."),
+    *((f"workload: {form!r}", f'tiny.yaml: workload must be "images", "text" or module:function, got "{form}".')
+      for form in ("throws", ":build", "throws:", "a b:c", "throws.py", "dir/throws:build")),
+    ("device: 1", "tiny.yaml: device must be auto, cpu, cuda or another accelerator's name, got 1."),
+    ('data_dir: ""', 'tiny.yaml: data_dir must be a path or null, got "".'),
+    ("options: {a: .nan}", "tiny.yaml: options must be a mapping of *, got {a: .nan}."),
+    ("options: {a: {1: 2}}", "tiny.yaml: options must be a mapping of *, got {a: {1: 2}}."),
+    ("options: {a: 2024-01-01, b: !!set {c}}", "tiny.yaml: options must be a mapping of *."),
+    ("name: " + "a" * 201, 'tiny.yaml: name must be at most 200 letters, *, got "aaa*....'),
+    ("batch-size: 3", 'tiny.yaml: unknown setting "batch-size"; did you mean "batch_size"? (*)'),
+    (r'"a\nb": 3', r'tiny.yaml: unknown setting "a\nb". (*)'),
+    ("5: x", 'tiny.yaml: unknown setting "5". (*)'),
+])
 def test_file_value_is_refused_in_the_house_form(line, message, write):
     found = one(file=write(line + "\n"))
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
@@ -115,14 +109,11 @@ def test_name_that_is_no_safe_folder_is_refused(name):
     assert "--name must be at most 200 letters, digits and . _ -" in one({"name": name})
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("lr", "inf", '--lr must be a finite number, got "inf".'),
-        ("batch_size", "", '--batch-size must be a valid integer, unable to parse string as an integer, got "".'),
-        ("options", "x", '--options must be a mapping of words to *, got "x".'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("lr", "inf", '--lr must be a finite number, got "inf".'),
+    ("batch_size", "", '--batch-size must be a valid integer, unable to parse string as an integer, got "".'),
+    ("options", "x", '--options must be a mapping of words to *, got "x".'),
+])
 def test_flag_value_is_refused_in_the_house_form(name, text, message):
     found = one({name: text})
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
@@ -158,9 +149,7 @@ def test_broken_file_is_reported_with_the_mistakes_of_flags():
 def test_changed_settings_names_only_what_affects_the_result():
     old = Config(lr=0.1, dropout=0.5, options={"a": 1, "b": [1], "c": "x"}).model_dump()
     new = Config(lr=0.2, dropout=0.5, epochs=9, keep=5, name="x", options={"a": 1, "b": [2], "d": "1"})
-    assert changed_settings(old, new) == [
-        "options: {a: 1, b: [1], c: x} -> {a: 1, b: [2], d: '1'}", "lr: 0.1 -> 0.2",
-    ]
+    assert changed_settings(old, new) == ["options: {a: 1, b: [1], c: x} -> {a: 1, b: [2], d: '1'}", "lr: 0.1 -> 0.2"]
 
 
 def test_changed_settings_survives_json_and_older_versions():
@@ -173,15 +162,12 @@ def test_changed_settings_survives_json_and_older_versions():
     assert changed_settings(old, config.model_copy(update={"seed": 3})) == ["seed: 0 -> 3"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"name": "1e5", "data_dir": "null", "run_dir": "a: b # c\n\t'\"\\é😀\x7f\u2028\x85", "lr": 1e-5},
-        {"data_dir": "yes", "run_dir": "~", "options": {"a b": [1, "2", None, True, {"x": "no"}], "e": 1e-9, "s": ""}},
-        {"run_dir": "word " * 60, "options": {"long": list(range(200)), "text": "word " * 60}},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {},
+    {"name": "1e5", "data_dir": "null", "run_dir": "a: b # c\n\t'\"\\é😀\x7f\u2028\x85", "lr": 1e-5},
+    {"data_dir": "yes", "run_dir": "~", "options": {"a b": [1, "2", None, True, {"x": "no"}], "e": 1e-9, "s": ""}},
+    {"run_dir": "word " * 60, "options": {"long": list(range(200)), "text": "word " * 60}},
+])
 def test_yaml_of_a_config_reads_back_equal(settings, write):
     config = Config(**settings)
     text = to_yaml(config)
@@ -222,15 +208,12 @@ def test_config_files_that_ship_are_valid():
 # --- YAML ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3e-4", 3e-4), (".5", 0.5), ("+2", 2), ("0", 0), ("010", 10.0), ("1_000", "1_000"), ("1:30", "1:30"),
-        ("2024-01-01", "2024-01-01"), ("no", "no"), ("on", "on"), ("True", True), ("null", None), ("~", None),
-        ("", None), ("'1e5'", "1e5"), ("1e", "1e"), ("<<", "<<"), ("-.INF", float("-inf")),
-        ("[1, 2e1, no]", [1, 20.0, "no"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("3e-4", 3e-4), (".5", 0.5), ("+2", 2), ("0", 0), ("010", 10.0), ("1_000", "1_000"), ("1:30", "1:30"),
+    ("2024-01-01", "2024-01-01"), ("no", "no"), ("on", "on"), ("True", True), ("null", None), ("~", None),
+    ("", None), ("'1e5'", "1e5"), ("1e", "1e"), ("<<", "<<"), ("-.INF", float("-inf")),
+    ("[1, 2e1, no]", [1, 20.0, "no"]),
+])
 def test_yaml_scalar_follows_the_core_schema(text, value, write):
     found = read_yaml(write(f"x: {text}"))["x"]
     assert found == value
@@ -242,23 +225,20 @@ def test_yaml_empty_file_holds_no_settings(text, write):
     assert load_config({}, file=write(text)) == Config()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lr: 0.1\nseed: 1\nlr: 0.2\nseed: 2\n", 'tiny.yaml:3: not valid YAML: duplicate "lr".'),
-        ("options:\n  a: 1\n  a: 2\n", 'tiny.yaml:3: not valid YAML: duplicate "a".'),
-        ("- lr\n", "tiny.yaml: settings must be lines of `name: value`, got a list."),
-        ("options:\n\ta: 1\n", "tiny.yaml:2: not valid YAML: found character '\\t' that cannot start any token."),
-        ("lr: 0.1\n---\nlr: 0.2\n", "tiny.yaml:2: not valid YAML: but found another document."),
-        ("lr: !!python/object:os.system 1\n", "tiny.yaml:1: not valid YAML: could not determine a*"),
-        ("lr: !!map 5\n", "tiny.yaml:1: not valid YAML: expected a mapping*"),
-        ("options: &a {x: *a}\n", "tiny.yaml:1: not valid YAML: found unconstructable recursive node."),
-        ("lr: 0.1\nname: a\x07b\n", "tiny.yaml: not valid YAML: *special characters are not allowed*"),
-        ("lr: " + "[" * 5000, "tiny.yaml: not valid YAML: *recursion*"),
-        ("seed: " + "9" * 5000, "tiny.yaml: not valid YAML: *"),
-        (b"name: \xff\n", "tiny.yaml: not valid YAML: 'utf-8' codec can't decode byte 0xff in position 6*"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("lr: 0.1\nseed: 1\nlr: 0.2\nseed: 2\n", 'tiny.yaml:3: not valid YAML: duplicate "lr".'),
+    ("options:\n  a: 1\n  a: 2\n", 'tiny.yaml:3: not valid YAML: duplicate "a".'),
+    ("- lr\n", "tiny.yaml: settings must be lines of `name: value`, got a list."),
+    ("options:\n\ta: 1\n", "tiny.yaml:2: not valid YAML: found character '\\t' that cannot start any token."),
+    ("lr: 0.1\n---\nlr: 0.2\n", "tiny.yaml:2: not valid YAML: but found another document."),
+    ("lr: !!python/object:os.system 1\n", "tiny.yaml:1: not valid YAML: could not determine a*"),
+    ("lr: !!map 5\n", "tiny.yaml:1: not valid YAML: expected a mapping*"),
+    ("options: &a {x: *a}\n", "tiny.yaml:1: not valid YAML: found unconstructable recursive node."),
+    ("lr: 0.1\nname: a\x07b\n", "tiny.yaml: not valid YAML: *special characters are not allowed*"),
+    ("lr: " + "[" * 5000, "tiny.yaml: not valid YAML: *recursion*"),
+    ("seed: " + "9" * 5000, "tiny.yaml: not valid YAML: *"),
+    (b"name: \xff\n", "tiny.yaml: not valid YAML: 'utf-8' codec can't decode byte 0xff in position 6*"),
+])
 def test_yaml_mistake_names_file_and_line(text, message, write):
     found = one(file=write(text))
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found

@@ -14,44 +14,35 @@ SWITCHES = {"dp": "compile sync_bn", "fsdp": "compile channels_last find_unused_
             "horovod": "compile channels_last find_unused_parameters sync_bn"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
-        ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
-        ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
-        ({"workload": "a:b", "device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
-        ({"parallel": "dp", "device_ids": "0", "device": "cpu"},
-         '--device-ids must be empty with device cpu, got "0". *'),
-        *(({"parallel": method, name: "true"}, f"--{name.replace('_', '-')} must be false with parallel {method}, *")
-          for method, names in SWITCHES.items() for name in names.split()),
-        ({"parallel": "fsdp", "precision": "fp16"},
-         '--precision must be fp32 or bf16 with parallel fsdp, got "fp16". *'),
-        ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
-        ({"parallel": "horovod", "compress": "bf16"},
-         '--compress must be none or fp16 with parallel horovod, got "bf16". Horovod does not sum bf16*'),
-        ({"parallel": "none", "compress": "fp16"},
-         '--compress must be none with parallel none, got "fp16". Only ddp *'),
-        ({"run_dir": "x", "mirror": "x/"}, '--mirror must be another place than run_dir, got "x/". *'),
-        ({"dataset": "hf:x", "data_dir": "y"}, '--data-dir must be null with dataset hf:PATH_OR_NAME, got "y". *'),
-        ({"checkpoint_format": "sharded"},
-         '--checkpoint-format must be plain with parallel auto, got "sharded". Only fsdp *'),
-        ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"max_steps": "10", "warmup_steps": "10"}, "--warmup-steps must be < max_steps=10, got 10. The run *"),
+    ({"sync_bn": "true", "device": "cpu"}, "--sync-bn must be false with device cpu, got true. *"),
+    ({"backend": "nccl", "device": "cpu"}, '--backend must be gloo or auto with device cpu, got "nccl". *'),
+    ({"workload": "a:b", "device_ids": "1,0"}, '--device-ids must be empty without parallel dp, got "1,0". *'),
+    ({"parallel": "dp", "device_ids": "0", "device": "cpu"}, '--device-ids must be empty with device cpu, got "0". *'),
+    *(({"parallel": method, name: "true"}, f"--{name.replace('_', '-')} must be false with parallel {method}, *")
+      for method, names in SWITCHES.items() for name in names.split()),
+    ({"parallel": "fsdp", "precision": "fp16"}, '--precision must be fp32 or bf16 with parallel fsdp, got "fp16". *'),
+    ({"parallel": "fsdp", "save": "async"}, '--save must be auto or sync with parallel fsdp, got "async". *'),
+    ({"parallel": "horovod", "compress": "bf16"},
+     '--compress must be none or fp16 with parallel horovod, got "bf16". Horovod does not sum bf16*'),
+    ({"parallel": "none", "compress": "fp16"}, '--compress must be none with parallel none, got "fp16". Only ddp *'),
+    ({"run_dir": "x", "mirror": "x/"}, '--mirror must be another place than run_dir, got "x/". *'),
+    ({"dataset": "hf:x", "data_dir": "y"}, '--data-dir must be null with dataset hf:PATH_OR_NAME, got "y". *'),
+    ({"checkpoint_format": "sharded"},
+     '--checkpoint-format must be plain with parallel auto, got "sharded". Only fsdp *'),
+    ({"dataset": "imagefolder"}, "data_dir must be a folder * with dataset imagefolder, got null. Set it with *"),
+])
 def test_contradiction_is_refused(settings, message):
     found = one(settings)
     assert re.fullmatch(re.escape(message).replace(r"\*", ".*"), found), found
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_steps": "10", "warmup_steps": "9"}, {"parallel": "dp", "device_ids": "1,0"},
-        {"precision": "fp16", "device": "cpu"}, {**FOLDER, "augment": "imagenet"},
-        {"dataset": "imagefolder", "workload": "my.job:build"},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"max_steps": "10", "warmup_steps": "9"}, {"parallel": "dp", "device_ids": "1,0"},
+    {"precision": "fp16", "device": "cpu"}, {**FOLDER, "augment": "imagenet"},
+    {"dataset": "imagefolder", "workload": "my.job:build"},
+])
 def test_settings_that_go_together_are_taken(settings):
     load_config(settings)
 
@@ -61,20 +52,13 @@ def test_contradiction_with_a_wrong_value_is_not_guessed():
     assert one({"run_dir": "", "mirror": "runs"}) == '--run-dir must be a path or an address, got "".'
 
 
-# --- world size ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "world_size", "message"),
-    [
-        ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. Set --batch-size 200, *"),
-        ({"accumulate": 65}, 1, "batch_size must be at least 65 (1 process x accumulate=65), got 64. *"),
-        ({"batch_size": 12, "accumulate": 5}, 4,
-         "batch_size must be at least 20 (4 processes x accumulate=5), got 12. *"),
-        ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
-        ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "world_size", "message"), [
+    ({"batch_size": 128}, 200, "batch_size must be at least 200 (200 processes), got 128. Set --batch-size 200, *"),
+    ({"accumulate": 65}, 1, "batch_size must be at least 65 (1 process x accumulate=65), got 64. *"),
+    ({"batch_size": 12, "accumulate": 5}, 4, "batch_size must be at least 20 (4 processes x accumulate=5), got 12. *"),
+    ({"parallel": "none"}, 4, "parallel must be auto or ddp with 4 processes, got none. *"),
+    ({"parallel": "dp"}, 2, "parallel must be auto or ddp with 2 processes, got dp. *"),
+])
 def test_world_size_that_does_not_fit_is_refused_with_what_would(settings, world_size, message):
     with pytest.raises(UserError) as caught:
         check_world_size(Config(**settings), world_size)

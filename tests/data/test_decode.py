@@ -44,13 +44,12 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize(
-    ("format", "options"),
-    [("JPEG", {}), ("JPEG", {"quality": 30}), ("JPEG", {"subsampling": 0}), ("JPEG", {"progressive": True}),
-     ("WEBP", {}), ("WEBP", {"lossless": True}),
-     # As phones write it: a second picture behind the first
-     ("MPO", {"save_all": True, "append_images": [photograph(2, width=101, height=67)]})],
-)
+@pytest.mark.parametrize(("format", "options"), [
+    ("JPEG", {}), ("JPEG", {"quality": 30}), ("JPEG", {"subsampling": 0}), ("JPEG", {"progressive": True}),
+    ("WEBP", {}), ("WEBP", {"lossless": True}),
+    # As phones write it: a second picture behind the first
+    ("MPO", {"save_all": True, "append_images": [photograph(2, width=101, height=67)]}),
+])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_common_format_is_decoded_fast_and_as_pil_does(
     tmp_path: Path, fast: list[str], mode: str, format: str, options: Any

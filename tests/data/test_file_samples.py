@@ -33,9 +33,6 @@ def samples_of(folder: Path, augment: Augment, *, seed: int = 0, image_size: int
     return replace(found, augment=augment, seed=seed)
 
 
-# The recipes ----------------------------------------------------------------------------------------------------
-
-
 def as_torchvision_has_it(samples: FileSamples, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """All samples in epoch 3, each with torch's random state seeded for it."""
     found = []
@@ -54,10 +51,9 @@ def test_recipe_is_torchvisions_to_the_bit(folder: Path, augment: Augment) -> No
     assert torch.equal(samples.batch(torch.arange(12), 3)[0], as_torchvision_has_it(samples, v2.Compose(parts)))
 
 
-@pytest.mark.parametrize(
-    ("augment", "image_size", "shorter_side"),
-    [("imagenet", None, 256), ("trivial", 56, 64), ("imagenet", 33, 38), (False, None, 224), (True, 56, 56)],
-)
+@pytest.mark.parametrize(("augment", "image_size", "shorter_side"), [
+    ("imagenet", None, 256), ("trivial", 56, 64), ("imagenet", 33, 38), (False, None, 224), (True, 56, 56),
+])
 def test_evaluation_is_the_middle_of_the_picture_as_torchvision_cuts_it(
     folder: Path, augment: Augment, image_size: int | None, shorter_side: int
 ) -> None:
@@ -67,9 +63,6 @@ def test_evaluation_is_the_middle_of_the_picture_as_torchvision_cuts_it(
     expected = as_torchvision_has_it(samples, transform)
     assert torch.equal(samples.batch(torch.arange(12), None)[0], expected)
     assert torch.equal(samples.batch(torch.arange(12), 3)[0], expected) is (augment is False)
-
-
-# The same everywhere --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("augment", RECIPES)
@@ -110,9 +103,6 @@ def test_predicted_files_are_prepared_as_those_of_the_evaluation(folder: Path) -
         samples, name_of = built.open_input(str(folder / "val"))
         assert [name_of(index) for index in range(6)] == list(built.evaluation.paths)
         assert torch.equal(samples.batch(torch.arange(6), None)[0], built.evaluation.batch(torch.arange(6), None)[0])
-
-
-# Whole jobs -----------------------------------------------------------------------------------------------------
 
 
 def line(folder: Path, *more: str) -> tuple[str, ...]:

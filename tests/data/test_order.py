@@ -38,9 +38,6 @@ def samples(step: list[tuple[float, list[int]]]) -> list[int]:
     return [sample for _, batch in step for sample in batch]
 
 
-# Epochs ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
     order = Order(1000, 30, 0)
@@ -54,9 +51,6 @@ def test_epoch_takes_each_sample_once_and_drops_the_tail(epoch: int) -> None:
 def test_seeds_give_other_orders() -> None:
     # a sum of seed and epoch would collide: epoch 1 of seed 0 is not epoch 0 of seed 1
     assert not torch.equal(Order(100, 10, 0).epoch(1), Order(100, 10, 1).epoch(0))
-
-
-# World size -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
@@ -79,9 +73,6 @@ def test_equal_micro_batches_are_divided_by_accumulate_exactly(accumulate: int) 
     for world_size in (1, 2, 7):
         order = Order(1000, 13 * world_size * accumulate, 0)
         assert {divisor for step in steps(order, 0, world_size, accumulate) for divisor, _ in step} == {accumulate}
-
-
-# Augmentation ---------------------------------------------------------------------------------------------------
 
 
 def splitmix64(start: int, count: int) -> Iterator[float]:

@@ -158,19 +158,16 @@ def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])  # told by the content, not by the name
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        struct.pack(">I", 0x803) + b"\0\0",
-        struct.pack(">4I", 0x803, 2, 3, 3) + bytes(17),
-        struct.pack(">4I", 0x803, 2, 3, 3) + bytes(19),
-        struct.pack(">4I", 0x803, 0, 28, 28),
-        struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100),
-        b"<!DOCTYPE html><html>Please log in",
-        struct.pack(">4I", 0x803, 1, 28, 100) + bytes(2800),
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"",
+    struct.pack(">I", 0x803) + b"\0\0",
+    struct.pack(">4I", 0x803, 2, 3, 3) + bytes(17),
+    struct.pack(">4I", 0x803, 2, 3, 3) + bytes(19),
+    struct.pack(">4I", 0x803, 0, 28, 28),
+    struct.pack(">4I", 0x803, *[2**32 - 1] * 3) + bytes(100),
+    b"<!DOCTYPE html><html>Please log in",
+    struct.pack(">4I", 0x803, 1, 28, 100) + bytes(2800),
+])
 def test_damaged_idx_file_is_named_and_takes_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, packed: bool
 ) -> None:

@@ -92,20 +92,17 @@ def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_
     assert "was trained on imagefolder-" in output
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        ({"a": 2, "b": 0}, "/b: holds no images"),
-        ({"train/a": 2, "val/a": 0}, "/val/a: holds no images"),
-        ({"train/a": 1, "val/a": 1, "train/b": 1}, "/train/b: is a class that .*/val lacks"),
-        ({"train/a": 1, "val/a": 1, "val/b": 1}, "/val/b: is a class that .*/train lacks"),
-        ({"train/a": 1}, "/val: cannot be read"),
-        ({".": 3}, ": holds no class folders"),
-        ({"a": 1}, "/a: holds one image"),
-        ({"a": 2, "a/notes.txt": 0}, r"/a/notes\.txt: is no image"),
-        ({}, ": cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("images", "message"), [
+    ({"a": 2, "b": 0}, "/b: holds no images"),
+    ({"train/a": 2, "val/a": 0}, "/val/a: holds no images"),
+    ({"train/a": 1, "val/a": 1, "train/b": 1}, "/train/b: is a class that .*/val lacks"),
+    ({"train/a": 1, "val/a": 1, "val/b": 1}, "/val/b: is a class that .*/train lacks"),
+    ({"train/a": 1}, "/val: cannot be read"),
+    ({".": 3}, ": holds no class folders"),
+    ({"a": 1}, "/a: holds one image"),
+    ({"a": 2, "a/notes.txt": 0}, r"/a/notes\.txt: is no image"),
+    ({}, ": cannot be read"),
+])
 def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, int], message: str) -> None:
     for below, count in images.items():
         if below.endswith(".txt"):

@@ -40,37 +40,29 @@ def place(env: RankEnv) -> tuple[int | None, ...]:
 # Slurm ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "where", "address"),
-    [
-        ({}, (3, 1, 4, 2), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
-        *(({"SLURM_STEP_NODELIST": nodes}, (3, 1, 4, 2), f"{first}:") for nodes, first in
-          (("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"))),
-        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None), "rn2:"),
-        # One node needs no host name
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4, 4),
-         "127.0.0.1:"),
-        ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}, (3, 1, 4, 2),
-         "10.0.0.7:12345"),
-    ],
-)
+@pytest.mark.parametrize(("change", "where", "address"), [
+    ({}, (3, 1, 4, 2), f"rn2:{port_for(77)}"),  # the step's first host, which need not be the job's
+    *(({"SLURM_STEP_NODELIST": nodes}, (3, 1, 4, 2), f"{first}:") for nodes, first in
+      (("a.example,b", "a.example"), ("n[08-11]", "n08"), ("gpu-[3,1]-ib", "gpu-3-ib"), ("r[1-2]n[0-1]", "r1n0"))),
+    ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (3, 1, 5, None), "rn2:"),
+    # One node needs no host name
+    ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, (3, 1, 4, 4), "127.0.0.1:"),
+    ({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "12345", "SLURM_STEP_NODELIST": "broken["}, (3, 1, 4, 2),
+     "10.0.0.7:12345"),
+])
 def test_slurm_step_is_adopted(change: Env, where: tuple[int | None, ...], address: str):
     env = read_rank_env({**STEP, **change})
     assert (place(env), env.launcher) == (where, "slurm")
     assert f"{env.master_addr}:{env.master_port}".startswith(address)
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        BATCH,
-        without(BATCH, "SLURM_NTASKS"),  # sbatch -N 2 says no number of tasks: one a node
-        {**without(BATCH, "SLURM_NTASKS"), "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"},
-        {**BATCH, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
-        {**BATCH, "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
-    ],
-    ids=["batch", "nodes-only", "per-node", "salloc", "with-master"],
-)
+@pytest.mark.parametrize("env", [
+    BATCH,
+    without(BATCH, "SLURM_NTASKS"),  # sbatch -N 2 says no number of tasks: one a node
+    {**without(BATCH, "SLURM_NTASKS"), "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"},
+    {**BATCH, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+    {**BATCH, "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
+], ids=["batch", "nodes-only", "per-node", "salloc", "with-master"])
 def test_slurm_shell_that_is_no_task_is_refused(env: Env):
     message = refusal(env)
     assert message.startswith("Slurm gave this job 2 tasks, but this process is not one of them")
@@ -79,15 +71,11 @@ def test_slurm_shell_that_is_no_task_is_refused(env: Env):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        {**BATCH, "SLURM_NTASKS": "1", "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
-        {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1"},
-    ],
-    ids=["step", "with-master", "no-count"],
-)
+@pytest.mark.parametrize("env", [
+    {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    {**BATCH, "SLURM_NTASKS": "1", "MASTER_ADDR": "rn0", "MASTER_PORT": "12345"},
+    {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1"},
+], ids=["step", "with-master", "no-count"])
 def test_slurm_with_one_task_is_a_single_process_named_by_its_job(env: Env):
     read = read_rank_env(env)
     assert (read.launcher, read.world_size, read.run_name) == ("python", 1, "slurm-77")
@@ -106,14 +94,11 @@ def test_explicit_rank_beats_slurm_and_learns_its_place_where_it_is_that_task():
     assert (env.master_addr, env.launcher) == ("node0", "environment")
 
 
-@pytest.mark.parametrize(
-    ("env", "text"),
-    [
-        ({**STEP, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but SLURM_STEP_NUM_TASKS=4"),
-        ({**STEP, "LOCAL_RANK": "0"}, "LOCAL_RANK=0 but SLURM_LOCALID=1"),
-        ({**MPI, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2"),
-    ],
-)
+@pytest.mark.parametrize(("env", "text"), [
+    ({**STEP, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but SLURM_STEP_NUM_TASKS=4"),
+    ({**STEP, "LOCAL_RANK": "0"}, "LOCAL_RANK=0 but SLURM_LOCALID=1"),
+    ({**MPI, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2"),
+])
 def test_injected_variable_is_not_mixed_with_the_launchers(env: Env, text: str):
     assert refusal(env).startswith(f"{text}, and RANK is not set: two launchers are mixed. Unset")
 
@@ -156,14 +141,10 @@ def test_port_changes_with_the_restart_and_comes_from_the_job_not_the_array():
 # Open MPI, horovodrun and others --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("env", "launcher", "job"),
-    [
-        (MPI, "mpirun", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-        ({**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}, "mpirun", "OMPI_MCA_ess_base_jobid"),
-    ],
-    ids=["mpi", "horovod", "older-mpi"],
-)
+@pytest.mark.parametrize(("env", "launcher", "job"), [
+    (MPI, "mpirun", "PMIX_NAMESPACE"), (HOROVOD, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    ({**without(MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "98765"}, "mpirun", "OMPI_MCA_ess_base_jobid"),
+], ids=["mpi", "horovod", "older-mpi"])
 def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     read = read_rank_env(env)
     assert (place(read), read.master_addr, read.launcher) == ((1, 1, 2, 2), "127.0.0.1", launcher)
@@ -172,13 +153,10 @@ def test_mpi_on_one_node_is_adopted(env: Env, launcher: str, job: str):
     assert "MASTER_PORT is not set" in refusal(without(env, job))
 
 
-@pytest.mark.parametrize(
-    ("env", "prefix", "way_out"),
-    [
-        (MPI, "OMPI_COMM_WORLD_", "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT="),
-        (HOROVOD, "HOROVOD_", "horovodrun does not say where rank 0 is. Set MASTER_ADDR=<rank 0's host>"),
-    ],
-)
+@pytest.mark.parametrize(("env", "prefix", "way_out"), [
+    (MPI, "OMPI_COMM_WORLD_", "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT="),
+    (HOROVOD, "HOROVOD_", "horovodrun does not say where rank 0 is. Set MASTER_ADDR=<rank 0's host>"),
+])
 def test_mpi_on_several_nodes_wants_the_address(env: Env, prefix: str, way_out: str):
     spread = {**env, f"{prefix}LOCAL_SIZE": "1", f"{prefix}LOCAL_RANK": "0"}
     assert way_out in refusal(spread)
@@ -222,29 +200,22 @@ def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
     return {"PET_NPROC_PER_NODE": nproc, "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_BACKEND": "c10d", "PET_NNODES": nodes}
 
 
-@pytest.mark.parametrize(
-    ("env", "rank", "world"),
-    [
-        (pod(2, 3, "mw", "auto", "3"), 2, 3),
-        (pod(1, 2, "gpu", "gpu", "2"), 1, 2),
-        (pod(1, 2, "one", "1", "2"), 1, 2),  # this and the next were not seen, but follow from what was
-        ({**pod(1, 2, "elastic-master", "1", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"}, 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("env", "rank", "world"), [
+    (pod(2, 3, "mw", "auto", "3"), 2, 3),
+    (pod(1, 2, "gpu", "gpu", "2"), 1, 2),
+    (pod(1, 2, "one", "1", "2"), 1, 2),  # this and the next were not seen, but follow from what was
+    ({**pod(1, 2, "elastic-master", "1", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"}, 1, 2),
+])
 def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world: int):
     read = read_rank_env(env)
     assert place(read) == (rank, 0, world, 1)
     assert (read.master_addr, read.master_port) == (env["MASTER_ADDR"], 23456)
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        pod(1, 4, "user-port", "2", "2", port="29500"),
-        {**pod(1, 4, "elastic-master", "2", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"},
-    ],
-    ids=["master-worker", "elastic-master"],
-)
+@pytest.mark.parametrize("env", [
+    pod(1, 4, "user-port", "2", "2", port="29500"),
+    {**pod(1, 4, "elastic-master", "2", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"},
+], ids=["master-worker", "elastic-master"])
 def test_pytorchjob_rank_that_counts_pods_is_refused(env: Env):
     message = refusal(env)
     assert f"RANK={env['RANK']} counts pods but WORLD_SIZE={env['WORLD_SIZE']} counts processes" in message
@@ -257,16 +228,12 @@ def test_pytorchjob_rank_that_counts_pods_is_refused(env: Env):
 TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        elastic("elastic-worker-0:23456", "4", "2:2"),
-        elastic("range-worker-0:29400", "auto", "1:3"),
-        {"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"},  # Workers without a Master
-        {**TRAINER, "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1"},  # Trainer v2
-    ],
-    ids=["elastic", "elastic-range", "workers-only", "trainer-v2"],
-)
+@pytest.mark.parametrize("env", [
+    elastic("elastic-worker-0:23456", "4", "2:2"),
+    elastic("range-worker-0:29400", "auto", "1:3"),
+    {"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"},  # Workers without a Master
+    {**TRAINER, "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1"},  # Trainer v2
+], ids=["elastic", "elastic-range", "workers-only", "trainer-v2"])
 def test_kubeflow_without_rank_is_never_a_silent_world_of_one(env: Env):
     message = refusal(env)
     assert f"PET_NNODES={env['PET_NNODES']}" in message
@@ -283,9 +250,6 @@ def test_pod_of_an_indexed_job_has_its_index_for_a_rank_and_never_trains_alone_u
     assert not read_rank_env({"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "1"}).distributed  # a TrainJob of one pod
     assert place(read_rank_env({**without(FULL, "RANK"), "JOB_COMPLETION_INDEX": "2"})) == (2, 0, 4, None)
     assert read_rank_env({**FULL, "JOB_COMPLETION_INDEX": "2"}).rank == 1
-
-
-# Ports and hosts ------------------------------------------------------------------------------------------------------
 
 
 def test_port_is_no_known_service_and_differs_between_neighbouring_jobs():

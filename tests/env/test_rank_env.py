@@ -28,9 +28,6 @@ def refusal(env: Env) -> str:
     return str(refused.value)
 
 
-# By hand --------------------------------------------------------------------------------------------------------------
-
-
 def test_nothing_set_is_a_single_process():
     env = read_rank_env({"HOME": "/home/me", "OMP_NUM_THREADS": "1"})
     assert env == RankEnv(0, 0, 1, 1, "127.0.0.1", 0, launcher="python")
@@ -40,9 +37,6 @@ def test_nothing_set_is_a_single_process():
 def test_complete_set_starts_that_rank():
     assert read_rank_env({**FULL, "LOCAL_RANK": "1"}) == RankEnv(1, 1, 4, None, "node0", 29500, launcher="environment")
     assert read_rank_env({**FULL, "RANK": "0", "WORLD_SIZE": "1"}).distributed
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def test_half_a_set_is_refused_naming_all_that_is_missing():
@@ -58,20 +52,17 @@ def test_half_a_set_is_refused_naming_all_that_is_missing():
         assert ("torchrun" in way_out, "slurm/task.sh" in way_out, "\n" in message) == (True, True, False)
 
 
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        *(({"RANK": text}, "RANK must be a whole number from 0 to 3, got ") for text in
-          ("", "1.0", "\u0661", "$SLURM_PROCID", " 1", "4\n", "4", "-1")),
-        ({"WORLD_SIZE": "0"}, "RANK must be a whole number from 0 to -1, got '1' (from environment)"),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK must be a whole number from 0 to 0"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE must be a whole number from 1 to 4"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number from 1 to 65535, got '0'"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535"),
-        *(({"MASTER_ADDR": text}, "MASTER_ADDR must be a host name or an address, without a port, got ") for text in
-          ("", "node0\nnode1", "[2001:db8::1]", "node0:29500", "tcp://node0", "$(MASTER)")),
-    ],
-)
+@pytest.mark.parametrize(("change", "rule"), [
+    *(({"RANK": text}, "RANK must be a whole number from 0 to 3, got ") for text in
+      ("", "1.0", "\u0661", "$SLURM_PROCID", " 1", "4\n", "4", "-1")),
+    ({"WORLD_SIZE": "0"}, "RANK must be a whole number from 0 to -1, got '1' (from environment)"),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK must be a whole number from 0 to 0"),
+    ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE must be a whole number from 1 to 4"),
+    ({"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number from 1 to 65535, got '0'"),
+    ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535"),
+    *(({"MASTER_ADDR": text}, "MASTER_ADDR must be a host name or an address, without a port, got ") for text in
+      ("", "node0\nnode1", "[2001:db8::1]", "node0:29500", "tcp://node0", "$(MASTER)")),
+])
 def test_wrong_value_is_named_with_its_rule_and_who_sets_it(change: Env, rule: str):
     got = refusal({**FULL, **change})
     assert any(line.startswith(rule) for line in got.splitlines()), got
@@ -87,9 +78,6 @@ def test_all_mistakes_are_reported_at_once_one_a_line():
     lines = refusal({**FULL, "RANK": "9", "LOCAL_RANK": "x", "MASTER_PORT": "99999"}).splitlines()
     assert sorted(line.split()[0] for line in lines) == ["LOCAL_RANK", "MASTER_PORT", "RANK"]
     assert len(refusal({**FULL, "RANK": "-1"}).splitlines()) == 1  # what follows from it is no mistake of its own
-
-
-# torchrun and launch --------------------------------------------------------------------------------------------------
 
 
 def test_torchrun_tells_the_ranks_of_a_node_and_its_restarts():
@@ -115,24 +103,14 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
     assert read_rank_env({**FULL, "TORCHELASTIC_USE_AGENT_STORE": "True"}).agent_store is False
 
 
-# In words -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("env", "line"),
-    [
-        ({}, "rank 0 of 1: a single process, as no launcher gave a rank"),
-        (AGENT, "rank 3 of 4 (local 1 of 2), master node0:29500; from torchrun"),
-        (FULL, "rank 1 of 4 (local 0), master node0:29500; from environment"),
-        ({**FULL, "MASTER_ADDR": "2001:db8::1"}, "rank 1 of 4 (local 0), master [2001:db8::1]:29500; from environment"),
-    ],
-    ids=["single", "node-known", "by-hand", "ipv6"],
-)
+@pytest.mark.parametrize(("env", "line"), [
+    ({}, "rank 0 of 1: a single process, as no launcher gave a rank"),
+    (AGENT, "rank 3 of 4 (local 1 of 2), master node0:29500; from torchrun"),
+    (FULL, "rank 1 of 4 (local 0), master node0:29500; from environment"),
+    ({**FULL, "MASTER_ADDR": "2001:db8::1"}, "rank 1 of 4 (local 0), master [2001:db8::1]:29500; from environment"),
+], ids=["single", "node-known", "by-hand", "ipv6"])
 def test_describe_says_in_one_line_who_this_is(env: Env, line: str):
     assert describe(read_rank_env(env)) == line
-
-
-# Options --------------------------------------------------------------------------------------------------------------
 
 
 def test_options_stand_for_the_variables():
@@ -141,34 +119,27 @@ def test_options_stand_for_the_variables():
     assert with_options({"RANK": "1"}) == {"RANK": "1"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "flag"),
-    [({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method")],
-)
+@pytest.mark.parametrize(("environ", "flag"), [
+    ({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method"),
+])
 def test_options_beside_the_variables_are_refused(environ: Env, flag: str):
     with pytest.raises(UserError, match=f"{flag} must be left out where"):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("LOCALHOST", True), ("127.8.8.8", True), ("::1", True), ("0.0.0.0", True),
-        ("10.0.0.1", False), ("node0", False), ("", False), ("fe80::1%eth0", False),
-    ],
-)
+@pytest.mark.parametrize(("host", "expected"), [
+    ("LOCALHOST", True), ("127.8.8.8", True), ("::1", True), ("0.0.0.0", True),
+    ("10.0.0.1", False), ("node0", False), ("", False), ("fe80::1%eth0", False),
+])
 def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, expected: bool):
     assert is_loopback(host) is expected
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"init_method": "tcp://node0:29400"}, "--rank and --world-size"),
-        ({"init_method": "file:///tmp/meeting", "rank": 0}, "--world-size"),
-        ({"rank": 0, "world_size": 2}, "--init-method"),
-    ],
-)
+@pytest.mark.parametrize(("given", "missing"), [
+    ({"init_method": "tcp://node0:29400"}, "--rank and --world-size"),
+    ({"init_method": "file:///tmp/meeting", "rank": 0}, "--world-size"),
+    ({"rank": 0, "world_size": 2}, "--init-method"),
+])
 def test_options_that_are_missing_are_named(given: dict[str, Any], missing: str):
     with pytest.raises(UserError, match=f"^{missing} must be given too, got nothing"):
         with_options({}, **given)
@@ -183,16 +154,13 @@ def test_url_stands_for_the_variables(tmp_path: Path):
     assert f"rank 1 of 2 (local 0), meeting by {tmp_path}/a b" in describe(env)
 
 
-@pytest.mark.parametrize(
-    ("url", "rule"),
-    [
-        *((url, "must be tcp://HOST:PORT or file:///PATH, got") for url in (
-            "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
-            "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
-        )),
-        *((f"file:///{name}", "must name a file in a folder that exists") for name in ("no/such/meeting", "tmp")),
-    ],
-)
+@pytest.mark.parametrize(("url", "rule"), [
+    *((url, "must be tcp://HOST:PORT or file:///PATH, got") for url in (
+        "tcp://node0", "tcp://:29400", "tcp://user@node0:1", "http://node0:29400", "node0:29400", "env://",
+        "file://node0/x", "file:///", "tcp://node0:29400?rank=1",
+    )),
+    *((f"file:///{name}", "must name a file in a folder that exists") for name in ("no/such/meeting", "tmp")),
+])
 def test_url_of_another_kind_and_of_no_possible_file_is_refused(url: str, rule: str):
     with pytest.raises(UserError, match=f"--init-method {rule}"):
         with_options({}, init_method=url)

@@ -24,7 +24,7 @@ SETTINGS = (
     f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
     "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
 )
-SHORT = 5  # seconds; a step takes milliseconds
+SHORT = 8  # seconds; a step takes milliseconds, and a busy machine may hold up a process for some seconds
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -87,7 +87,8 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
     if order.get("raise") == "ValueError":  # others than rank 0 tell their own failure only
         assert len(zero) > 3
         assert "Traceback" in one[0]
-        assert len(two) == 1
+        # Where rank 1 takes long to end, the thread that watches ends rank 2, and names its stacks
+        assert len([line for line in two if "the stacks of all threads" not in line]) == 1
     assert says in job.processes[culprit].output
     if own == -9:
         first = diagnose_files([run])[0]

@@ -10,20 +10,17 @@ OWN = "local rank {} must have a device of its own, got {} visible cuda devices"
 MISSING = 'device must be one this machine has, got "{}"'
 
 
-@pytest.mark.parametrize(
-    ("count", "wanted", "rank", "taken"),
-    [
-        (0, None, 3, "cpu"),
-        (4, None, 0, "cuda:0"),
-        (4, None, 3, "cuda:3"),
-        (1, "cuda", 3, "cuda:0"),  # --gpus-per-task=1: local rank 3 of the node sees its device as number 0
-        (2, None, 2, OWN.format(2, 2)),
-        (4, "cuda", 5, OWN.format(5, 4)),
-        (1, "cuda:1", 0, OWN.format(0, 1)),
-        (0, "cuda", 0, MISSING.format("cuda")),
-        (0, "no_such_kind", 0, MISSING.format("no_such_kind")),
-    ],
-)
+@pytest.mark.parametrize(("count", "wanted", "rank", "taken"), [
+    (0, None, 3, "cpu"),
+    (4, None, 0, "cuda:0"),
+    (4, None, 3, "cuda:3"),
+    (1, "cuda", 3, "cuda:0"),  # --gpus-per-task=1: local rank 3 of the node sees its device as number 0
+    (2, None, 2, OWN.format(2, 2)),
+    (4, "cuda", 5, OWN.format(5, 4)),
+    (1, "cuda:1", 0, OWN.format(0, 1)),
+    (0, "cuda", 0, MISSING.format("cuda")),
+    (0, "no_such_kind", 0, MISSING.format("no_such_kind")),
+])
 def test_each_local_rank_takes_the_device_of_its_number(
     monkeypatch: pytest.MonkeyPatch, count: int, wanted: str | None, rank: int, taken: str
 ) -> None:
@@ -39,9 +36,8 @@ def test_each_local_rank_takes_the_device_of_its_number(
         pick_device(wanted, rank)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "device", "backend"),
-    [(None, "cpu", "gloo"), (None, "cuda:0", "cpu:gloo,cuda:nccl"), ("gloo", "cuda:0", "gloo")],
-)
+@pytest.mark.parametrize(("wanted", "device", "backend"), [
+    (None, "cpu", "gloo"), (None, "cuda:0", "cpu:gloo,cuda:nccl"), ("gloo", "cuda:0", "gloo"),
+])
 def test_gloo_is_beside_the_devices_own_backend(wanted: str, device: str, backend: str):
     assert pick_backend(wanted, torch.device(device)) == backend

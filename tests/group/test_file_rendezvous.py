@@ -27,9 +27,6 @@ def finish(forks: Forks, file: Path) -> str:
     return output
 
 
-# The file -------------------------------------------------------------------------------------------------------
-
-
 def test_file_is_gone_once_the_ranks_have_met(forks: Forks, tmp_path: Path) -> None:
     output = finish(forks, tmp_path / "meeting")
     assert f"rank 0 of 2 (local 0), meeting by {tmp_path}/meeting; from environment" in output
@@ -46,13 +43,10 @@ def test_file_of_a_killed_run_is_replaced_and_named(forks: Forks, tmp_path: Path
     assert f"{file} was left by an earlier run that did not come together: replaced" in finish(forks, file)
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ('{"rankup": ["127.0.0.1", 1]}', "127.0.0.1:1 refuses the connection"),  # an earlier run's
-        ("", "rank 0 has not left its address in "),  # as mktemp makes it
-    ],
-)
+@pytest.mark.parametrize(("content", "why"), [
+    ('{"rankup": ["127.0.0.1", 1]}', "127.0.0.1:1 refuses the connection"),  # an earlier run's
+    ("", "rank 0 has not left its address in "),  # as mktemp makes it
+])
 def test_file_that_leads_to_nobody_is_no_endless_wait(forks: Forks, tmp_path: Path, content: str, why: str) -> None:
     (tmp_path / "meeting").write_text(content)
     job = start(forks, tmp_path / "meeting", 1, "--join-timeout-s", "2")

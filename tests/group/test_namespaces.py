@@ -219,7 +219,7 @@ def localhost(case: Case) -> None:
 
 
 @case(170, (
-    "rank 1 of 2 has not joined after 5 s (joined: 0 on node0)",
+    "rank 1 of 2 has not joined after ", " s (joined: 0 on node0)",
     "MASTER_ADDR=192.168.77.1 is no address of this machine (node1), where rank 0 runs",
 ))
 def two_rank_0(case: Case) -> None:

@@ -13,28 +13,25 @@ from rankup.group.stop import compare, moment, place_of
 TORCH = "/usr/lib/python3/dist-packages/torch"
 
 
-@pytest.mark.parametrize(
-    ("stack", "where"),
-    [
-        (
-            [f'"{TORCH}/distributed/distributed_c10d.py", line 2810 in all_reduce',
-             f'"{TORCH}/distributed/c10d_logger.py", line 83 in wrapper', '"/me/train.py", line 40 in main'],
-            "all_reduce (train.py:40 main)",
-        ),
-        (  # torch's functions call each other: what the program has called is named
-            [f'"{TORCH}/distributed/distributed_c10d.py", line 900 in _store_based_barrier',
-             f'"{TORCH}/distributed/distributed_c10d.py", line 1700 in init_process_group',
-             '"/me/train.py", line 3 in <module>'],
-            "init_process_group (train.py:3 <module>)",
-        ),
-        (
-            [f'"{TORCH}/utils/data/dataloader.py", line 741 in __next__',
-             '"/me/rankup/loop/workers.py", line 57 in __next__', '"/me/train.py", line 40 in main'],
-            "data: next of a DataLoader (train.py:40 main)",
-        ),
-        (['"/venv/lib/python3.12/site-packages/train/loop.py", line 8 in step'], "loop.py:8 step"),  # installed
-    ],
-)
+@pytest.mark.parametrize(("stack", "where"), [
+    (
+        [f'"{TORCH}/distributed/distributed_c10d.py", line 2810 in all_reduce',
+         f'"{TORCH}/distributed/c10d_logger.py", line 83 in wrapper', '"/me/train.py", line 40 in main'],
+        "all_reduce (train.py:40 main)",
+    ),
+    (  # torch's functions call each other: what the program has called is named
+        [f'"{TORCH}/distributed/distributed_c10d.py", line 900 in _store_based_barrier',
+         f'"{TORCH}/distributed/distributed_c10d.py", line 1700 in init_process_group',
+         '"/me/train.py", line 3 in <module>'],
+        "init_process_group (train.py:3 <module>)",
+    ),
+    (
+        [f'"{TORCH}/utils/data/dataloader.py", line 741 in __next__',
+         '"/me/rankup/loop/workers.py", line 57 in __next__', '"/me/train.py", line 40 in main'],
+        "data: next of a DataLoader (train.py:40 main)",
+    ),
+    (['"/venv/lib/python3.12/site-packages/train/loop.py", line 8 in step'], "loop.py:8 step"),  # installed
+])
 def test_place_names_what_is_called_and_who_calls(stack: list[str], where: str) -> None:
     """Of whole jobs: tests/observe/test_stacks.py."""
     frames = "".join(f"  File {frame}\n" for frame in stack)

@@ -21,11 +21,9 @@ from train.config import Config
 from train.workloads import Workload
 
 # 8 steps an epoch, 32 in all, six batches an evaluation
-SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
-    "--eval-batch-size", "4", "--log-every-steps", "1",
-    "--tensorboard=false", "--keep", "99", "--join-timeout-s", "30",
-)
+SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+            "--eval-batch-size", "4", "--log-every-steps", "1", "--tensorboard=false", "--keep", "99",
+            "--join-timeout-s", "30")
 TOTAL = 32
 AT_THE_END = ("--evaluate-every-epochs", "4")  # no evaluation on the way, where a signal would be seen too
 
@@ -93,21 +91,18 @@ def test_signal_in_training_saves_that_step(forks: Forks, undisturbed: dict[int,
     assert_resumes(forks, run, undisturbed, world_size=1)
 
 
-@pytest.mark.parametrize(
-    ("where", "call", "order", "at_least", "at_most"),
-    [
-        ("loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # both at once
-        ("loss", 13, {"signal": "SIGINT", "rank": 1}, 11, TOTAL),
-        # Three batches each an evaluation: the second one of the second evaluation, which is then done again
-        ("evaluate", 5, {"signal": "SIGTERM", "rank": 0}, 16, 16),
-        ("evaluate", 5, {"signal": "SIGINT"}, 16, 16),
-        # To the process group, by a worker once the loop waits: it gets it first, and sleeps longer than any test waits
-        ("data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
-        ("data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
-        # Workers may be there before the eighth step ends
-        ("eval_data", 2, {"signal": "SIGUSR1", "to": "group", "lines": 8, "sleep_s": 600}, 8, 8),
-    ],
-)
+@pytest.mark.parametrize(("where", "call", "order", "at_least", "at_most"), [
+    ("loss", 13, {"signal": "SIGTERM"}, 11, TOTAL),  # both at once
+    ("loss", 13, {"signal": "SIGINT", "rank": 1}, 11, TOTAL),
+    # Three batches each an evaluation: the second one of the second evaluation, which is then done again
+    ("evaluate", 5, {"signal": "SIGTERM", "rank": 0}, 16, 16),
+    ("evaluate", 5, {"signal": "SIGINT"}, 16, 16),
+    # To the process group, by a worker once the loop waits: it gets it first, and sleeps longer than any test waits
+    ("data", 6, {"signal": "SIGTERM", "to": "group", "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    ("data", 6, {"signal": "SIGUSR1", "to": "group", "rank": 1, "before_s": 1.0, "sleep_s": 600}, 1, TOTAL),
+    # Workers may be there before the eighth step ends
+    ("eval_data", 2, {"signal": "SIGUSR1", "to": "group", "lines": 8, "sleep_s": 600}, 8, 8),
+])
 def test_signal_stops_all_ranks_at_one_step_and_the_run_goes_on_with_other_workers(
     forks: Forks, undisturbed: dict[int, str], tmp_path: Path, where: str, call: int, order: dict[str, Any],
     at_least: int, at_most: int,
@@ -188,10 +183,8 @@ def note_collectives() -> None:
 def test_the_only_collective_of_ours_in_steps_is_that_of_a_report(forks: Forks, tmp_path: Path) -> None:
     """Here of the last step: the mean loss of all ranks. As an epoch begins they compare its order."""
     quiet = ("--log-every-steps", "100", "--save-every-steps", "100", "--max-steps", "7", *AT_THE_END)
-    forks.ends(
-        *train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
-        preload=f"{__name__}:note_collectives",
-    )
+    forks.ends(*train(tmp_path / "run", *quiet), world_size=2, env={"NOTES_DIR": str(tmp_path)},
+               preload=f"{__name__}:note_collectives")
     assert [[*dict.fromkeys((tmp_path / f"rank-{rank}").read_text().split())] for rank in (0, 1)] == [["0", "6"]] * 2
 
 

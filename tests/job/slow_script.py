@@ -8,13 +8,13 @@ from torch.nn.parallel import DistributedDataParallel
 import rankup
 from rankup.observe import stragglers
 
-stragglers.WINDOW_S = 0.1  # in place of 5
+stragglers.WINDOW_S = 0.2  # in place of 5
 job = rankup.init(log_every_steps=2)
 model = DistributedDataParallel(torch.nn.Linear(8, 2).to(job.device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 job.track(model=model, optimizer=optimizer)
 for step in job.steps(100):
-    time.sleep(0.05 if job.rank else 0.005)
+    time.sleep(0.1 if job.rank else 0.005)
     loss = model(torch.full((4, 8), step / 100, device=job.device)).square().mean()
     optimizer.zero_grad()
     loss.backward()

@@ -34,9 +34,7 @@ BY = {
 }
 
 
-def by_hand(
-    forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str
-) -> str:
+def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
     """What ranks without a launcher print: the five variables."""
     return forks.ends(
         STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks, preload="tests.rigs.struck:by_fork",

@@ -70,15 +70,12 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> type[Stream]:
     return Stream
 
 
-@pytest.mark.parametrize(
-    ("changes", "inside", "done", "step"),
-    [
-        (3, False, 6, 3), (3, False, 4, 2), (3, False, 2, 1), (3, False, 0, None),
-        (3, False, 5, None), (3, False, 3, None),  # in the middle of a change
-        # The host waits for the GPU in a change, as fp16's scaler does: until the GPU begins it, it can be rescued
-        (2, True, 4, 2), (2, True, 5, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "inside", "done", "step"), [
+    (3, False, 6, 3), (3, False, 4, 2), (3, False, 2, 1), (3, False, 0, None),
+    (3, False, 5, None), (3, False, 3, None),  # in the middle of a change
+    # The host waits for the GPU in a change, as fp16's scaler does: until the GPU begins it, it can be rescued
+    (2, True, 4, 2), (2, True, 5, None),
+])
 def test_the_last_step_that_the_gpu_has_done_counts(
     queue: type[Stream], changes: int, inside: bool, done: int, step: int | None
 ) -> None:

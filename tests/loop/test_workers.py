@@ -51,9 +51,6 @@ def test_workers_ignore_what_stops_a_job(how: str) -> None:
     assert signal.getsignal(signal.SIGCHLD) == before  # torch would raise a worker's death in the middle of a step
 
 
-# What a user's loader must not notice --------------------------------------------------------------------------------
-
-
 # In processes of their own, where workers that are left end
 LEFT = """
 from torch.utils.data import DataLoader
@@ -90,16 +87,13 @@ for _ in Workers(DataLoader(range(9), batch_sampler=broken(), num_workers=1)):
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "code", "ends"),
-    [
-        (LEFT, (), 0, ["0"]),  # a script that leaves workers ends
-        (KEPT, (), 0, ["4 True"]),  # workers that a loader keeps may have begun without us
-        # An error in the loop's own process shows where it was, as the loader asks for the first ones, and later
-        (BROKEN, ("1",), 1, ["in broken", "KeyError: 'no more'"]),
-        (BROKEN, ("5",), 1, ["in broken", "KeyError: 'no more'"]),
-    ],
-)
+@pytest.mark.parametrize(("script", "words", "code", "ends"), [
+    (LEFT, (), 0, ["0"]),  # a script that leaves workers ends
+    (KEPT, (), 0, ["4 True"]),  # workers that a loader keeps may have begun without us
+    # An error in the loop's own process shows where it was, as the loader asks for the first ones, and later
+    (BROKEN, ("1",), 1, ["in broken", "KeyError: 'no more'"]),
+    (BROKEN, ("5",), 1, ["in broken", "KeyError: 'no more'"]),
+])
 def test_loader_of_the_users_notices_nothing(script: str, words: tuple[str, ...], code: int, ends: list[str]) -> None:
     with ended(start(sys.executable, "-c", script, *words)) as job:
         assert job.wait() == [code], job.output

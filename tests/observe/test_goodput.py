@@ -13,10 +13,8 @@ from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 
-SETTINGS = (
-    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
-    "--save-every-steps", "5", "--tensorboard=false", "--name", "run",
-)
+SETTINGS = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
+            "--save-every-steps", "5", "--tensorboard=false", "--name", "run")
 
 
 def report(first_step: int, step: int, *, began: float, lasted_s: float, **seconds: float) -> Report:
@@ -32,32 +30,29 @@ HUNG = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)
 FINISHED = replace(report(0, 10, began=0, lasted_s=10, steps=10), finished=True)
 
 
-@pytest.mark.parametrize(
-    ("attempts", "wall_s", "shares"),
-    [
-        ([report(0, 10, began=0, lasted_s=20, steps=10, data=2, evaluation=1, saves=3)], 20, {
-            "steps": 0.5, "data": 0.1, "evaluation": 0.05, "saves": 0.15, "lost steps": 0, "start": 0.2, "join": 0,
-            "waiting": 0}),
-        # 4 of 10 steps are done again, and the time of their data is lost with them
-        ([report(0, 10, began=0, lasted_s=20, steps=10, data=10), report(6, 20, began=30, lasted_s=20, steps=14)],
-         50, {"lost steps": 0.4 * 20 / 50, "waiting": 10 / 50, "steps": (0.6 * 10 + 14) / 50}),
-        # The second goes on from a rescue, which is gone when the third goes on from the checkpoint of step 4
-        ([report(0, 10, began=0, lasted_s=10, steps=10), report(10, 20, began=10, lasted_s=10, steps=10),
-          report(4, 24, began=20, lasted_s=20, steps=20)], 40, {"lost steps": (6 + 10) / 40, "steps": (4 + 20) / 40}),
-        # An attempt that finished no step has lost its time, unless it still goes on
-        ([report(0, 0, began=0, lasted_s=10, steps=5)], 10, {"steps": 0.5}),
-        ([report(0, 0, began=0, lasted_s=10, steps=5), report(0, 10, began=10, lasted_s=10, steps=10)],
-         20, {"lost steps": 0.25}),
-        # So has a step that was never finished
-        ([HUNG], 50, {"steps": 0.9}),
-        ([HUNG, report(8, 20, began=50, lasted_s=10, steps=10)], 60, {"lost steps": (40 + 0.2 * 10) / 60}),
-        # A run that had finished did not wait for more epochs
-        ([FINISHED, report(10, 20, began=86400, lasted_s=10, steps=10)], 20, {"waiting": 0, "steps": 1}),
-        # The clocks of two machines differ
-        ([report(0, 10, began=100, lasted_s=10, steps=10), report(10, 20, began=105, lasted_s=5, steps=5)],
-         15, {"waiting": 0, "steps": 1}),
-    ],
-)
+@pytest.mark.parametrize(("attempts", "wall_s", "shares"), [
+    ([report(0, 10, began=0, lasted_s=20, steps=10, data=2, evaluation=1, saves=3)], 20, {
+        "steps": 0.5, "data": 0.1, "evaluation": 0.05, "saves": 0.15, "lost steps": 0, "start": 0.2, "join": 0,
+        "waiting": 0}),
+    # 4 of 10 steps are done again, and the time of their data is lost with them
+    ([report(0, 10, began=0, lasted_s=20, steps=10, data=10), report(6, 20, began=30, lasted_s=20, steps=14)],
+     50, {"lost steps": 0.4 * 20 / 50, "waiting": 10 / 50, "steps": (0.6 * 10 + 14) / 50}),
+    # The second goes on from a rescue, which is gone when the third goes on from the checkpoint of step 4
+    ([report(0, 10, began=0, lasted_s=10, steps=10), report(10, 20, began=10, lasted_s=10, steps=10),
+      report(4, 24, began=20, lasted_s=20, steps=20)], 40, {"lost steps": (6 + 10) / 40, "steps": (4 + 20) / 40}),
+    # An attempt that finished no step has lost its time, unless it still goes on
+    ([report(0, 0, began=0, lasted_s=10, steps=5)], 10, {"steps": 0.5}),
+    ([report(0, 0, began=0, lasted_s=10, steps=5), report(0, 10, began=10, lasted_s=10, steps=10)],
+     20, {"lost steps": 0.25}),
+    # So has a step that was never finished
+    ([HUNG], 50, {"steps": 0.9}),
+    ([HUNG, report(8, 20, began=50, lasted_s=10, steps=10)], 60, {"lost steps": (40 + 0.2 * 10) / 60}),
+    # A run that had finished did not wait for more epochs
+    ([FINISHED, report(10, 20, began=86400, lasted_s=10, steps=10)], 20, {"waiting": 0, "steps": 1}),
+    # The clocks of two machines differ
+    ([report(0, 10, began=100, lasted_s=10, steps=10), report(10, 20, began=105, lasted_s=5, steps=5)],
+     15, {"waiting": 0, "steps": 1}),
+])
 def test_goodput_counts_each_step_once(attempts: list[Report], wall_s: float, shares: dict[str, float]) -> None:
     found = goodput(attempts)
     assert (found["wall_s"], found["attempts"], found["share"]) == (wall_s, len(attempts), found["shares"]["steps"])

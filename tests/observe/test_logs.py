@@ -38,9 +38,6 @@ def printed(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return out.replace("2026-11-22T10:00:", "").splitlines()
 
 
-# Order and folding ----------------------------------------------------------------------------------------------
-
-
 def test_lines_stand_by_time_and_equal_ones_are_folded_within_and_across_a_second(write, tmp_path, capfd) -> None:
     for rank in range(8):
         write(rank, "01 ready", f"0{2 + rank % 2} saved", host=f"node{rank // 4}")
@@ -54,19 +51,16 @@ def test_lines_stand_by_time_and_equal_ones_are_folded_within_and_across_a_secon
     ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
-        (["ab", "aPb", "aPb"], ["0-2:a", "0:b", "1-2:P", "1-2:b"]),  # rank 0 wrote no P before its b
-        (["ab", "ca"], ["0:a", "1:c", "0:b", "1:a"]),
-        (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
-        (["aa", "a"], ["0-1:a", "0:a"]),
-        (["axa", "ya"], ["0:a", "1:y", "0:x", "0-1:a"]),
-        (["sabc", "tabc"], ["0:s", "1:t", "0-1:a", "0-1:b", "0-1:c"]),
-        (["", "a"], ["1:a"]),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "expected"), [
+    (["aPb", "ab", "ab"], ["0-2:a", "0:P", "0-2:b"]),
+    (["ab", "aPb", "aPb"], ["0-2:a", "0:b", "1-2:P", "1-2:b"]),  # rank 0 wrote no P before its b
+    (["ab", "ca"], ["0:a", "1:c", "0:b", "1:a"]),
+    (["ab", "ba"], ["0:a", "0-1:b", "1:a"]),  # only one of both can be folded
+    (["aa", "a"], ["0-1:a", "0:a"]),
+    (["axa", "ya"], ["0:a", "1:y", "0:x", "0-1:a"]),
+    (["sabc", "tabc"], ["0:s", "1:t", "0-1:a", "0-1:b", "0-1:c"]),
+    (["", "a"], ["1:a"]),
+])
 def test_lines_of_one_second_keep_each_ranks_order(write, tmp_path, capfd, ranks, expected) -> None:
     for rank, text in enumerate(ranks):
         write(rank, *(f"00 {char}" for char in text))
@@ -80,9 +74,6 @@ def test_last_line_without_an_end_and_bytes_that_are_no_text_are_printed(write, 
         file.write(b"2026-11-22T10:00:02 vm r0 \xff half")
     assert main(["logs", str(tmp_path / "run")]) == 0
     assert capfdbinary.readouterr().out.splitlines()[-1] == b"2026-11-22T10:00:02 rank 0 on vm: \xff half"
-
-
-# Which run, ranks, times ----------------------------------------------------------------------------------------
 
 
 def test_run_is_found_by_name_folder_and_as_the_newest(write, tmp_path, capfd) -> None:
@@ -120,15 +111,10 @@ def test_logs_that_cannot_be_chosen_are_a_mistake(write, tmp_path, capfd, words:
     assert said.format(tmp_path) in capfd.readouterr().err
 
 
-# Live -----------------------------------------------------------------------------------------------------------
-
-
 def test_follow_shows_the_last_and_new_lines_new_ranks_and_a_new_file_until_ctrl_c(write, tmp_path: Path) -> None:
     log = write(0, *[f"01 {number:09}" for number in range(1000)])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "train.main", "logs", "--run-dir", str(tmp_path), "--follow"],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )
+    process = subprocess.Popen([sys.executable, "-m", "train.main", "logs", "--run-dir", str(tmp_path), "--follow"],
+                               cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process:
         try:
@@ -157,9 +143,6 @@ def test_reader_that_has_had_enough_is_no_fault(write, tmp_path: Path) -> None:
     line = ["bash", "-c", words]
     done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert (done.stdout.splitlines()[1], done.stderr) == ("0", "")
-
-
-# Size -----------------------------------------------------------------------------------------------------------
 
 
 MEASURE = """

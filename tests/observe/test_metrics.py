@@ -19,11 +19,8 @@ from tests.rigs.jobs import probe
 
 DIGITS = ("train", "--dataset", "digits", "--model", "mlp", "--epochs", "2", "--log-every-steps", "10")
 # 8 steps an epoch, 32 in all
-MADE_UP = (
-    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
-    "--log-every-steps", "1",
-    "--eval-batch-size", "4", "--join-timeout-s", "30",
-)
+MADE_UP = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+           "--log-every-steps", "1", "--eval-batch-size", "4", "--join-timeout-s", "30")
 SCALARS = {"train/loss", "train/lr", "train/images_per_s", "eval/loss", "eval/accuracy", "eval/accuracy_top5"}
 
 

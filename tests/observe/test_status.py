@@ -25,10 +25,8 @@ from tests.rigs.containers import rank_of, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environ_of, environment
 
-LAUNCH = (
-    "launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build",
-    "--batch-size", "9", "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run",
-)
+LAUNCH = ("launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "9",
+          "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run")
 
 
 def status(*words: str | Path) -> str:
@@ -114,9 +112,6 @@ def test_status_of_somebody_elses_script_while_it_runs(forks: Forks, tmp_path: P
     assert (found["state"], found["goodput"]) == ("finished", None)
     assert [restart["code"] for restart in found["restarts"]] == [137, 200]
     assert re.search(r"after \d+ s: SIGKILL: .*\(exit code 137\)", status(own))
-
-
-# What files say -------------------------------------------------------------------------------------------------------
 
 
 def stage(run: Path, *, attempts: int = 1, ago_s: float = 0.0, odd: dict[int, dict[str, Any]] | None = None) -> None:

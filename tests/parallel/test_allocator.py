@@ -34,13 +34,10 @@ def build(config):
 """
 
 
-@pytest.mark.parametrize(
-    ("count", "numbers"),
-    [
-        (4, 5_000_000),
-        (1, 50_000_000),  # larger than any block that glibc, told a size, takes from the heap
-    ],
-)
+@pytest.mark.parametrize(("count", "numbers"), [
+    (4, 5_000_000),
+    (1, 50_000_000),  # larger than any block that glibc, told a size, takes from the heap
+])
 def test_steps_reuse_the_memory_that_earlier_ones_freed(count: int, numbers: int, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("NUMBERS", str(numbers)).replace("COUNT", str(count)))
     line = ["--workload", "own:build", "--batch-size", "4", "--max-steps", str(STEPS), "--run-dir", tmp_path / "runs"]

@@ -105,10 +105,8 @@ def test_three_ranks_leave_their_sums_to_gloo(forks: Forks, tmp_path: Path) -> N
 
 def train(forks: Forks, folder: Path, *more: str, preload: str, world_size: int = 2) -> tuple[Path, int]:
     """The run's folder, and how many exchanges through shared memory there were."""
-    output = forks.ends(
-        *LINE, *more, f"--run-dir={folder}", world_size=world_size,
-        preload=f"tests.parallel.test_shared_gradients:{preload}",
-    )
+    output = forks.ends(*LINE, *more, f"--run-dir={folder}", world_size=world_size,
+                        preload=f"tests.parallel.test_shared_gradients:{preload}")
     return folder / "run", output.count(EXCHANGED)
 
 

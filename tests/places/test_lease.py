@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +209,26 @@ def test_release_is_seen_while_a_silent_owner_is_watched(tmp_path: Path) -> None
     threading.Timer(0.5, first.__exit__).start()
     with Lease(tmp_path, "second", life_s=FOR_EVER_S):
         pass
+
+
+def test_attempt_that_was_stopped_itself_takes_no_owner_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their whole machine: the owner gives its next sign of life a moment later."""
+    no_locks()
+    owner, pauses = Lease(tmp_path, "first", beat_s=FOR_EVER_S), itertools.count()
+    now = SimpleNamespace(s=0.0)
+
+    def sleep(seconds: float) -> None:
+        number = next(pauses)
+        now.s += 3600.0 if number == 0 else seconds
+        if number == 1:
+            owner._write(2)
+
+    with owner:
+        monkeypatch.setattr(rankup.places.lease, "time", SimpleNamespace(monotonic=lambda: now.s, sleep=sleep))
+        with pytest.raises(UserError, match="live attempt"):
+            Lease(tmp_path, "second").__enter__()
 
 
 # Jobs ---------------------------------------------------------------------------------------------------------

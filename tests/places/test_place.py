@@ -120,9 +120,6 @@ def test_a_store_that_loses_what_it_took_gets_no_manifest(door: Door, bucket: Bu
     assert not [request for request in door.seen if request.name.endswith("manifest.json") and request.method == "PUT"]
 
 
-# Who owns the run ----------------------------------------------------------------------------------------------------
-
-
 def lease(bucket: Bucket, attempt: str, tokens: tuple[str, str] = ("", ""), *, life_s: float = 5.0) -> StoreLease:
     folder = Lease(Path("/nowhere"), attempt)
     folder.token, folder.predecessor = tokens[0] or folder.token, tokens[1]

@@ -111,7 +111,7 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_elsewhere_to_the_same_b
 
 def test_a_store_that_dies_costs_no_finished_step(machines: Machines, door: Door, undisturbed: Path) -> None:
     door.rule = at(16, "model.safetensors", lambda: 503)
-    output = machines.run("first", "--save-timeout-s", "12", code=171)
+    output = machines.run("first", "--save-timeout-s", "20", code=171)
     assert "did not answer in time: write 00000001/checkpoints/" in output
     trains = threading.Event()
     # The training does not wait until the store has what the first attempt had no time for

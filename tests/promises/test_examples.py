@@ -42,10 +42,8 @@ def by_hand(
     forks: Forks, folder: Path, name: str, *, ranks: int, env: dict[str, str] | None = None
 ) -> tuple[set[int], str]:
     """The exit codes and the output of ranks without a launcher: the five variables."""
-    codes, output = forks.run(
-        STRUCK, EXAMPLES / f"{name}.py", world_size=ranks, cwds=[folder] * ranks, preload="tests.rigs.struck:by_fork",
-        env=env,
-    )
+    codes, output = forks.run(STRUCK, EXAMPLES / f"{name}.py", world_size=ranks, cwds=[folder] * ranks,
+                              preload="tests.rigs.struck:by_fork", env=env)
     return {*codes}, output
 
 

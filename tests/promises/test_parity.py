@@ -30,13 +30,11 @@ def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("--num-workers", "2", "--in-memory", "never"), ("--num-workers", "2", "--in-memory", "always"),
-     ("--num-workers", "0", "--in-memory", "never"),
-     ("--save-every-steps", "7", "--log-every-steps", "3", "--eval-batch-size", "50", "--tensorboard=true")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [
+    ("--num-workers", "2", "--in-memory", "never"), ("--num-workers", "2", "--in-memory", "always"),
+    ("--num-workers", "0", "--in-memory", "never"),
+    ("--save-every-steps", "7", "--log-every-steps", "3", "--eval-batch-size", "50", "--tensorboard=true"),
+], ids=" ".join)
 def test_setting_that_should_not_change_the_weights_does_not(
     forks: Forks, reference: str, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -80,11 +78,9 @@ def by_launch_in_pods(*arguments: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [by_torchrun, by_launch_in_pods, by_fresh, by_hand, by_two_agents_of_old],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("launcher", [
+    by_torchrun, by_launch_in_pods, by_fresh, by_hand, by_two_agents_of_old,
+], ids=lambda f: f.__name__)
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
     with ended(launcher(*LINE, "--run-dir", str(tmp_path))) as job:
         assert set(job.wait()) == {0}, job.output

@@ -58,10 +58,8 @@ def matrix() -> Iterator[Case]:
         for rank in (0, last):
             yield case("wide", world_size, *(Fault(place, rank) for place in (*PREPARING, *JOINING)))
         yield case("wide", world_size, *(Fault(place, 0) for place in KEEPING), Fault("evaluating", last))
-        yield case(
-            "wide", world_size, Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
-            Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16),
-        )
+        yield case("wide", world_size, Fault("forward", 1, 4, whom="agent"), Fault("backward", 0, 8, whom="node"),
+                   Fault("after the optimizer", last, 12, whom="server"), Fault("between buckets", 0, 16))
         for place in RESCUING if world_size > 2 else ():  # a second loss while the first is being recovered from
             yield case("wide", world_size, Fault("backward", 1, 4), Fault(place), Fault("forward", 0, 13), Fault(place))
         yield case("wide", world_size, *(
@@ -74,11 +72,9 @@ def matrix() -> Iterator[Case]:
             places = [first, "after the optimizer", "evaluating"]
             yield case(profile, world_size, *(Fault(p, i % world_size, 3 + 4 * i) for i, p in enumerate(places)))
     for world_size in (2, 3):  # each rank in a container of its own
-        yield case(
-            "wide", world_size, Fault("forward", 1, 4), Fault("after the optimizer", 1, 10, whom="node"),
-            Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
-            agents=world_size,
-        )
+        yield case("wide", world_size, Fault("forward", 1, 4), Fault("after the optimizer", 1, 10, whom="node"),
+                   Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
+                   agents=world_size)
     yield case("wide", 2, Fault("backward", 1, 3, "SIGSTOP"), Fault("in the optimizer", 0, 7, "SIGSTOP"))
     yield case("wide", 2, Fault("evaluating", 1, 5, "SIGTERM", "agent"), Fault("between the renames"))
 

@@ -53,8 +53,7 @@ def nodes(forks: Forks, tmp_path: Path) -> Iterator[Nodes]:
 def train(nodes: Nodes, script: str) -> None:
     """Three nodes that have come to the first place."""
     (nodes.folder / "job.py").write_text(script)
-    for node in range(3):
-        nodes.add(node)
+    nodes.start(None, None, None)
     all_at(nodes, 8, 3)
 
 
@@ -89,8 +88,6 @@ def test_replay_of_a_run_that_lost_a_node_and_got_it_back_ends_with_the_same_bit
     for step, ranks in changes(nodes):
         assert f"replay: {ranks} ranks from step {step}" in output
 
-
-# FSDP2 --------------------------------------------------------------------------------------------------------------
 
 SHARDED = SCRIPT.partition("job.finish()")[0]
 for old, new in (

@@ -16,7 +16,6 @@ LINE = ("train", *DIGITS, "--max-steps", "150", "--save-every-steps", "20", "--j
         "--step-timeout-s", "20")
 NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
 
-# Nothing is unpickled -------------------------------------------------------------------------------------------
 
 # torch's collectives of objects, and all that unpickles. torch.load does, unless it is given weights_only=True
 UNPICKLES = re.compile(
@@ -61,9 +60,6 @@ def test_the_other_commands_unpickle_nothing(forks: Forks, tmp_path: Path):
             forks.ends("train", *DIGITS, "--max-steps", "1", "--run-dir", tmp_path, "--name", "first")
             line = (*line, *(tmp_path / "first" / "checkpoints").iterdir())
         forks.ends(*line, *where, world_size=2, preload="tests.rigs.strangers:unpickle_nothing")
-
-
-# Port scans -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

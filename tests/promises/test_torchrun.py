@@ -82,10 +82,10 @@ def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
 def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
     """A rank that ends at its own deadline has no exception: its reason stands there all the same."""
     order = {"where": "loss", "call": 5, "rank": 1, "sleep_s": 600}
-    with ended(torchrun(tmp_path / "run", "--step-timeout-s=5", options=("--max-restarts=0",), order=order)) as job:
+    with ended(torchrun(tmp_path / "run", "--step-timeout-s=10", options=("--max-restarts=0",), order=order)) as job:
         assert job.wait() == [1], job.output
     _, _, summary = job.output.partition("FAILED\n---")
-    assert "took longer than 5 s" in summary, job.output
+    assert "took longer than 10 s" in summary, job.output
     assert "NoneType" not in summary
     assert "<N/A>" not in summary
 

@@ -18,10 +18,8 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import FOREIGN, ROOT, environ_of, last_step, result, wait_for
 
 # What a user's shell or .env may set for compose.yaml
-SETTINGS = (
-    "ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART", "COMPOSE_PROFILES",
-    "COMPOSE_FILE",
-)
+SETTINGS = ("ARGS", "SCRIPT", "CODE", "NNODES", "NPROC", "RUNS", "IMAGE", "TARGET", "MEMORY", "RESTART",
+            "COMPOSE_PROFILES", "COMPOSE_FILE")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -33,10 +31,9 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def docker(*words: str | Path, check: bool = True, timeout_s: float = 400, **env: str) -> str:
     """The output of `docker WORDS`, errors included. If it fails, the test fails, unless `check` is False."""
-    done = subprocess.run(
-        ["docker", *map(str, words)], env=clean_environment(env), cwd=ROOT, text=True, timeout=timeout_s,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )
+    done = subprocess.run(["docker", *map(str, words)], env=clean_environment(env), cwd=ROOT, text=True,
+                          timeout=timeout_s, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          check=False)
     assert done.returncode == 0 or not check, f"docker {' '.join(map(str, words))}: {done.returncode}\n{done.stdout}"
     return done.stdout
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from rankup.agent.protocol import SIGNALS
+from rankup.agent.record import NO_STOP
 from rankup.errors import UserError
 from rankup.seeds import derive_seed
 from train.config import Config
@@ -88,13 +89,23 @@ def let_save_end() -> None:
 
 
 def _wait_for_notice() -> None:
-    """Wait until the thread that reads the signals, if this process has it, has read this one.
+    """Wait until the thread that reads the signals, if this process has it, has read this one, and the ranks have
+    agreed on the step to stop at, which then is the second after this one.
 
-    On a busy machine a run could end before that thread gets its turn.
+    On a busy machine they could do many steps before those threads get their turn.
     """
     for thread in threading.enumerate():
-        while thread.name == "watch" and not thread._target.__self__.requested:  # type: ignore[attr-defined]
+        while thread.name == "watch" and not stop_is_known(thread._target.__self__):  # type: ignore[attr-defined]
             time.sleep(0.01)
+
+
+def stop_is_known(stop: Any) -> bool:
+    """Whether the signal was read, and where this process takes steps with others, when all stop. `stop`: its
+    StopRequest."""
+    if stop.watch is None or stop.watch.world_size == 1 or not stop.finish_step_first:
+        return bool(stop.requested)
+    cell = stop.watch.record._cell
+    return bool(cell.confirmed == cell.stop < NO_STOP)
 
 
 class Samples:

@@ -80,8 +80,6 @@ def _rendered(what: str) -> list[Object]:
     return documents
 
 
-# --- schemas ----------------------------------------------------------------------------------------------------------
-
 PUBLISHED = {
     "PyTorchJob": "kubeflow.org_pytorchjobs.yaml",
     "TrainJob": "trainer.kubeflow.org_trainjobs.yaml",

@@ -59,10 +59,8 @@ class Node:
             " && ip link add aux0 type veth peer name aux1 && ip link set aux1 up && ip link set aux0 up"
             f" && ip addr add {aux_ip}/24 dev aux0 && echo ready && exec sleep infinity"
         )
-        self._first = subprocess.Popen(
-            ["unshare", "-n", "-u", "-m", "sh", "-c", script], stdout=subprocess.PIPE, text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        self._first = subprocess.Popen(["unshare", "-n", "-u", "-m", "sh", "-c", script], stdout=subprocess.PIPE,
+                                       text=True, stdin=subprocess.DEVNULL)
 
     @property
     def pid(self) -> int:

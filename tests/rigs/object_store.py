@@ -45,10 +45,8 @@ class Door:
     def __init__(self, store: Callable[..., Iterable[bytes]], address: str, listener: socket.socket | None) -> None:
         self.store, self.seen = store, list[Request]()
         self.rule: Callable[[Request], int | None] = lambda request: None
-        self.server = make_server(
-            address, free_port(), self._answer, threaded=True, request_handler=Quiet,
-            fd=None if listener is None else listener.fileno(),
-        )
+        self.server = make_server(address, free_port(), self._answer, threaded=True, request_handler=Quiet,
+                                  fd=None if listener is None else listener.fileno())
         if listener is not None:  # the server has a copy
             listener.close()
         self.env = {  # in which s3://bucket is behind this door

@@ -29,10 +29,8 @@ TOGETHER_S = 5.0
 
 JOINING = ("before joining", "met", "before forming", "formed")
 PREPARING = ("before building", "data loaded", "warming up", "ready")
-STEPPING = (
-    "forward", "backward", "between buckets", "reducing the loss", "before the optimizer", "in the optimizer",
-    "after the optimizer",
-)
+STEPPING = ("forward", "backward", "between buckets", "reducing the loss", "before the optimizer", "in the optimizer",
+            "after the optimizer")
 KEEPING = ("evaluating", "saving", "publishing", "published")
 RESCUING = ("before the rescue", "writing the rescue", "publishing the rescue")
 RESCUED = ("reading the rescue", "sending the rescue", "rescue known")

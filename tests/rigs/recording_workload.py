@@ -73,10 +73,9 @@ def build(config: Config) -> Workload:
     recorder = Recorder(Path(options["record"]) if "record" in options else None, options)
     if options.get("frozen_norm"):
         model[1].eval()  # as users do: the statistics of a pretrained batch norm stay what they are
-    return Workload(
-        model=model, train=samples(config.limit_train or 256, 1), evaluation=samples(config.limit_eval or 101, 2),
-        loss=recorder.loss, evaluate=recorder.evaluate, data_name="recorded",
-    )
+    return Workload(model=model, train=samples(config.limit_train or 256, 1),
+                    evaluation=samples(config.limit_eval or 101, 2), loss=recorder.loss, evaluate=recorder.evaluate,
+                    data_name="recorded")
 
 
 class Recorder:

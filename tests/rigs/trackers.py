@@ -58,6 +58,17 @@ class Server:
         found = self.ask("runs/search", experiment_ids=ids, max_results=100).get("runs", [])
         return [run for run in found if run["info"]["run_name"] == name]
 
+    def only_run(self, name: str, status: str) -> dict[str, Any]:
+        """The one run of that name, once it has that status: a sender may outlive its rank."""
+        found: list[dict[str, Any]] = []
+
+        def ended() -> bool:
+            found[:] = self.runs(name)
+            return [run["info"]["status"] for run in found] == [status]
+
+        wait_for(f"{name} {status}", ended, log=lambda: str(found))
+        return found[0]
+
     def curve(self, run: dict[str, Any], name: str) -> list[tuple[int, float]]:
         """Step and value of each point, by step."""
         answer = self.ask(f"metrics/get-history?run_id={run['info']['run_id']}&metric_key={name}")

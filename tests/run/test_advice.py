@@ -45,9 +45,6 @@ def test_workers_are_advised_where_batches_take_long_and_cpus_are_free(
     assert [re.findall(r"--num-workers (\d+) may gain", line) for line in found] == ([[str(wanted)]] if wanted else [])
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
 def always() -> None:
     """In the process of a rank: everything is worth a line, on a CPU that has bf16, beside idle ones."""
     loop.LEAST_STEPS, advice.LEAST_GAIN, advice.LONGEST_S = 10, 1e-9, 3600.0
@@ -57,10 +54,8 @@ def always() -> None:
 
 def train(forks: Forks, run: Path, *arguments: str, world_size: int = 1, preload: str = "always") -> list[str]:
     """What was advised."""
-    output = forks.ends(
-        *TRAIN, "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size,
-        preload=f"{__name__}:{preload}",
-    )
+    output = forks.ends(*TRAIN, "--name", run.name, "--run-dir", run.parent, *arguments, world_size=world_size,
+                        preload=f"{__name__}:{preload}")
     return re.findall(r"advice: (.*)", output)
 
 

@@ -70,10 +70,9 @@ class Node:
             _check_settings(path, record, Config())
 
         group: Any = self
-        return find_origin(
-            group, self.run_dir, known, line(0, run="new"), "", found_in(list_copies(self.run_dir / "checkpoints")), {},
-            Options(check=_checked(check), fits=fits),
-        )
+        return find_origin(group, self.run_dir, known, line(0, run="new"), "",
+                           found_in(list_copies(self.run_dir / "checkpoints")), {},
+                           Options(check=_checked(check), fits=fits))
 
 
 @pytest.fixture

@@ -49,10 +49,9 @@ def test_train_evaluates_the_same_on_any_number_of_ranks(forks: Forks, trained: 
     checkpoint = next((trained / "checkpoints").iterdir())
     found = []
     for world_size in WORLDS:
-        output = forks.ends(
-            "train", *DIGITS, "--init-from", checkpoint, "--lr", "1e-30", "--max-steps", "1", "--limit-eval", "101",
-            "--eval-batch-size", "10", "--name", str(world_size), "--run-dir", tmp_path, world_size=world_size,
-        )
+        output = forks.ends("train", *DIGITS, "--init-from", checkpoint, "--lr", "1e-30", "--max-steps", "1",
+                            "--limit-eval", "101", "--eval-batch-size", "10", "--name", str(world_size), "--run-dir",
+                            tmp_path, world_size=world_size)
         assert "on 101 samples" in output
         found.append({k: v for k, v in metrics(tmp_path / str(world_size))[-1].items() if k.startswith("eval/")})
     assert len(found[0]) == 3

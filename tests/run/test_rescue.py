@@ -43,9 +43,6 @@ def found() -> int | None:
     return max(steps, default=None)
 
 
-# Writing --------------------------------------------------------------------------------------------------------
-
-
 def test_rescue_is_a_checkpoint_that_only_its_user_can_read(memory: Path) -> None:
     assert write(7) == ""
     path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
@@ -96,9 +93,6 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     assert found() is None
     assert write(8) == ""
     assert [path.parents[2].name for path in list_held()] == ["tmp"]
-
-
-# Removing -------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep(memory: Path) -> None:

@@ -25,9 +25,6 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in kept if path.exists()}
 
 
-# Going on, or not ---------------------------------------------------------------------------------------------
-
-
 def test_changed_setting_is_refused_by_name(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1", world_size=2)
@@ -106,9 +103,6 @@ def other_model() -> None:
     other_data(model=nn.Sequential(nn.Linear(8, 4)))
 
 
-# Status -------------------------------------------------------------------------------------------------------
-
-
 def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(forks: Forks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished(forks, run, "--epochs", "1")
@@ -122,9 +116,6 @@ def test_killed_job_leaves_its_own_attempt_as_running_never_yesterdays_success(f
     finished(forks, run, "--epochs", "2")
     assert status(run)["state"] == "finished"
     assert len({each["attempt"] for each in (yesterday, todays, status(run))}) == 3
-
-
-# Folders that can't be written, users without a name ----------------------------------------------------------
 
 
 def as_user(number: int, *command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -161,10 +152,8 @@ def test_file_or_folder_in_the_way_is_one_line(forks: Forks, tmp_path: Path, whe
 
 def test_user_without_name_and_home_can_train(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir(mode=0o555)
-    done = as_user(
-        12345, sys.executable, MAIN, *train(tmp_path / "run", "--epochs", "1", "--tensorboard=true"),
-        HOME=str(tmp_path / "home"), USER="", LOGNAME="", PYTHONPATH=str(ROOT),
-    )
+    done = as_user(12345, sys.executable, MAIN, *train(tmp_path / "run", "--epochs", "1", "--tensorboard=true"),
+                   HOME=str(tmp_path / "home"), USER="", LOGNAME="", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert list((tmp_path / "home").iterdir()) == []

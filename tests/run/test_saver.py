@@ -117,11 +117,9 @@ def test_step_that_is_saved_again_is_put_together_in_another_folder(
         return create(staging)
 
     monkeypatch.setattr(copies, "create_staging", noted)
-    group: Any = SimpleNamespace(
-        rank=0, is_rank0=True, device=torch.device("cpu"), max=int, gather=lambda value: [value],
-        on_rank0=lambda call: call(), watch=SimpleNamespace(enter=lambda *_, **__: None),
-        log=SimpleNamespace(info=print),
-    )
+    group: Any = SimpleNamespace(rank=0, is_rank0=True, device=torch.device("cpu"), max=int,
+                                 gather=lambda value: [value], on_rank0=lambda call: call(),
+                                 watch=SimpleNamespace(enter=lambda *_, **__: None), log=SimpleNamespace(info=print))
     saver = Saver(
         group, tmp_path, Options(), token="it", check_owner=lambda: None, saved=lambda step: None, second=None
     )

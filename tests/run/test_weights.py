@@ -30,9 +30,6 @@ def test_digest_sees_names_types_shapes_and_bits() -> None:
     assert weights.digest({"b": state["b"], "a": state["a"]}) in digests
 
 
-# Given weights ------------------------------------------------------------------------------------------------
-
-
 def plain_model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -81,18 +78,14 @@ def test_safetensors_and_folders_of_hugging_face_are_taken(tmp_path: Path) -> No
         started_from(tmp_path / "parts")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"other": torch.ones(3)}, "got none that fits"),
-        (torch.ones(3), "got none that fits"),
-        ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
-        (Path("x"), "must hold safetensors, or weights that load with weights_only"),
-        (b"no archive", "must hold safetensors, or weights that load with weights_only"),
-        (None, "must name an existing file"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ({"other": torch.ones(3)}, "got none that fits"),
+    (torch.ones(3), "got none that fits"),
+    ({0: torch.ones(3), "epoch": 1}, "got none that fits"),
+    (Path("x"), "must hold safetensors, or weights that load with weights_only"),
+    (b"no archive", "must hold safetensors, or weights that load with weights_only"),
+    (None, "must name an existing file"),
+], ids=str)
 def test_unfit_weights_are_refused_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "w.pt"
     if isinstance(content, bytes):
@@ -121,9 +114,6 @@ def test_job_starts_from_weights_on_rank_0s_disk(forks: Forks, tmp_path: Path) -
     assert torch.equal(trained["0.weight"], model.state_dict()["0.weight"])
     output = forks.ends(*arguments[:-1], "missing.pt", "--fresh", world_size=2, cwds=folders, code=2)
     assert output.count("init_from must name an existing file or checkpoint directory, got missing.pt") == 1
-
-
-# The same weights on every rank -------------------------------------------------------------------------------
 
 
 def other_weights_on_rank_1() -> None:

@@ -54,11 +54,10 @@ class Ranks:
             self._barrier.wait()
             return values
 
-        return SimpleNamespace(
-            rank=rank, world_size=RANKS, device=torch.device("cpu"), gather=gather, barrier=lambda: gather(0),
-            max=lambda value: max(gather(value)), broadcast=lambda value: gather(value)[0],
-            collective=lambda call: call(), log=SimpleNamespace(warning=self.said.append),
-        )
+        return SimpleNamespace(rank=rank, world_size=RANKS, device=torch.device("cpu"), gather=gather,
+                               barrier=lambda: gather(0), max=lambda value: max(gather(value)),
+                               broadcast=lambda value: gather(value)[0], collective=lambda call: call(),
+                               log=SimpleNamespace(warning=self.said.append))
 
 
 def weight(rank: int, step: int) -> torch.Tensor:

@@ -23,11 +23,9 @@ from tests.rigs.jobs import ROOT, result
 from train.run import weights
 
 # 8 steps an epoch
-LINE = (
-    "train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12",
-    "--save-every-steps", "3", "--schedule", "constant", "--log-every-steps", "1", "--tensorboard=false",
-    "--progress=none", "--name", "run",
-)
+LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12",
+        "--save-every-steps", "3", "--schedule", "constant", "--log-every-steps", "1", "--tensorboard=false",
+        "--progress=none", "--name", "run")
 FSDP = ("--parallel", "fsdp")
 SHARDED = (*FSDP, "--checkpoint-format", "sharded")
 
@@ -125,9 +123,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_run_goes_on_in_another_way(
-    forks: Forks, alone: dict[str, torch.Tensor], tmp_path: Path, change: str
-) -> None:
+def test_run_goes_on_in_another_way(forks: Forks, alone: dict[str, torch.Tensor], tmp_path: Path, change: str) -> None:
     """With the momentum, so that the weights are those of one process but for the last bits."""
     (first, settings), (then, others) = CHANGES[change]
     train(forks, tmp_path, first, *DIGITS, *settings, "--max-steps", "5")

@@ -158,9 +158,6 @@ def test_file_is_what_safetensors_writes_and_depends_on_no_layout(tmp_path: Path
     assert load_file(tmp_path / "model.safetensors").keys() == given.keys()
 
 
-# Damage -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_thousand_damaged_copies_load_nothing_wrong(tmp_path: Path) -> None:
     """Those whose digests are right are in tests/promises/test_fuzz.py."""
     draw = random.Random(0)

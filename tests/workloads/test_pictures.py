@@ -81,8 +81,6 @@ def test_matrix_of_many_classes_is_not_drawn() -> None:
     assert confusion_pictures(confused(NAMED + 1), names(NAMED + 1)) == {}
 
 
-# matplotlib stays out of the way ---------------------------------------------------------------------------------
-
 # Linear A: nobody has read it since the Bronze Age, and no usual font has it
 DRAW = """
 import os, torch
@@ -112,10 +110,8 @@ def test_figures_need_no_home_and_leave_nothing_but_the_cache_of_fonts(home: str
 )
 def test_figures_are_not_imported_where_nothing_is_drawn(line: str, tmp_path: Path) -> None:
     arguments = line.format(tmp_path).split()
-    ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "train.main", *arguments], env=dict(os.environ), cwd=ROOT,
-        capture_output=True, text=True,
-    )
+    ran = subprocess.run([sys.executable, "-X", "importtime", "-m", "train.main", *arguments], env=dict(os.environ),
+                         cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "train.config" in ran.stderr
     assert "matplotlib.figure" not in ran.stderr  # sympy has a module whose name ends in matplotlib

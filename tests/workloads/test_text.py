@@ -78,13 +78,12 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
         load_texts(texts_in(tmp_path, train=GOOD, dev=GOOD + "travel\tby sea\n"))
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [({"dev": GOOD}, "got no file train"), ({"train": GOOD}, "got no file dev or test"),
-     ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
-     ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
-     ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt")],
-)
+@pytest.mark.parametrize(("files", "message"), [
+    ({"dev": GOOD}, "got no file train"), ({"train": GOOD}, "got no file dev or test"),
+    ({"train": "", "dev": GOOD}, "train.txt: holds no lines"),
+    ({"train": "food\ta\n", "dev": GOOD}, "at least two labels"),
+    ({"train": GOOD, "train_tsv": GOOD, "dev": GOOD}, "must hold one file train, got train.tsv and train.txt"),
+])
 def test_folder_that_holds_no_texts_is_one_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_texts(texts_in(tmp_path, **files))
@@ -142,9 +141,6 @@ def test_encoder_does_not_see_the_padding() -> None:
     assert not torch.allclose(model(tokens[:, :3]), model(tokens))
 
 
-# Scores ---------------------------------------------------------------------------------------------------------
-
-
 def test_scores_are_those_of_their_definition() -> None:
     # By hand. Class 2 is never predicted, class 3 neither there nor predicted
     confusion = torch.tensor([[3, 1, 0, 0], [1, 4, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0]])
@@ -181,10 +177,8 @@ def test_texts_are_learned_alike_by_one_and_by_two(forks: Forks, trained: Path, 
 def test_text_evaluation_is_exact_on_any_number_of_ranks(forks: Forks, trained: Path) -> None:
     outcomes = []
     for world_size in (1, 3):
-        output = forks.ends(
-            "evaluate", "--name", "run", "--run-dir", trained.parent, "--eval-split", "test", "--eval-batch-size", "16",
-            "--limit-eval", "101", world_size=world_size,
-        )
+        output = forks.ends("evaluate", "--name", "run", "--run-dir", trained.parent, "--eval-split", "test",
+                            "--eval-batch-size", "16", "--limit-eval", "101", world_size=world_size)
         assert "confusion matrix: true class down" in output
         outcome = json.loads((trained / "evaluation.json").read_text())
         outcomes.append({name: outcome[name] for name in ("metrics", "count", "classes", "confusion")})
@@ -206,9 +200,7 @@ def test_texts_of_a_file_are_predicted(forks: Forks, trained: Path, tmp_path: Pa
     texts = [line.partition("\t")[2] for line in lines]
     (tmp_path / "in.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     where = ("--name", "run", "--run-dir", trained.parent)
-    forks.ends(
-        "predict", *where, "--input", tmp_path / "in.txt", "--output", tmp_path / "file.csv", world_size=2
-    )
+    forks.ends("predict", *where, "--input", tmp_path / "in.txt", "--output", tmp_path / "file.csv", world_size=2)
     rows = predicted(tmp_path / "file.csv")
     assert [text for text, _ in rows] == texts
     right = sum(label == line.partition("\t")[0] for (_, label), line in zip(rows, lines, strict=True))

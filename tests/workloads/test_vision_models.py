@@ -42,9 +42,6 @@ def test_model_fits_channels_size_and_classes(name: str, channels: int, size: in
     assert model(torch.randn(2, channels, size, size)).shape == (2, num_classes)
 
 
-# Initial weights ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["cnn", "googlenet"])
 def test_initial_weights_come_from_the_seed(name: str) -> None:
     digests = []
@@ -61,22 +58,16 @@ def test_dropout_is_passed_on(name: str) -> None:
     assert 0.25 in {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
 
 
-# Refusals -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "message"),
-    [
-        *((name, {"size": size}, f"^model {name} must get images of a size that it can take, got {size} x {size}: .*"
-           r"Set --image-size \(224 suits every model\), or another --model\.$")
-          for name, size in (("alexnet", 32), ("inception_v3", 64), ("vit_b_16", 28), ("maxvit_t", 32))),
-        ("cnn", {"size": 3}, "cnn needs images of at least 4 x 4, got 3 x 3"),
-        ("resnet-18", {}, 'got "resnet-18". Did you mean "resnet18'),
-        ("cnnn", {}, 'got "cnnn". Did you mean "cnn'),
-        ("quantized_resnet18", {}, 'or a torchvision classifier, got "quantized_resnet18"'),
-        ("resnet18", {"dropout": 0.3}, r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."),
-    ],
-)
+@pytest.mark.parametrize(("name", "more", "message"), [
+    *((name, {"size": size}, f"^model {name} must get images of a size that it can take, got {size} x {size}: .*"
+       r"Set --image-size \(224 suits every model\), or another --model\.$")
+      for name, size in (("alexnet", 32), ("inception_v3", 64), ("vit_b_16", 28), ("maxvit_t", 32))),
+    ("cnn", {"size": 3}, "cnn needs images of at least 4 x 4, got 3 x 3"),
+    ("resnet-18", {}, 'got "resnet-18". Did you mean "resnet18'),
+    ("cnnn", {}, 'got "cnnn". Did you mean "cnn'),
+    ("quantized_resnet18", {}, 'or a torchvision classifier, got "quantized_resnet18"'),
+    ("resnet18", {"dropout": 0.3}, r"dropout can't be set for model resnet18, got 0.3. Leave --dropout out."),
+])
 def test_model_that_cannot_be_is_refused_in_one_line(name: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         build(name, **more)

@@ -27,11 +27,12 @@ LINE = ("--workload", "throws:build", "--lr", "0.2", "--tensorboard=false")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's own directory: the page's example, beside a train.py of theirs."""
+    """A user's own directory: the page's example, beside files of theirs that have names as the program's have."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "throws.py").write_text(workload(PAGE))
-    (folder / "train.py").write_text("raise SystemExit('the user\\'s own train.py was taken for the program')\n")
+    for name in ("config", "data", "log", "stop", "train"):
+        (folder / f"{name}.py").write_text("raise SystemExit('taken for the program')\n")
     return folder
 
 
@@ -40,10 +41,8 @@ def project(tmp_path: Path) -> Path:
 
 def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
     for world_size in (1, 2):
-        forks.ends(
-            "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
-            world_size=world_size, cwds=[project] * world_size,
-        )
+        forks.ends("train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
+                   world_size=world_size, cwds=[project] * world_size)
     results = [result(project / "runs" / name) for name in "12"]
     assert results[0]["metrics"]["accuracy"] > 0.8
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)
@@ -191,29 +190,27 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("workload", "message"),
-    [("own_missing:build", r'got "own_missing:build": no module "own_missing" in .* or on PYTHONPATH'),
-     ("own_fine.part:build", 'got "own_fine.part:build": no module "own_fine.part"'),
-     ("own_fine:bild", r'own_fine \(.*own_fine.py\) must have a function "bild", got none'),
-     ("own_fine:build.x", 'must have a function "build.x", got none'),
-     ("own_returns:build", "own_returns:build must return a train.workloads.Workload, got int"),
-     ("own_empty:build", "own_empty:build must have samples to use for evaluation, got none"),
-     ("own_stream:build", "train of own_stream:build must be a map-style Dataset, .* got ChainDataset"),
-     ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator")],
-)
+@pytest.mark.parametrize(("workload", "message"), [
+    ("own_missing:build", r'got "own_missing:build": no module "own_missing" in .* or on PYTHONPATH'),
+    ("own_fine.part:build", 'got "own_fine.part:build": no module "own_fine.part"'),
+    ("own_fine:bild", r'own_fine \(.*own_fine.py\) must have a function "bild", got none'),
+    ("own_fine:build.x", 'must have a function "build.x", got none'),
+    ("own_returns:build", "own_returns:build must return a train.workloads.Workload, got int"),
+    ("own_empty:build", "own_empty:build must have samples to use for evaluation, got none"),
+    ("own_stream:build", "train of own_stream:build must be a map-style Dataset, .* got ChainDataset"),
+    ("own_iterator:build", "evaluation of own_iterator:build must be .* or samples with batch.* got list_iterator"),
+])
 def test_own_workload_that_is_not_there_is_one_line(modules: Path, workload: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         workloads.load(Config(workload=workload))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("module", "error", "where"),
-    [("broken", "NameError: name 'undefined_name' is not defined", "own_broken.py"),
-     ("syntax", "SyntaxError: expected ':'", "own_syntax.py"),
-     ("lacks", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'", "own_lacks.py")],
-)
+@pytest.mark.parametrize(("module", "error", "where"), [
+    ("broken", "NameError: name 'undefined_name' is not defined", "own_broken.py"),
+    ("syntax", "SyntaxError: expected ':'", "own_syntax.py"),
+    ("lacks", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'", "own_lacks.py"),
+])
 def test_fault_in_an_own_workload_keeps_its_traceback(
     forks: Forks, modules: Path, module: str, error: str, where: str
 ) -> None:
