@@ -47,25 +47,22 @@ GONE = {"is": "gone", "why": "its process has ended", "code": 137}
 ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("heard", "late", "signs", "waiting", "text"),
-    [
-        ([LOST, GONE], None, None, True, "rank 2 on node1 (error: x)"),  # the first loss counts
-        ([], LOST, ALL_WAIT, True, "rank 2 on node1 (error: x)"),
-        ([GONE], None, None, True, "rank 0 on node0 (its process has ended)"),
-        ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
-        ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
-         "suspected: rank 3 on node1 (gave no sign of life)"),
-        ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
-         "suspected: rank 2 on node1 (is alive, in step at step 7)"),
-        ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
-        # Stopped a moment before: it still seems to wait, or to be alive
-        ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
-         "suspected: rank 3 on node1 (gave no sign of life)"),
-        ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
-         "suspected: rank 2 on node1 (gave no sign of life)"),
-    ],
-)
+@pytest.mark.parametrize(("heard", "late", "signs", "waiting", "text"), [
+    ([LOST, GONE], None, None, True, "rank 2 on node1 (error: x)"),  # the first loss counts
+    ([], LOST, ALL_WAIT, True, "rank 2 on node1 (error: x)"),
+    ([GONE], None, None, True, "rank 0 on node0 (its process has ended)"),
+    ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
+    ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
+     "suspected: rank 3 on node1 (gave no sign of life)"),
+    ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
+     "suspected: rank 2 on node1 (is alive, in step at step 7)"),
+    ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
+    # Stopped a moment before: it still seems to wait, or to be alive
+    ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
+     "suspected: rank 3 on node1 (gave no sign of life)"),
+    ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
+     "suspected: rank 2 on node1 (gave no sign of life)"),
+])
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
     heard: list[dict[str, Any]], late: dict[str, Any] | None, signs: list[dict[str, Any]] | None, waiting: bool,
     text: str, monkeypatch: pytest.MonkeyPatch,
