@@ -242,7 +242,7 @@ class Watchdog:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if keeper is None or self.record.read().settled:
+            if keeper is None or self._leaving is not None or self.record.read().settled:
                 return
             self._extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
