@@ -29,7 +29,7 @@ log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
-TYPES = {"int": "an integer", "float": "a number", "split": "words as a shell splits them",
+TYPES = {"int": "an integer", "seconds": "a number from 0", "split": "words as a shell splits them",
          "nodes": "a number of nodes, or the fewest and the most as in 2:4",
          "codes": "exit codes such as 1,75, and neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"}
 
@@ -84,10 +84,17 @@ def _unknown(what: str, word: str, known: Sequence[str]) -> str:
 # Options and commands -------------------------------------------------------------------------------------------------
 
 
+def seconds(text: str) -> float:
+    """Of all options that are times."""
+    if not (found := float(text)) >= 0:  # nor nan
+        raise ValueError(text)
+    return found
+
+
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
     """`kind`: int, float for seconds, bool for a flag, or what stands for its text in the help. `text`: the help."""
     common: dict[Any, dict[str, Any]] = {
-        int: {"type": int, "metavar": "N"}, float: {"type": float, "metavar": "S"}, bool: {"action": "store_true"},
+        int: {"type": int, "metavar": "N"}, float: {"type": seconds, "metavar": "S"}, bool: {"action": "store_true"},
     }
     return names.split(), {**common.get(kind, {"metavar": kind, "default": ""}), "help": text, **details}
 

@@ -30,7 +30,7 @@ SILENT_S = 30.0  # without a sign of life; a machine with too much to do may loo
 FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
 BUSY_S = 3.0  # a leader that was silent for so long may only be busy
 # A machine that lost its power holds its connection for long, and its successor waits: so long without a sign of life
-ANSWER_S = ALIVE_S + 1.5
+ANSWER_S = ALIVE_S + 4.0
 ENDING_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
 STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 
@@ -63,7 +63,7 @@ GONE_S = 0.05
 # user shows on all ranks), and then says more about it than this rank's end for a lost peer would.
 FAILED_S = 10.0
 FAILED_WAITING_S = 1.0  # in a collective
-LINGER_S = 1.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
+LINGER_S = 2.0  # of a rank whose deadline has passed: the others write where they stand before it ends them
 STACKS_S = 5.0  # for the stacks: the disk of the run may be the very thing that hangs
 REPORT_END_S = 5.0  # for the report of an end: the store may hang too, or be in use by the thread that hangs
 LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and to leave

@@ -350,7 +350,8 @@ class Agent:
 
     # The leader's words ---------------------------------------------------------------------------------------------
 
-    def _hear_leader(self, event: dict[str, Any]) -> None:
+    def _hear_leader(self, event: dict[str, Any]) -> bool:
+        """Returns whether nothing more is to be heard."""
         kind = event["is"]
         if kind == "propose":
             self.begin(self._get_ready(event))
@@ -376,7 +377,14 @@ class Agent:
         elif kind == "stacks":
             self.begin(self.ranks.show_stacks())
         elif kind in ("over", "refused"):
-            self.finish(Verdict(event["code"], event["text"]))
+            self.begin(self._end(Verdict(event["code"], event["text"])))
+            return self.lead is None
+        return False
+
+    async def _end(self, verdict: Verdict) -> None:
+        """Somebody may ask the job to stop while ranks that lost another one still write down what they hold."""
+        await self.ranks.left()
+        self.finish(verdict)
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
         """Answer a proposal once no rank of an earlier membership runs."""

@@ -49,7 +49,9 @@ class ElasticLeader(Leader):
         rows = {}
         for seat in [*self._lost.values(), *self.seats.values()]:
             used = self.running and seat in self._chosen and not seat.lost
-            state = "in use" if used else "left out" if seat.unfit else "lost" if seat.lost else "spare"
+            votes = all(seat.member.token in each["voters"] for each in electorates(self.basis))
+            idle = "spare" if votes else "new"  # until the others know of it
+            state = "in use" if used else "left out" if seat.unfit else "lost" if seat.lost else idle
             rows[seat.claim.start] = {
                 "host": seat.member.host, "state": state, "since": now - (now_s - seat.since_s),
                 "why": seat.unfit or seat.lost, "ranks": ranges(set(seat.member.ranks)) if used else "",

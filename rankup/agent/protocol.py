@@ -245,6 +245,12 @@ class Links:
             if self._links.get(local_rank) is link:
                 del self._links[local_rank]
 
+    async def catch_up(self) -> None:
+        """Hear what ranks said that have ended. After a stall of this process the word of their end may come first: to
+        accept a connection and to read from it takes several turns of the event loop."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
     def tell(self, kind: str, **values: Any) -> None:
         """To all that are connected."""
         if kind in ("lost", "gone"):

@@ -238,6 +238,7 @@ class Ranks:
             self.hear_stop(message["signal"])  # else it was our SIGTERM
 
     async def _hear_end(self, rank: Rank, code: int) -> None:
+        await self.links.catch_up()
         if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
             await in_thread(lambda: pump.drained(timing.PRINT_S + timing.LAST_WORD_S), timeout_s=math.inf)
@@ -289,6 +290,11 @@ class Ranks:
         if self._leaving is None or self._leaving.done():
             notice_s = 0.0 if node_lost and not self.knows_us else timing.UNNOTICED_S
             self._leaving = self.begin(self._leave(notice_s))
+
+    async def left(self) -> None:
+        """Once those that were told to leave, or were killed for it, have ended."""
+        if self._leaving is not None:
+            await self._leaving
 
     async def _leave(self, notice_s: float) -> None:
         """They get `notice_s` to find out by themselves, then SIGTERM, then SIGKILL."""

@@ -101,14 +101,19 @@ class PhaseClock:
         # A reader between two of the assignments below would count the time of one phase twice
         self._lock = threading.Lock()
 
-    def enter(self, phase: str) -> str:
-        """End the present phase, which is returned, and begin another one, or the same one anew. Takes a µs."""
+    def enter(self, phase: str) -> None:
+        """End the present phase, and begin another one, or the same one anew. Takes a µs."""
         now_s = time.monotonic()
         with self._lock:
             ended = self._phase
             self._seconds[ended] = self._seconds.get(ended, 0.0) + now_s - self._since_s
             self._phase, self._since_s = phase, now_s
-        return ended
+
+    def move(self, phase: str, taken_s: float) -> None:
+        """So many of the present phase's last seconds were another one's."""
+        with self._lock:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + taken_s
+            self._since_s += taken_s
 
     def present(self) -> tuple[str, float]:
         """The present phase, and how many seconds ago it was entered."""
@@ -183,10 +188,11 @@ class RecordWriter:
         self.clock.enter(self.entered[0])
 
     def may_begin(self, step: int) -> bool | None:
-        """Say that `step` begins now. Returns False where the rank has to stop instead, and None where it has to ask
-        again in a moment: the members have not agreed yet."""
-        self.begin(step)
-        stop: int = self._cell.stop  # after the line above, see `ask_to_stop`
+        """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again
+        in a moment: the members have not agreed yet."""
+        if self._cell.step != step:
+            self.begin(step)
+        stop: int = self._cell.stop  # after the step was written, see `ask_to_stop`
         if step < stop:
             return True
         return None if self._cell.confirmed != stop else False

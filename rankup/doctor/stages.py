@@ -28,7 +28,7 @@ from rankup.doctor import NOTE, OK, Finding, Report, check_machine, problem
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
-from rankup.group.joining import join, start
+from rankup.group.joining import check_devices, check_settings, form, meet, start
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Suspect
 
@@ -124,14 +124,20 @@ class Doctor:
         return report.end()
 
     def _join(self, group: Group) -> Iterator[Finding]:
-        join(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
+        meet(group, timeout_s=self.join_timeout_s)
         self.report.facts["hosts"] = list(group.hosts)
         places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
         yield Finding("joined", OK, f"all {group.world_size} ranks: {places}")
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
         yield Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})")
+        self.stage = "group"
+        form(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
         yield Finding("group", OK, f"the process group is formed ({dist.get_backend()})")
+        self.stage = "versions"
+        check_settings(group)
         yield Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all")
+        self.stage = "devices"
+        check_devices(group)
 
     def _check(self, group: Group, stage: str, findings: Iterable[Finding]) -> None:
         self.stage = stage

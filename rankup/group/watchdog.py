@@ -133,6 +133,7 @@ class Watchdog:
             self.stop.ask(str(message["signal"]))
         elif message["is"] == "leave":
             self._leave_at_s = 0.0
+            self.stop.wake()
         elif message["is"] == "ranks":
             now = time.time()
             self._signs = [{**sign, "seen": now - sign["ago_s"]} for sign in message["ranks"]]
@@ -241,13 +242,15 @@ class Watchdog:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if keeper is None or self.record.read().settled:
+            if keeper is None or self._leaving is not None or self.record.read().settled:
                 return
             self._extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
             if why == "":  # it takes all ranks, so they go on until they come to that step
                 return
             self._ending = True
+        if self.rank > 0:  # rank 0 keeps the copy for all, unless its loop finds before that this rank is gone
+            self._heard.wait(timing.LAST_WORD_S)
         why = why or f"{self.stop.signal_name}: the state could not be kept"
         leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=timing.REPORT_END_S)
 

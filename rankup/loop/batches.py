@@ -319,7 +319,7 @@ class Batches:
         job, source = self._job, self.source
         number, pairs = self._open()
         # What a step needs is looked up here: by then nothing of it is in the processor's caches
-        live, group, clock, enter = job.live, job.group, job.clock, job.group.watch.clock.enter
+        live, group, clock, move = job.live, job.group, job.clock, job.group.watch.clock.move
         position, streams = job.position, live.streams
         seeded = source.seeds and job.device.type == "cpu"  # it seeds no GPU
         live.running.append(self)
@@ -330,12 +330,8 @@ class Batches:
                 elif group.stops_before(position.step):
                     raise job.stopped()
                 clock.start()
-                outer = enter("data")  # for the status
-                try:
-                    found = next(pairs, None)
-                finally:
-                    enter(outer)
-                clock.has_batch()
+                found = next(pairs, None)
+                move("data", clock.has_batch())
                 if found is None:
                     return
                 batch, self.weight = found

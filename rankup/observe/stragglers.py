@@ -61,11 +61,13 @@ class StepClock:
         """A step begins. What was between the steps (evaluation, saves, reports) counts nowhere."""
         self._lap_s = time.perf_counter()
 
-    def has_batch(self) -> None:
-        """This rank has its batch, and computing begins."""
+    def has_batch(self) -> float:
+        """This rank has its batch, and computing begins. Returns for how many seconds it waited."""
+        began_s = self._lap_s
         self.mark(DATA)
         if self._queues:
             self._record(None)
+        return self._lap_s - began_s
 
     def mark(self, part: int) -> None:
         """What was done since the last mark was `part`: by the host, or on a GPU by what was given to it."""

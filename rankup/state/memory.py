@@ -382,11 +382,14 @@ class PartsInMemory:
         return [of for of, parts in self._parts.items() if {rank for *_, ranks in parts for rank in ranks} >= every]
 
     def load(self, *of: Any) -> tuple[Copy | None, str]:
-        """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed."""
-        group, path, problem = self.group, Path(), ""
+        """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed, and
+        another node's is taken in its place."""
+        group, path, problem, chosen = self.group, Path(), "", []
         for rank in range(group.world_size):
-            able = [(node != self._nodes[rank], at, node) for node, at, ranks in self._parts[of] if rank in ranks]
-            moved, at, node = min(able)
+            able = [(part[0] != self._nodes[rank], part) for part in self._parts[of] if rank in part[2]]
+            moved, part = min(able)
+            chosen.append(part)
+            node, at, _ = part
             source = self._nodes.index(node)
             if moved and group.rank == source:
                 whole = Path(at) if not find_problem(Path(at)) else None
@@ -400,8 +403,10 @@ class PartsInMemory:
         if damage:
             group.log.warning(f"a part in memory was passed over: {path}: {damage}")
             copies.remove(path)
-        if problem := next(filter(None, group.gather(problem or damage)), ""):
-            return None, problem
+        problems = group.gather(problem or damage)
+        if any(problems):
+            self._parts[of] -= {part for part, problem in zip(chosen, problems, strict=True) if problem}
+            return self.load(*of) if of in self.found() else (None, next(filter(None, problems)))
         # One for all: rank 0 alone may know the values of the last evaluation
         return Copy(path, group.broadcast(record), {}, sharded=True), ""
 

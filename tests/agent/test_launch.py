@@ -64,10 +64,8 @@ def add_node(
     env: dict[str, str] | None = None,
 ) -> None:
     folder.mkdir(exist_ok=True)
-    line = (
-        "-m", "rankup", "launch", f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1",
-        f"--master-port={port}", f"--run-dir={folder}/runs", *options,
-    )
+    line = ("-m", "rankup", "launch", f"--nnodes={num_nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1",
+            f"--master-port={port}", f"--run-dir={folder}/runs", *options)
     start(sys.executable, *line, write(folder, text), env=env, job=job)
 
 
@@ -198,10 +196,8 @@ def test_run_at_an_address_has_its_folder_in_the_cache(tmp_path: Path) -> None:
 
 def test_job_ends_although_the_disk_of_its_run_hangs(forks: Forks, tmp_path: Path) -> None:
     script = write(tmp_path, "wait_for('hangs')")
-    forks.ends(
-        "launch", "--run-dir", tmp_path / "runs", script, env={"HANGS": f"{tmp_path}/hangs"},
-        preload="tests.agent.test_launch:hang_from_the_first_report_on",
-    )
+    forks.ends("launch", "--run-dir", tmp_path / "runs", script, env={"HANGS": f"{tmp_path}/hangs"},
+               preload="tests.agent.test_launch:hang_from_the_first_report_on")
 
 
 def hang_from_the_first_report_on() -> None:
@@ -237,7 +233,9 @@ def test_fault_of_one_rank_ends_all_and_is_named_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [139, 171])
 def test_lost_rank_is_started_again_with_all_others(code: int, tmp_path: Path) -> None:
-    text = f"say('here')\nif restart < 2 and rank == 1: os._exit({code})\nif restart < 2: wait_for('never')\n"
+    """The one that is lost waits for the other one, which may start late and has to have said that it is there."""
+    text = f"say('here')\nif restart < 2 and rank == 1:\n    wait_for(f'here-0-{{restart}}')\n    os._exit({code})\n"
+    text += "if restart < 2: wait_for('never')\n"
     with ended(launch(tmp_path, text + "print('args', sys.argv[1:])", "--restart-args=--resume 'a b'")) as job:
         assert job.wait() == [0], job.output
     assert job.output.count("args ['--resume', 'a b']") == 2
@@ -449,9 +447,7 @@ def test_node_that_does_not_come_is_named_on_each_node(tmp_path: Path) -> None:
     job, port = Job(), free_port()
     with ended(job):
         for node in TWO:
-            add_node(
-                job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=8", node=node, num_nodes=3, port=port
-            )
+            add_node(job, tmp_path / f"node{node}", WAITS, "--join-timeout-s=8", node=node, num_nodes=3, port=port)
         assert job.wait() == [170, 170], job.output
     for output in job.outputs:
         assert re.search(r"rank 2 of 3 .*has not joined after \d+ s \(joined: 0-1 on", output), output

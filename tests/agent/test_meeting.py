@@ -223,10 +223,12 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         await here.agree(puppets)
         spare = await here.enter(member(2))
         await spare.hears("spare")
+        assert here.leader.nodes()[2]["state"] == "new"
         for v in range(1, 4):
             for puppet in puppets:
                 puppet.say("has", n=1, v=v)
             await here.pass_time(0.5, *puppets, spare)
+        assert here.leader.nodes()[2]["state"] == "spare"
         spare.vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         await here.pass_time(0.5, *puppets)
@@ -668,7 +670,13 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
 @asynchronous
 async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone(monkeypatch: pytest.MonkeyPatch):
     """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
-    monkeypatch.setattr(timing, "PREPARE_S", 0.5)
+    timeout, waits = asyncio.timeout, dict[float | None, asyncio.Timeout]()
+
+    def noted(delay_s: float | None) -> asyncio.Timeout:
+        waits[delay_s] = timeout(delay_s)
+        return waits[delay_s]
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()
 
@@ -685,6 +693,7 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone(monkey
         what = "all 3 ranks have joined, but rank 0 still imports torch"
         for puppet in puppets:
             assert (await puppet.hears("waiting"))["text"] == f"{what} after 10 s"
+        waits[timing.PREPARE_S].reschedule(0.0)  # it is over
         for puppet in puppets:
             assert (await puppet.hears("refused"))["text"] == f"{what} after 12 s"
 

@@ -30,7 +30,9 @@ job = os.environ["TORCHELASTIC_RUN_ID"]
 path = shared / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}-of-{world}"
 path.with_suffix(".new").write_text(f"{job} {os.getpid()} {os.environ.get('GLOO_SOCKET_IFNAME')}")
 path.with_suffix(".new").rename(path)
-if "BAD" in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+if "BAD" in os.environ:
+    wait_for(shared / f"{restart}-0-of-{world}")  # it may start late, and would be told to leave before
+    os.kill(os.getpid(), signal.SIGKILL)
 while not (shared / "go").exists(): time.sleep(0.01)
 """
 
@@ -54,8 +56,10 @@ class Nodes:
         (folder / "job.py").write_text(TEXT)
 
     def add(self, node: int, env: dict[str, str] | None = None) -> None:
+        # One that is started anew waits to be called: a busy leader may need more than the usual 4 s
+        patience = ("--wait-for-node=60",) if node in self.agents else ()
         line: Any = ("launch", *self.limits, f"--node-rank={node}", f"--master-addr={self.master}",
-                     f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options,
+                     f"--master-port={self.port}", f"--run-dir={self.folder}/runs{node}", *self.options, *patience,
                      self.folder / "job.py", *self.words)
         if self.forks is not None:
             self.job.processes += self.forks.start(*line, env=env).processes
@@ -64,10 +68,15 @@ class Nodes:
             start(*prefix, sys.executable, "-m", "rankup", *line, job=self.job, env=env)
         self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
+    def start(self, *envs: dict[str, str] | None) -> None:
+        """The first agents, node 0 last: it founds the job without those that come seconds later."""
+        for node, env in reversed([*enumerate(envs)]):
+            self.add(node, env)
+        self.job.processes.reverse()
+
     def begin(self, count: int, env: dict[str, str] | None = None) -> int:
         """Start so many agents. Returns the number of their first attempt."""
-        for node in range(count):
-            self.add(node, env)
+        self.start(*[env] * count)
         return self.attempt(count)
 
     def kill(self, node: int) -> None:
@@ -188,8 +197,7 @@ def test_fewer_nodes_than_the_least_wait_for_another(tmp_path: Path) -> None:
 def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:3", "--wait-for-node=1", "--max-failures-per-node=2")
     with ended(nodes.job) as job:
-        for node in range(3):
-            nodes.add(node, env={"BAD": ""} if node == bad else None)
+        nodes.start(*({"BAD": ""} if node == bad else None for node in range(3)))
         nodes.attempt(2)
         assert job.processes[bad].wait(100) == 172
         if bad:

@@ -1,20 +1,27 @@
 """An agent's ranks, without processes: which membership their ends belong to."""
 
 import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rankup.agent.agent import Agent
+from rankup.agent.ends import End
+from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 
 
-def made(tmp_path: Path, say: Any = print) -> Ranks:
+def options(tmp_path: Path) -> Options:
     (tmp_path / "job.py").write_text("import rankup\n")
     node, script = NodeEnv(num_nodes=2, limits=Limits(1, 2)), Script.find([str(tmp_path / "job.py")])
-    options = Options(node=node, script=script, run_dir=tmp_path)
-    return Ranks(options, say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
+    return Options(node=node, script=script, run_dir=tmp_path)
+
+
+def made(tmp_path: Path, say: Any = print) -> Ranks:
+    return Ranks(options(tmp_path), say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
 
 
 def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(tmp_path: Path) -> None:
@@ -29,6 +36,30 @@ def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(t
     asyncio.run(scene())
 
 
+COMMIT = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "job", "port": 1, "store": False}
+
+
+def test_what_a_rank_said_is_heard_although_the_word_of_its_end_is_read_first(tmp_path: Path) -> None:
+    """The agent stood still meanwhile: the rank has connected, said how it ends, and ended."""
+    said: list[dict[str, Any]] = []
+
+    async def scene() -> None:
+        ranks = made(tmp_path, lambda kind, **values: said.append({"is": kind, **values}))
+        ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None)  # type: ignore[assignment]
+        await ranks.links.open()
+        ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
+        with socket.socket(socket.AF_UNIX) as rank:
+            rank.connect(ranks.links.address)
+            rank.sendall(encode("rank", local_rank=0) + encode("end", **End(1, "", 2, "a mistake").message()))
+        await ranks._hear_end(ranks.ranks[0], 2)
+        ranks.links.close()
+
+    asyncio.run(scene())
+    assert [(each["is"], each["code"], each["cause"]) for each in said] == [
+        ("ending", 2, "a mistake"), ("end", 2, "a mistake"),
+    ]
+
+
 def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_beside(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
 
@@ -39,11 +70,26 @@ def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_b
     async def scene() -> None:
         ranks = made(tmp_path, say)
         ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None)  # type: ignore[assignment]
-        commit = {"why": "", "again": False, "change": "", "ip": "127.0.0.1", "job": "job", "port": 1, "store": False}
-        ranks.start({**commit, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
-        ranks.start({**commit, "n": 3, "restarts": 2, "basis": {"used": ["other"]}}, token="mine")
+        ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
+        ranks.start({**COMMIT, "n": 3, "restarts": 2, "basis": {"used": ["other"]}}, token="mine")
         ranks._ended(ranks.ranks[0], 171)
 
     asyncio.run(scene())
     (end,) = said
     assert (end["is"], end["n"], end["rank"], end["code"]) == ("end", 1, 1, 171)
+
+
+def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:
+    """They lost another one, and then somebody has asked the job to stop."""
+    async def scene() -> None:
+        agent, written = Agent(options(tmp_path)), asyncio.Event()
+        agent._over = asyncio.get_running_loop().create_future()
+        agent.ranks._leaving = agent.begin(written.wait())  # type: ignore[arg-type]
+        assert agent._hear_leader({"is": "over", "code": 143, "text": "SIGTERM"})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not agent._over.done()
+        written.set()
+        assert (await agent._over).code == 143
+
+    asyncio.run(scene())

@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from rankup.agent import network
@@ -264,15 +266,18 @@ def test_stranger_ends_nothing_where_nodes_come_and_go(tmp_path: Path, secret_fi
         first = nodes.attempt(2)
         lost, other = (nodes.of_rank(rank, first) for rank in (0, 1))
         strangers = {}
-        for node, agent in nodes.agents.items():
-            listening = [each for each in agent.net_connections("tcp") if each.status == "LISTEN"]
-            port = min(listening, key=lambda each: each.fd).laddr.port  # the others test routes, and hear nothing
+
+        def listening(agent: psutil.Process) -> list[Any]:
+            return [each for each in agent.net_connections("tcp") if each.status == "LISTEN"]
+
+        for node, agent in nodes.agents.items():  # the spare may come late
+            found = wait_for("a port", functools.partial(listening, agent))
+            port = min(found, key=lambda each: each.fd).laddr.port  # the others test routes, and hear nothing
             strangers[node] = Stranger(port, record(port))
         for stranger in strangers.values():
             stack.enter_context(stranger.talking())
         wait_for("strangers that have said all", lambda: all(each.rounds >= 2 for each in strangers.values()))
-        wait_for("a spare", lambda: nodes.shown(0).count("spare"))
-        time.sleep(1)  # its vote counts once the others know of it
+        wait_for("a spare", lambda: nodes.shown(0).count('"spare"'))
         nodes.kill(lost)
         second = nodes.attempt(2, after=first)
         said = {node: each.rounds for node, each in strangers.items()}

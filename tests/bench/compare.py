@@ -14,7 +14,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,17 @@ LAUNCHERS = {
     "mpirun": ("mpirun", "-np", "{nproc}", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root",
                sys.executable),
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    settings: str
-    launcher: str = "launch"
-
-
-VARIANTS = {
-    "none": Variant("--parallel none", "python"),
-    "dp": Variant("--parallel dp", "python"),
-    "ddp": Variant("--parallel ddp"),
-    "ddp-torchrun": Variant("--parallel ddp", "torchrun"),
-    "ddp-torch-launch": Variant("--parallel ddp", "torch-launch"),
-    "ddp-mpirun": Variant("--parallel ddp", "mpirun"),
-    "ddp-bf16": Variant("--parallel ddp --precision bf16"),
-    "ddp-compress": Variant("--parallel ddp --compress bf16"),
-    "fsdp": Variant("--parallel fsdp"),
-    "horovod": Variant("--parallel horovod"),
+VARIANTS = {  # its settings, and who starts it
+    "none": ("--parallel none", "python"),
+    "dp": ("--parallel dp", "python"),
+    "ddp": ("--parallel ddp", "launch"),
+    "ddp-torchrun": ("--parallel ddp", "torchrun"),
+    "ddp-torch-launch": ("--parallel ddp", "torch-launch"),
+    "ddp-mpirun": ("--parallel ddp", "mpirun"),
+    "ddp-bf16": ("--parallel ddp --precision bf16", "launch"),
+    "ddp-compress": ("--parallel ddp --compress bf16", "launch"),
+    "fsdp": ("--parallel fsdp", "launch"),
+    "horovod": ("--parallel horovod", "launch"),
 }
 
 
@@ -72,15 +63,15 @@ def obstacle(variant: str) -> str:
 
 def train(name: str, run: Path, settings: list[str], *, processes: int, steps: int) -> dict[str, Any]:
     """What one training measured, or {"reason": why it failed}."""
-    variant, log = VARIANTS[name], run.with_suffix(".log")
+    (fixed, launcher), log = VARIANTS[name], run.with_suffix(".log")
     values = {"{nproc}": str(processes), "{port}": str(free_port())}
-    command = [values.get(word, word) for word in LAUNCHERS[variant.launcher]]
+    command = [values.get(word, word) for word in LAUNCHERS[launcher]]
     own = ["--run-dir", str(run.parent), "--name", run.name, "--max-steps", str(steps), "--log-every-steps", "1",
            "--evaluate-every-epochs", "1000000", "--tensorboard=false", "--progress", "none", "--no-advice", "--fresh"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         code = subprocess.run(
-            [*command, str(MAIN), "train", *settings, *variant.settings.split(), *own], stdout=file,
+            [*command, str(MAIN), "train", *settings, *fixed.split(), *own], stdout=file,
             stderr=subprocess.STDOUT, env=environment({"PYTHONWARNINGS": "ignore"}),
         ).returncode
     if code != 0:

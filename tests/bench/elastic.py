@@ -13,14 +13,11 @@ membership has started. Rounds of changes follow each other for two minutes at m
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +35,7 @@ from tests.bench import recovery
 from tests.bench.machine import conditions, markdown_table, step_ends
 from tests.bench.recovery import SETTINGS, Fault
 from tests.rigs.containers import wait_for
-from tests.rigs.jobs import MAIN, ROOT, ended, environment, free_port, lives
+from tests.rigs.jobs import MAIN, ended, lives, start
 
 NODES = 3
 recovery.PATIENCE_S = 150  # a node that comes imports torch first; torchrun does not always go on
@@ -53,35 +50,20 @@ TORCHRUN = [
 ]
 SEPARATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 BUDGET_S = 120.0  # no further round begins after it
+Costs = Iterator[tuple[str, dict[str, float]]]  # what kind of job, and the seconds of what happens to it
 
 
-class Job:
-    """The nodes of one job: `line`, after the options of a node in LAUNCH or TORCHRUN."""
+class Job(Nodes):
+    """The nodes of a job that trains, under `launch` or torchrun. `options`: after those of a node."""
 
-    def __init__(self, folder: Path, line: list[str], *, torchrun: bool = False) -> None:
-        self.folder, self.line, self.run, self.port = folder, line, folder / "job", free_port()
-        self.torchrun = torchrun
-        self.nodes: dict[int, psutil.Popen] = {}
+    def __init__(self, folder: Path, *options: str, torchrun: bool) -> None:
+        super().__init__(folder, "")
+        self.line, self.run, self.torchrun = [*options, *TASK, f"--run-dir={folder}"], folder / "job", torchrun
 
-    def start(self, *nodes: int) -> None:
-        for node in nodes:
-            words = [word.format(node=node, port=self.port) for word in (TORCHRUN if self.torchrun else LAUNCH)]
-            with (self.folder / f"node{node}.txt").open("a") as output:
-                self.nodes[node] = psutil.Popen(
-                    [sys.executable, *words, *self.line], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
-                    stderr=output, env=environment({**SEPARATE_STORE, "NODE": str(node)}),
-                )
-
-    def processes(self, node: int) -> list[psutil.Process]:
-        return [*self.nodes[node].children(recursive=True), self.nodes[node]]
-
-    def kill(self, *nodes: int) -> None:
-        """As if their machines lost their power: all processes at once."""
-        for node in nodes:
-            for process in self.processes(node):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self.nodes.pop(node).wait()
+    def add(self, node: int, env: dict[str, str] | None = None) -> None:
+        words = [word.format(node=node, port=self.port) for word in (TORCHRUN if self.torchrun else LAUNCH)]
+        start(sys.executable, *words, *self.line, job=self.job, env=SEPARATE_STORE)
+        self.agents[node] = psutil.Process(self.job.processes[-1].pid)
 
     def rested(self) -> None:
         """Wait until all nodes take part and the processes that fork the ranks have imported torch: what is measured is
@@ -90,7 +72,7 @@ class Job:
         before_s, now_s = -1.0, 0.0
         while now_s > before_s + 0.05 and not self.torchrun:
             time.sleep(2)
-            children = [child for node in self.nodes for child in self.nodes[node].children()]
+            children = [child for agent in self.agents.values() for child in agent.children()]
             servers = [child for child in children if not child.name().startswith("rank ")]
             before_s, now_s = now_s, sum(sum(server.cpu_times()[:2]) for server in servers)
 
@@ -115,7 +97,7 @@ def to_next_step(job: Job, act: Callable[[], Any]) -> float:
 def pause(job: Job, node: int) -> float:
     """Of the training, as that node comes back."""
     fault = Fault(job.run)
-    job.start(node)
+    job.add(node)
     fault.cost()
     times = [end_s for end_s in step_ends(job.run).values() if end_s > fault.moment_s - 5]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
@@ -123,7 +105,7 @@ def pause(job: Job, node: int) -> float:
 
 def measure(job: Job, kind: str) -> dict[str, float]:
     def stop(node: int) -> None:
-        for process in reversed(job.processes(node)):
+        for process in [job.agents[node], *job.agents[node].children(recursive=True)]:
             process.suspend()
 
     found, spare = {}, "spare" in kind
@@ -131,7 +113,7 @@ def measure(job: Job, kind: str) -> dict[str, float]:
     node = job.another()
     found["another node is killed"] = to_next_step(job, lambda: job.kill(node))
     if spare:
-        job.start(node)
+        job.add(node)
         job.rested()
     else:
         time.sleep(1)
@@ -141,7 +123,7 @@ def measure(job: Job, kind: str) -> dict[str, float]:
         node = job.another()
         found[f"another node is silent for {SILENT_S} s"] = to_next_step(job, lambda: stop(node))
         job.kill(node)
-        job.start(node)
+        job.add(node)
         job.rested()
         time.sleep(3)
         found["node 0 is killed"] = to_next_step(job, lambda: job.kill(0))
@@ -208,17 +190,36 @@ class Light:
         return costs
 
 
-def light(count: int, repeats: int) -> Iterator[dict[str, float]]:
-    """The costs of each round of changes, and first that of the start."""
+def light(count: int, repeats: int) -> Costs:
+    """Of each round of changes, and first of the start."""
+    kind = f"{count} light agents"
     with tempfile.TemporaryDirectory() as folder:
         made, began_s = Light(count, Path(folder)), time.time()
         with ended(made.nodes.job):
-            yield {"all start": made.start()}
+            yield kind, {"all start": made.start()}
             for _ in range(repeats):
                 time.sleep(5)
                 if time.time() - began_s > BUDGET_S:
                     break
-                yield made.round()
+                yield kind, made.round()
+
+
+def trained(repeats: int) -> Costs:
+    """Of each kind of job, by turns."""
+    for _, (kind, options) in itertools.product(range(repeats), KINDS.items()):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            job = Job(Path(folder), *options, torchrun=kind == "torchrun")
+            with ended(job.job):
+                for node in range(NODES):
+                    job.add(node)
+                wait_for("steps", (job.run / "metrics.jsonl").exists)
+                time.sleep(3)
+                try:
+                    yield kind, measure(job, kind)
+                except SystemExit:
+                    if not job.torchrun:
+                        raise
+                    yield kind, {f"no step within {recovery.PATIENCE_S:g} s": math.inf}
 
 
 def main() -> None:
@@ -227,32 +228,11 @@ def main() -> None:
     parser.add_argument("--light", type=int, default=0, metavar="AGENTS")
     given = parser.parse_args()
     costs, loads, began_s = defaultdict[tuple[str, str], list[float]](list), [], time.monotonic()
-
-    def take(kind: str, found: dict[str, float]) -> None:
+    for kind, found in light(given.light, given.repeats) if given.light else trained(given.repeats):
         loads.append(os.getloadavg()[0])
         for what, took_s in found.items():
             costs[kind, what].append(took_s)
             print(f"{kind}: {what}: {took_s:.2f}, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
-
-    if given.light:
-        for found in light(given.light, given.repeats):
-            take(f"{given.light} light agents", found)
-    for _ in range(0 if given.light else given.repeats):
-        for kind, options in KINDS.items():
-            folder = Path(tempfile.mkdtemp())
-            job = Job(folder, [*options, *TASK, f"--run-dir={folder}"], torchrun=kind == "torchrun")
-            try:
-                job.start(*range(NODES))
-                wait_for("steps", lambda job=job: (job.run / "metrics.jsonl").exists())
-                time.sleep(3)
-                take(kind, measure(job, kind))
-            except SystemExit:
-                if not job.torchrun:
-                    raise
-                take(kind, {f"no step within {recovery.PATIENCE_S:g} s": math.inf})
-            finally:
-                job.kill(*job.nodes)
-                shutil.rmtree(folder)
     rows = [
         [*names, *(f"{of(took):.2f}" for of in (statistics.median, min, max)), str(len(took))]
         for names, took in costs.items()

@@ -8,7 +8,6 @@ repeats. The files are made here, 500 x 375 pixels. Nothing is asserted.
 """
 
 import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from torchvision import transforms  # noqa: E402
 
 from rankup.loop.workers import Workers  # noqa: E402
 from tests.bench.machine import conditions, markdown_table  # noqa: E402
-from tests.rigs.photographs import photograph  # noqa: E402
+from tests.rigs.photographs import write_photographs  # noqa: E402
 from train.config import Config  # noqa: E402
 from train.data.file_samples import MEAN, STD  # noqa: E402
 from train.data.samples import Order, load_batches  # noqa: E402
@@ -37,7 +36,6 @@ from train.parallel.model import keep_freed_memory  # noqa: E402
 from train.workloads import images  # noqa: E402
 
 IMAGES, BATCH = 1280, 64
-PICTURES = 64  # different ones; the files are copies of them, each read and decoded by itself
 SIZE, CPU = 224, torch.device("cpu")
 Batches = Iterator[torch.Tensor]  # float32 [B, 3, 224, 224]
 Side = Callable[[Path, str, int], Batches]
@@ -50,20 +48,6 @@ RECIPES: dict[str, tuple[Any, list[Any]]] = {
     "the same, shift, flip": (True, [*MIDDLE, transforms.RandomCrop(SIZE, padding=SIZE // 8), FLIP]),
     "ImageNet's recipe": ("imagenet", [transforms.RandomResizedCrop(SIZE), FLIP]),
 }
-
-
-def make_files(root: Path) -> None:
-    """JPEG files to train on, in ten class folders, and ten to test on."""
-    folder = root / "pictures"
-    folder.mkdir(parents=True)
-    for number in range(PICTURES):
-        size = {"width": 500, "height": 375} if number % 2 == 0 else {"width": 375, "height": 500}
-        photograph(number, **size).save(folder / f"{number}.jpg", quality=90)
-    for half, images_of_half in (("train", IMAGES), ("val", 10)):
-        for number in range(images_of_half):
-            target = root / half / f"class{number % 10}" / f"{number:06}.jpg"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / f"{number % PICTURES}.jpg", target)
 
 
 def torchvisions(root: Path, recipe: str, workers: int) -> Batches:
@@ -120,7 +104,8 @@ def main() -> None:
     keep_freed_memory()  # as training does; torchvision's side gains from it too
     about = conditions()
     with tempfile.TemporaryDirectory() as folder:
-        make_files(Path(folder))
+        for half, count in (("train", IMAGES), ("val", 10)):
+            write_photographs(Path(folder, half), count, classes=10)
         tables = {number: measure(Path(folder), arguments.repeats, number)
                   for number in map(int, arguments.workers.split(","))}
     print(f"{about}, torchvision {torchvision.__version__}, one thread a process, batch {BATCH}, "

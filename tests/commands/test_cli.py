@@ -30,9 +30,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# Help -----------------------------------------------------------------------------------------------------------
-
-
 def test_rankup_alone_shows_every_command_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(capsys)
     assert (code, err) == (2, "")
@@ -68,8 +65,6 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert re.fullmatch(r"rankup \S+, torch \d\S+, Python 3\.\S+\n", out)
 
 
-# Mistakes -------------------------------------------------------------------------------------------------------
-
 MISTAKES = {
     "lunch": 'unknown command "lunch"; did you mean launch?',
     "trian": 'unknown command "trian"; did you mean train?',
@@ -77,7 +72,9 @@ MISTAKES = {
     "logs --folow": 'unknown option "--folow"; did you mean --follow? See rankup logs --help.',
     "logs a b": 'unexpected argument "b".',
     "logs --rank": "--rank must be followed by a value.",
-    "doctor --join-timeout-s soon": "--join-timeout-s must be a number, got soon.",
+    "doctor --join-timeout-s soon": "--join-timeout-s must be a number from 0, got soon.",
+    "launch --stop-grace-s=-1 x.py": "--stop-grace-s must be a number from 0, got -1.",
+    "launch --lost-after-s nan x.py": "--lost-after-s must be a number from 0, got nan.",
     "explain": "no run with logs was found in runs. Name its folder, or set --run-dir.",
     "launch": "SCRIPT must be given. See rankup launch --help.",
     "launch --nporc 2 x.py": 'unknown option "--nporc"; did you mean --nproc?',
@@ -116,9 +113,6 @@ def test_launch_that_is_interrupted_before_it_starts_ranks_says_so_in_one_line(
     (tmp_path / "x.py").touch()
     code, out, err = said(capsys, "launch", "--preflight", "--run-dir", str(tmp_path / "runs"), str(tmp_path / "x.py"))
     assert (code, out, err) == (143, "SIGINT before the start: no rank was started.\n", "")
-
-
-# Commands -------------------------------------------------------------------------------------------------------
 
 
 def test_results_are_json_for_programs(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

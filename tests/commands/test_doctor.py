@@ -80,9 +80,6 @@ def cases(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         yield begun
 
 
-# Who is there ---------------------------------------------------------------------------------------------------------
-
-
 @case
 def wrong_hosts_file(case: Case) -> None:
     # node1 believes that the master is node1 itself
@@ -112,9 +109,6 @@ def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Cas
     assert "NOT DONE collective" in second
 
 
-# What is wrong on one machine -----------------------------------------------------------------------------------------
-
-
 @case
 def full_shm(case: Case) -> None:
     case.nodes[1].run("mount -t tmpfs -o size=64m tmpfs /dev/shm", "head -c 60000000 /dev/zero > /dev/shm/left")
@@ -130,13 +124,10 @@ def slow_link(case: Case) -> None:
         case.rank(rank, rank // 2, world_size=4, **{LOOK: "links"})
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("full_shm", r"WARNING memory rank 1 on node1: /dev/shm: "),
-        ("slow_link", r"WARNING links 1 between nodes: slowest \d MB/s, ranks 1 on node0 and 2 on node1;"),
-    ],
-)
+@pytest.mark.parametrize(("name", "what"), [
+    ("full_shm", r"WARNING memory rank 1 on node1: /dev/shm: "),
+    ("slow_link", r"WARNING links 1 between nodes: slowest \d MB/s, ranks 1 on node0 and 2 on node1;"),
+])
 def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], name: str, what: str) -> None:
     case = cases[name]
     first, *_ = case.said(*[10] * len(case.ranks))
@@ -159,24 +150,18 @@ def flips_a_bit(case: Case) -> None:
 
 @case
 def dies(case: Case) -> None:
-    case.both(sick="tests.rigs.injected_faults:dies_in_the_collective")
+    case.both(sick="tests.rigs.injected_faults:dies_as_the_group_forms")
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "what"),
-    [
-        ("wrong_sum", 20, "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradie"),
-        ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
-        ("dies", -9, r"NOT FIT collective lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "code", "what"), [
+    ("wrong_sum", 20, "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradie"),
+    ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
+    ("dies", -9, r"NOT FIT group lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
+])
 def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:
     first, _ = cases[name].said(20, code)
     assert re.search(what, first), first
     assert "doctor: not fit to train (1 unfit)" in first
-
-
-# A healthy pair -------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(

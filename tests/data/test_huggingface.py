@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from rankup.errors import UserError
-from tests.rigs import hf_sets, hub
+from tests.rigs import hub
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.photographs import write_photographs
@@ -27,10 +27,42 @@ pytestmark = pytest.mark.usefixtures("cache")
 CLASSES = ("class0", "class1")
 
 
+def images_of(folder: Path) -> dict[str, list[Any]]:
+    """The files of a folder of class folders as rows, in the order that imagefolder has."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    classes = sorted({path.parent.name for path in files})
+    return {
+        "image": [{"bytes": path.read_bytes(), "path": path.name} for path in files],
+        "label": [classes.index(path.parent.name) for path in files],
+    }
+
+
+def image_set(splits: Mapping[str, Mapping[str, Sequence[Any]]], classes: Sequence[str]) -> Any:
+    """A DatasetDict of columns image and label, of images and class labels."""
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+
+    features = Features({"image": Image(), "label": ClassLabel(names=list(classes))})
+    return DatasetDict({name: Dataset.from_dict(dict(rows), features=features) for name, rows in splits.items()})
+
+
+def save(splits: Any, folder: Path) -> Path:
+    """As `save_to_disk` writes it."""
+    splits.save_to_disk(folder)
+    return folder
+
+
+def save_parquet(splits: Any, folder: Path) -> Path:
+    """As it lies at the hub: Parquet files named by their splits."""
+    (folder / "data").mkdir(parents=True)
+    for name, table in splits.items():
+        table.to_parquet(folder / "data" / f"{name}-00000-of-00001.parquet")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    splits = {"train": hf_sets.images_of(folder / "train"), "validation": hf_sets.images_of(folder / "val")}
-    return hf_sets.save(hf_sets.image_set(splits, CLASSES), tmp_path_factory.mktemp("hf") / "saved")
+    splits = {"train": images_of(folder / "train"), "validation": images_of(folder / "val")}
+    return save(image_set(splits, CLASSES), tmp_path_factory.mktemp("hf") / "saved")
 
 
 def load_hf(folder: Path, **settings: Any) -> tuple[FileSamples, FileSamples]:
@@ -46,7 +78,7 @@ def pixels(found: FileSamples, **more: Any) -> torch.Tensor:
 
 def table(images: list[Any], labels: list[Any], **more: Any) -> Any:
     """One split as a DatasetDict."""
-    return hf_sets.image_set({"train": {"image": images, "label": labels}, "test": {"image": images, "label": labels}},
+    return image_set({"train": {"image": images, "label": labels}, "test": {"image": images, "label": labels}},
                              more.get("classes", CLASSES))
 
 
@@ -65,7 +97,7 @@ def test_rows_are_the_images_of_a_folder(folder: Path, saved: Path, tmp_path: Pa
 
     where = saved if form == "saved" else folder
     if form == "parquet":
-        where = hf_sets.save_parquet(load_from_disk(saved), tmp_path / "parquet")
+        where = save_parquet(load_from_disk(saved), tmp_path / "parquet")
     for here, there in zip(
         load_hf(where, augment="trivial"),
         load(Config(dataset="imagefolder", data_dir=str(folder), image_size=56, augment="trivial")), strict=True,
@@ -81,11 +113,9 @@ def test_training_gives_the_weights_of_the_same_folder(
     """Two ranks with workers, which are forked from processes that have the rows mapped already."""
     sources = {"files": ("imagefolder", "--data-dir", folder), "rows": (f"hf:{saved}", "--num-workers", "2")}
     for name, words in sources.items():
-        forks.ends(
-            "train", "--image-size", "32", "--batch-size", "4", "--epochs", "2", "--augment", "imagenet", "--run-dir",
-            tmp_path, "--tensorboard=false", "--name", name, "--dataset", *words, world_size=2,
-            env={"HF_HOME": str(cache)},
-        )
+        forks.ends("train", "--image-size", "32", "--batch-size", "4", "--epochs", "2", "--augment", "imagenet",
+                   "--run-dir", tmp_path, "--tensorboard=false", "--name", name, "--dataset", *words, world_size=2,
+                   env={"HF_HOME": str(cache)})
     assert result(tmp_path / "rows")["digest"] == result(tmp_path / "files")["digest"]
 
 
@@ -95,9 +125,9 @@ def test_name_of_the_data_is_the_same_on_another_node_and_another_for_other_rows
     splits = load_from_disk(saved)
     name = load_hf(saved)[0].name
     assert name.startswith("saved-")
-    assert load_hf(hf_sets.save_parquet(splits, tmp_path / "saved"))[0].name == name
+    assert load_hf(save_parquet(splits, tmp_path / "saved"))[0].name == name
     splits["train"] = splits["train"].select(range(11, -1, -1))
-    assert load_hf(hf_sets.save(splits, tmp_path / "turned" / "saved"))[0].name != name
+    assert load_hf(save(splits, tmp_path / "turned" / "saved"))[0].name != name
 
 
 def test_tar_files_of_webdataset_are_rows(folder: Path, tmp_path: Path) -> None:
@@ -129,7 +159,7 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     features = Features({"photo": ImageColumn(), "thumb": ImageColumn(), "kind": ClassLabel(names=["b", "a"])})
     more = Dataset.from_dict({"rating": rows["rating"], "place": rows["place"]}).features
     one = Dataset.from_dict(rows, features=Features({**features, **more}))
-    where = hf_sets.save(DatasetDict({"train": one}), tmp_path / "saved")
+    where = save(DatasetDict({"train": one}), tmp_path / "saved")
     parts = {"input_column": "photo", "label_column": "kind", "hf_train_split": "train[:80%]",
              "hf_eval_split": "train[80%:]"}
     train, test = load_hf(where, **parts)
@@ -144,16 +174,13 @@ def test_part_of_a_split_and_columns_are_chosen_by_settings(tmp_path: Path) -> N
     assert load_hf(tmp_path / "single", **parts)[0].labels.tolist() == [0, 1] * 4
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"label_column": "class"}, r"--label-column must name a column of labels among image, label, got class\."),
-        ({"input_column": "label"}, r"--input-column must name a column of images among image, label, got label\."),
-        ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits \(train, validation\) .*, got all\."),
-        ({"hf_eval_split": "train[12:]"}, r"--hf-eval-split must .* such as train\[:90%\], got train\[12:\]"),
-        ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be .*, got train\[:2\]\+validation"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"label_column": "class"}, r"--label-column must name a column of labels among image, label, got class\."),
+    ({"input_column": "label"}, r"--input-column must name a column of images among image, label, got label\."),
+    ({"hf_train_split": "all"}, r"--hf-train-split must be one of its splits \(train, validation\) .*, got all\."),
+    ({"hf_eval_split": "train[12:]"}, r"--hf-eval-split must .* such as train\[:90%\], got train\[12:\]"),
+    ({"hf_train_split": "train[:2]+validation"}, r"--hf-train-split must be .*, got train\[:2\]\+validation"),
+])
 def test_wrong_settings_are_named(saved: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_hf(saved, **settings)
@@ -163,34 +190,27 @@ def test_wrong_settings_are_named(saved: Path, settings: dict[str, Any], message
     ([encoded(), None], [0, 1], "split train: image must hold an image in each row, got none in row 1"),
     ([encoded()] * 2, [0, None], "split train: label must hold a label in each row, got none in row 1"),
     ([encoded()] * 2, [0, -1], "split train: label must hold a label in each row, got none in row 1"),
+    ([encoded(), {"bytes": b"no image", "path": None}], [0, 1], "saved/train/1: is no image that can be decoded"),
 ])
 def test_rows_without_image_or_label_are_named(tmp_path: Path, images: Any, labels: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_hf(hf_sets.save(table(images, labels), tmp_path / "saved"))
+        pixels(load_hf(save(table(images, labels), tmp_path / "saved"))[0])
 
 
 def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
     from datasets import DatasetDict, load_from_disk
 
     rows = table([encoded(), encoded()], [0, 1])
-    names = hf_sets.save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
+    names = save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
     mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})
     with pytest.raises(UserError, match="got other, which the training rows lack, in row 1"):
-        load_hf(hf_sets.save(mixed, tmp_path / "mixed"))
+        load_hf(save(mixed, tmp_path / "mixed"))
     mixed["test"] = rows["test"].remove_columns("label")
     with pytest.raises(UserError, match="split test: --label-column must name a column of labels among image, got"):
-        load_hf(hf_sets.save(mixed, tmp_path / "without"))
+        load_hf(save(mixed, tmp_path / "without"))
 
 
-def test_damaged_image_is_named_by_split_and_row(tmp_path: Path) -> None:
-    where = hf_sets.save(table([encoded(), {"bytes": b"no image", "path": None}], [0, 1]), tmp_path / "saved")
-    with pytest.raises(UserError, match=r"saved/train/1: is no image that can be decoded"):
-        pixels(load_hf(where)[0])
-
-
-@pytest.mark.parametrize(
-    "name", ["/nowhere/at/all", "./rows", "someone/rows"]
-)
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./rows", "someone/rows"])
 def test_unknown_data_set_is_one_line_that_says_how_to_get_it(name: str) -> None:
     message = rf"^{name} can't be read as a Hugging Face data set \(.*\)\. It is no folder here .* unasked: set --hf-do"
     with pytest.raises(UserError, match=message) as raised:
@@ -213,7 +233,7 @@ def test_moved_rows_are_no_change_of_settings(saved: Path) -> None:
 def test_folder_without_data_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path} can't be read as a Hugging Face data set"):
         load_hf(tmp_path)
-    where = hf_sets.save(table([encoded()] * 2, [0, 1]), tmp_path / "saved")
+    where = save(table([encoded()] * 2, [0, 1]), tmp_path / "saved")
     (file,) = where.glob("train/*.arrow")
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(UserError, match="can't be read as a Hugging Face data set"):
@@ -277,8 +297,6 @@ def test_rows_without_text_or_label_are_counted_and_named(tmp_path: Path) -> Non
         texts_from(save_texts(tmp_path / "several", train=several, test=several))
 
 
-# Names at the hub: downloaded when asked for, once; otherwise nobody is asked --------------------------------------
-
 NAME = "someone/rows"
 TOKEN = "hf_this_is_the_token"
 
@@ -286,10 +304,10 @@ TOKEN = "hf_this_is_the_token"
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[hub.Hub]:
     write_photographs(tmp_path / "photographs", 12, width=60, height=50)
-    rows = hf_sets.images_of(tmp_path / "photographs")
+    rows = images_of(tmp_path / "photographs")
     other = {name: values[4:8] for name, values in rows.items()}  # the same file twice would be fetched once
-    splits = hf_sets.image_set({"train": rows, "validation": other}, ("class0", "class1"))
-    with hub.serve(NAME, hf_sets.save_parquet(splits, tmp_path / "rows")) as found:
+    splits = image_set({"train": rows, "validation": other}, ("class0", "class1"))
+    with hub.serve(NAME, save_parquet(splits, tmp_path / "rows")) as found:
         yield found
 
 

@@ -41,12 +41,8 @@ def test_unreadable_sample_is_one_line_and_a_fault_keeps_its_type(error: Excepti
     assert not isinstance(error, UserError) or str(caught.value) == str(error)
 
 
-# Jobs ---------------------------------------------------------------------------------------------------------
-
-SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--tensorboard=false",
-    "--num-workers", "2", "--join-timeout-s", "30", "--eval-batch-size", "4",
-)
+SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4",
+            "--tensorboard=false", "--num-workers", "2", "--join-timeout-s", "30", "--eval-batch-size", "4")
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -127,17 +123,10 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
     assert "Traceback" not in output
 
 
-# /dev/shm and other advice ------------------------------------------------------------------------------------
-
 # 12 KiB an image
-IMAGES = (
-    "train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp",
-    "--in-memory", "never", "--num-workers", "2", "--batch-size", "64", "--max-steps", "4",
-    "--tensorboard=false", "--name", "run",
-)
-
-
-LITTLE = "tests.data.test_loader:little_shared_memory"
+IMAGES = ("train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp", "--in-memory",
+          "never", "--num-workers", "2", "--batch-size", "64", "--max-steps", "4", "--tensorboard=false", "--name",
+          "run")
 
 
 def little_shared_memory() -> None:
@@ -145,22 +134,19 @@ def little_shared_memory() -> None:
 
 
 def test_small_dev_shm_ends_with_2(forks: Forks, tmp_path: Path) -> None:
-    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload=LITTLE)
+    codes, output = forks.run(*IMAGES, "--run-dir", str(tmp_path), preload=f"{__name__}:little_shared_memory")
     assert codes == [2], output  # behind the traceback of a worker
     assert "error: /dev/shm must hold the batches of all DataLoader workers" in output
     assert "Traceback" not in output.split("error: /dev/shm")[1]
 
 
-@pytest.mark.parametrize(
-    ("threads", "ranks", "cpus", "said"),
-    [
-        (1, 2, 1.5, ""),  # half a CPU is no CPU less
-        (4, 2, 8.0, ""),
-        (4, 2, 4.0, "2 x 4 threads on this node, but only 4 CPUs to use"),
-        (1, 1, 0.5, "1 x 1 threads on this node, but only 0.5 CPUs to use"),
-        (1, 2, 1.2, "2 x 1 threads on this node, but only 1.2 CPUs"),
-    ],
-)
+@pytest.mark.parametrize(("threads", "ranks", "cpus", "said"), [
+    (1, 2, 1.5, ""),  # half a CPU is no CPU less
+    (4, 2, 8.0, ""),
+    (4, 2, 4.0, "2 x 4 threads on this node, but only 4 CPUs to use"),
+    (1, 1, 0.5, "1 x 1 threads on this node, but only 0.5 CPUs to use"),
+    (1, 2, 1.2, "2 x 1 threads on this node, but only 1.2 CPUs"),
+])
 def test_more_threads_than_cpus_are_said(
     monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int, cpus: float, said: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import os
@@ -112,7 +113,13 @@ def test_packed_images_are_unpacked_once_and_each_rank_may_change_its_own(
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
     config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
-    first, _ = load_in_memory(config)
+    kept = tmp_path / "cache" / "unpacked"
+    kept.mkdir(parents=True)
+    (kept / "tmpleft").write_bytes(b"by a process that was killed")
+    with (kept / "tmpbusy").open("wb") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        first, _ = load_in_memory(config)
+    assert [path.name for path in kept.glob("tmp*")] == ["tmpbusy"]
     monkeypatch.setattr(gzip, "GzipFile", None)
     second, _ = load_in_memory(config)
     assert torch.equal(second.images, first.images)

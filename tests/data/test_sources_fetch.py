@@ -123,10 +123,8 @@ assert "torch" not in sys.modules, "four of these on two cores would take longer
 def start_workers(count: int, root: Path, download: str) -> list[subprocess.Popen[str]]:
     """Processes that begin to fetch at the same moment: whoever waits for a server may do so for 10 s only."""
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(root), download], stdin=subprocess.PIPE, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
-        )
+        subprocess.Popen([sys.executable, "-c", WORKER, str(root), download], stdin=subprocess.PIPE, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
         for _ in range(count)
     ]
     for worker in workers:
@@ -199,11 +197,15 @@ def test_those_who_waited_share_the_reason_and_do_not_try_again(tmp_path: Path, 
     assert everything(tmp_path / "data") == []
 
 
-def test_wrong_md5_is_refused_and_nothing_is_left(
-    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wrong", "cut", "reason"), [
+    (True, False, r"web: .*File not found or corrupted"),  # another md5
+    (False, True, r"\(web: ConnectionResetError: .*\)\. Bring"),  # without its progress bar
+])
+def test_file_that_is_wrong_or_stops_is_refused_and_nothing_is_left(
+    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch, wrong: bool, cut: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(fetch, "DOWNLOAD", mirror().download(wrong=True))
-    with pytest.raises(NotFetched, match=r"web: .*File not found or corrupted"):
+    monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=cut).download(wrong=wrong))
+    with pytest.raises(NotFetched, match=reason):
         fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert everything(tmp_path / "data") == []
 
@@ -216,14 +218,6 @@ def test_next_mirror_is_asked_where_the_first_resets_in_the_middle_of_a_file(
     fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert first.served
     assert everything(tmp_path / "data") == ["FashionMNIST"]
-
-
-def test_reason_of_a_download_that_stopped_has_no_progress_bar(
-    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "DOWNLOAD", mirror(cut=True).download())
-    with pytest.raises(NotFetched, match=r"\(web: ConnectionResetError: .*\)\. Bring"):
-        fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
 
 
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
@@ -271,16 +265,13 @@ def test_package_is_unpacked_where_the_download_is_refused(
     assert everything(tmp_path / "data") == ["FashionMNIST"]
 
 
-@pytest.mark.parametrize(
-    ("apt_get", "timeout_s", "message"),
-    [
-        ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
-         r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
-        ('case "$*" in *update) echo "Err:1 mirror 403";; *) echo "E: Unable to locate it"; echo more;; esac; exit 100',
-         WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
-        ("exec sleep 600", 0.5, "apt: timed out"),
-    ],
-)
+@pytest.mark.parametrize(("apt_get", "timeout_s", "message"), [
+    ('echo "Err:1 mirror"; echo "E: Failed to fetch it  403"; exit 100', WAIT_S,
+     r"\(web: .*Connection refused.*; apt: Err:1 mirror E: Failed to fetch it 403\)"),
+    ('case "$*" in *update) echo "Err:1 mirror 403";; *) echo "E: Unable to locate it"; echo more;; esac; exit 100',
+     WAIT_S, r"apt: Err:1 mirror 403 E: Unable to locate it\)"),
+    ("exec sleep 600", 0.5, "apt: timed out"),
+])
 def test_apt_that_fails_or_hangs_gives_its_reason(
     tmp_path: Path, packaged: Family, apt_get: str, timeout_s: float, message: str
 ) -> None:

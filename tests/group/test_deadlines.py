@@ -20,11 +20,10 @@ HOST = host_name()
 WORLD = 3
 WORKLOAD = "tests.rigs.faulting_workload"
 # Eight steps an epoch; the loss of the first step is call 3
-SETTINGS = (
-    f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4", "--log-every-steps=1",
-    "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--join-timeout-s=30", "--num-workers=1",
-)
-SHORT = 5  # seconds; a step takes milliseconds
+SETTINGS = (f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
+            "--log-every-steps=1", "--save-every-steps=2", "--tensorboard=false", "--progress=none",
+            "--join-timeout-s=30", "--num-workers=1")
+SHORT = 8  # seconds; a step takes milliseconds, and a busy machine may hold up a process for some seconds
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:
@@ -61,20 +60,17 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 # A rank that fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("culprit", "order", "own", "code", "says"),
-    [
-        (1, {"raise": "ValueError"}, 1, 1, "ValueError: probe"),
-        # In the words of a lost peer, which is no reason to restart a fault
-        (2, {"raise": "RuntimeError"}, 1, 1, "RuntimeError: NCCL error: probe"),
-        (0, {"raise": "UserError"}, 2, 2, "error: probe"),
-        (1, {"raise": "SystemExit"}, 1, 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
-        # Its `code`, 404, is not an exit code
-        (1, {"raise": "HTTPError"}, 1, 1, "HTTPError: HTTP Error 404: probe"),
-        (0, {"signal": "SIGKILL"}, -9, 171, ""),
-        (1, {"signal": "SIGKILL"}, -9, 171, ""),
-    ],
-)
+@pytest.mark.parametrize(("culprit", "order", "own", "code", "says"), [
+    (1, {"raise": "ValueError"}, 1, 1, "ValueError: probe"),
+    # In the words of a lost peer, which is no reason to restart a fault
+    (2, {"raise": "RuntimeError"}, 1, 1, "RuntimeError: NCCL error: probe"),
+    (0, {"raise": "UserError"}, 2, 2, "error: probe"),
+    (1, {"raise": "SystemExit"}, 1, 1, "SystemExit: 0"),  # SystemExit(0) before the end is a failure too
+    # Its `code`, 404, is not an exit code
+    (1, {"raise": "HTTPError"}, 1, 1, "HTTPError: HTTP Error 404: probe"),
+    (0, {"signal": "SIGKILL"}, -9, 171, ""),
+    (1, {"signal": "SIGKILL"}, -9, 171, ""),
+])
 def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
     culprit: int, order: dict[str, str], own: int, code: int, says: str, forks: Forks, tmp_path: Path
 ) -> None:
@@ -87,7 +83,8 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
     if order.get("raise") == "ValueError":  # others than rank 0 tell their own failure only
         assert len(zero) > 3
         assert "Traceback" in one[0]
-        assert len(two) == 1
+        # Where rank 1 takes long to end, the thread that watches ends rank 2, and names its stacks
+        assert len([line for line in two if "the stacks of all threads" not in line]) == 1
     assert says in job.processes[culprit].output
     if own == -9:
         first = diagnose_files([run])[0]
@@ -99,10 +96,9 @@ def test_rank_that_fails_or_is_killed_ends_all_with_its_code_and_is_named(
 # A rank that hangs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("where", "call", "phase", "culprit"),
-    [("loss", 6, "step", 0), ("loss", 6, "step", 2), ("evaluate", 1, "evaluation", 1)],
-)
+@pytest.mark.parametrize(("where", "call", "phase", "culprit"), [
+    ("loss", 6, "step", 0), ("loss", 6, "step", 2), ("evaluate", 1, "evaluation", 1),
+])
 def test_stopped_rank_is_found_by_its_deadline_and_the_job_goes_on_after_a_restart(
     where: str, call: int, phase: str, culprit: int, forks: Forks, undisturbed: str, tmp_path: Path
 ) -> None:
@@ -172,10 +168,9 @@ def test_rank_that_is_the_last_to_find_out_names_itself(forks: Forks, tmp_path: 
     assert_named(job, run, 1, among=list(range(WORLD)))
 
 
-@pytest.mark.parametrize(
-    ("where", "call", "phase", "setting", "culprit"),
-    [("build", 1, "setup", "setup", 1), ("data", 6, "step", "step", 0), ("loss", 6, "step", "step", 1)],
-)
+@pytest.mark.parametrize(("where", "call", "phase", "setting", "culprit"), [
+    ("build", 1, "setup", "setup", 1), ("data", 6, "step", "step", 0), ("loss", 6, "step", "step", 1),
+])
 def test_rank_that_works_too_long_is_named_by_the_others_and_by_itself(
     where: str, call: int, phase: str, setting: str, culprit: int, forks: Forks, tmp_path: Path
 ) -> None:

@@ -47,25 +47,22 @@ GONE = {"is": "gone", "why": "its process has ended", "code": 137}
 ALL_WAIT = [sign(rank) for rank in (0, 2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("heard", "late", "signs", "waiting", "text"),
-    [
-        ([LOST, GONE], None, None, True, "rank 2 on node1 (error: x)"),  # the first loss counts
-        ([], LOST, ALL_WAIT, True, "rank 2 on node1 (error: x)"),
-        ([GONE], None, None, True, "rank 0 on node0 (its process has ended)"),
-        ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
-        ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
-         "suspected: rank 3 on node1 (gave no sign of life)"),
-        ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
-         "suspected: rank 2 on node1 (is alive, in step at step 7)"),
-        ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
-        # Stopped a moment before: it still seems to wait, or to be alive
-        ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
-         "suspected: rank 3 on node1 (gave no sign of life)"),
-        ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
-         "suspected: rank 2 on node1 (gave no sign of life)"),
-    ],
-)
+@pytest.mark.parametrize(("heard", "late", "signs", "waiting", "text"), [
+    ([LOST, GONE], None, None, True, "rank 2 on node1 (error: x)"),  # the first loss counts
+    ([], LOST, ALL_WAIT, True, "rank 2 on node1 (error: x)"),
+    ([GONE], None, None, True, "rank 0 on node0 (its process has ended)"),
+    ([GONE], None, None, False, "suspected: rank 1 on node0 (the others have left)"),
+    ([], None, [sign(0), sign(2, waiting=False), sign(3, silent_s=9.0)], True,
+     "suspected: rank 3 on node1 (gave no sign of life)"),
+    ([], None, [sign(0), sign(2, waiting=False), sign(3)], True,
+     "suspected: rank 2 on node1 (is alive, in step at step 7)"),
+    ([], None, ALL_WAIT, True, "suspected: nobody, all ranks wait for each other"),
+    # Stopped a moment before: it still seems to wait, or to be alive
+    ([], None, [sign(0), sign(2), sign(3, silent_s=0.1)], True,
+     "suspected: rank 3 on node1 (gave no sign of life)"),
+    ([], None, [sign(0), sign(2, waiting=False, silent_s=0.1), sign(3)], True,
+     "suspected: rank 2 on node1 (gave no sign of life)"),
+])
 def test_who_was_lost_is_named_from_what_the_line_says_and_from_where_the_others_are(
     heard: list[dict[str, Any]], late: dict[str, Any] | None, signs: list[dict[str, Any]] | None, waiting: bool,
     text: str, monkeypatch: pytest.MonkeyPatch,
@@ -107,6 +104,33 @@ def test_the_loop_says_nothing_once_the_thread_that_watches_is_ending_the_proces
     loop.start()
     loop.join(1.0)
     assert loop.is_alive()
+
+
+def test_others_leave_for_a_stop_once_rank_0_has_kept_the_state(monkeypatch: pytest.MonkeyPatch):
+    """Else its loop may find first that they are gone, and keep the state in memory alone."""
+    watch, left = watchdog_of(1, waiting=True), list[int]()
+    watch.connect(SimpleNamespace(say=lambda kind: False), ["node0"] * 4)
+    watch.protect(SimpleNamespace(keep_for_stop=lambda: "saved"), timeout_s=60.0)
+    monkeypatch.setattr(timing, "LAST_WORD_S", 600.0)
+    monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
+    monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
+    leaving = threading.Thread(target=watch._leave_for_stop, daemon=True)
+    leaving.start()
+    leaving.join(0.5)
+    assert not left
+    watch.hear({**LOST, "ranks": [0], "code": 143})
+    leaving.join(60.0)
+    assert left == [143]
+
+
+def test_a_stop_ends_no_process_whose_loop_has_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, left = watchdog_of(1, waiting=True), list[int]()
+    monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
+    monkeypatch.setattr(watchdog, "leave", lambda code, *_, **__: left.append(code))
+    watch.protect(SimpleNamespace(keep_for_stop=lambda: "kept"), timeout_s=60.0)
+    watch.exit_within(PEER_LOST)
+    watch._leave_for_stop()
+    assert left == []
 
 
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):

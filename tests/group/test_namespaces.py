@@ -128,10 +128,8 @@ def launched_with_a_silent_resolver(case: Case) -> None:
 @case(0)
 def launched(case: Case, *, master_addr: str = "node0") -> None:
     for number, node in enumerate(case.nodes):
-        line = (
-            "launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", master_addr,
-            "--master-port", str(PORT), str(MAIN), *TINY,
-        )
+        line = ("launch", "--nnodes", "2", "--nproc", "2", "--node-rank", str(number), "--master-addr", master_addr,
+                "--master-port", str(PORT), str(MAIN), *TINY)
         case.ranks.append(case.starter.command(line, case.name, env=node.env))
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from torch import nn
 
 from rankup.loop.agreement import RECORD, digests_of, odd_ones
 from tests.job.test_loop import said
+from tests.promises.test_examples import Once
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import free_port, result
 
 SCRIPT = Path(__file__).with_name("corrupt_script.py")
-Once = Callable[[str, Callable[[], str]], str]
 
 
 def run(forks: Forks, folder: Path, ranks: int, code: int = 0, **env: str) -> str:

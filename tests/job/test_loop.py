@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,12 @@ import torch
 from rankup import cli
 from rankup.observe import stacks
 from rankup.observe.status import look
-from tests.promises.test_examples import STRUCK
+from tests.promises.test_examples import STRUCK, Once
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
-Once = Callable[[str, Callable[[], str]], str]
 BY = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(RANKS),
@@ -36,10 +34,8 @@ BY = {
 
 def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, die: str = "", **env: str) -> str:
     """What ranks without a launcher print: the five variables."""
-    return forks.ends(
-        STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks, preload="tests.rigs.struck:by_fork",
-        env={**env, "DIE": die}, code=code,
-    )
+    return forks.ends(STRUCK, SCRIPT, folder / "run", world_size=ranks, cwds=[folder] * ranks,
+                      preload="tests.rigs.struck:by_fork", env={**env, "DIE": die}, code=code)
 
 
 def said(output: str, what: str = "digest") -> str:

@@ -10,16 +10,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from rankup.errors import UserError
 from rankup.loop.batches import Batches, evaluation_batches, part_of, source_of
@@ -113,11 +105,11 @@ LOADERS = {
     "last left out": lambda: DataLoader(Numbers(), batch_size=8, shuffle=True, drop_last=True),
     "own generator": lambda: DataLoader(Numbers(), batch_size=8, shuffle=True, generator=torch.Generator()),
     "with replacement": lambda: DataLoader(Numbers(), batch_size=8, sampler=RandomSampler(Numbers(), replacement=True)),
-    "weighted": lambda: DataLoader(Numbers(), batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 70)),
+    "weighted": lambda: DataLoader(Numbers(), batch_size=8, sampler=data.WeightedRandomSampler([1.0] * 50, 70)),
     "own sampler": lambda: DataLoader(Numbers(), batch_sampler=Foreign()),  # type: ignore[arg-type]
     "workers": lambda: DataLoader(Noise(), batch_size=8, shuffle=True, num_workers=2),
     "batched by the sampler": lambda: DataLoader(
-        TensorDataset(torch.arange(50)), batch_size=None, sampler=BatchSampler(RandomSampler(Numbers()), 8, False)
+        data.TensorDataset(torch.arange(50)), batch_size=None, sampler=BatchSampler(RandomSampler(Numbers()), 8, False)
     ),
     "iterable": lambda: DataLoader(Stream(), batch_size=3),
     "iterable with workers": lambda: DataLoader(Stream(), batch_size=3, num_workers=2),

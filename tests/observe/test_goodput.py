@@ -1,6 +1,5 @@
 """Goodput: where the time of a run went, over attempts that were killed, resumed, and waited in between."""
 
-import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from rankup.agent.ends import Report
 from rankup.observe.goodput import KINDS, duration, goodput, one_line, read_reports
 from rankup.places.files import write_json
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import result
+from tests.rigs.jobs import probe, result
 
 SETTINGS = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "2",
             "--save-every-steps", "5", "--tensorboard=false", "--name", "run")
@@ -20,10 +19,8 @@ SETTINGS = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batc
 def report(first_step: int, step: int, *, began: float, lasted_s: float, **seconds: float) -> Report:
     """One whose seconds that are not given are of the start."""
     spent = {"start": lasted_s - sum(seconds.values()), **seconds}
-    return Report(
-        run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
-        total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, ranks=[],
-    )
+    return Report(run="r", attempt=f"a-{began:g}", began=began, time=began + lasted_s, first_step=first_step, step=step,
+                  total_steps=100, finished=False, seconds=spent, unit="images", per_s=1.0, ranks=[])
 
 
 HUNG = replace(report(0, 10, began=0, lasted_s=50, steps=45, data=5), open_s=40)
@@ -79,13 +76,12 @@ def test_words_for_times_and_shares() -> None:
 def test_goodput_of_a_run_that_was_killed_without_a_word_and_resumed(forks: Forks, tmp_path: Path) -> None:
     """It is killed in step 14, once its report says 13 and the checkpoint of step 10 is there."""
     words, run = (*SETTINGS, "--run-dir", str(tmp_path)), tmp_path / "run"
-    hang = {"where": "loss", "call": 16, "sleep_s": 1000}
 
     def reported() -> bool:
         there = (run / "checkpoints" / "step-00000010").exists()
         return there and any(each.step == 13 for each in read_reports(run))
 
-    with forks.running(*words, env={"PROBE": json.dumps(hang)}) as job:
+    with forks.running(*words, env=probe("loss", 16, sleep_s=1000)) as job:
         job.wait_until(reported, "report")
         job.processes[0].signal("SIGKILL")
         assert job.wait() == [-signal.SIGKILL], job.output

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from rankup.agent.logs import announce_stacks
 from rankup.observe import stacks
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks, Process
-from tests.rigs.jobs import MAIN, environment, free_port
+from tests.rigs.jobs import MAIN, environment, free_port, probe
 from train.main import main
 
 WORLD = 3
@@ -30,11 +29,6 @@ WAITING = r"ranks 0, 2: backward \(loop\.py:\d+ step\) of step \d+"
 
 def settings(run: Path) -> tuple[str, ...]:
     return (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}")
-
-
-def probe(where: str, tell: Path, **order: object) -> dict[str, str]:
-    """Rank 1 does this at the sixth call."""
-    return {"PROBE": json.dumps({"where": where, "call": 6, "rank": 1, "tell": str(tell), **order})}
 
 
 def shown(run: Path, *words: str) -> str:
@@ -68,7 +62,8 @@ def test_rank_that_hangs_is_somewhere_else(
     where: str, order: dict[str, object], odd: str, forks: Forks, tmp_path: Path
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
-    with forks.running("train", *settings(run), world_size=WORLD, env=probe(where, arrived, **order)) as job:
+    env = probe(where, 6, rank=1, tell=str(arrived), **order)
+    with forks.running("train", *settings(run), world_size=WORLD, env=env) as job:
         job.wait_until(arrived.exists, "hang")
         shown_at_last(run, odd, WAITING if where == "data" else "ranks 0, 2: ")
         assert all(process.code is None for process in job.processes), "it only looks"
@@ -81,7 +76,7 @@ def test_rank_that_hangs_is_somewhere_else(
 
 def test_signal_to_a_whole_job_that_is_well_changes_nothing(forks: Forks, tmp_path: Path) -> None:
     run, arrived, go = tmp_path / "run", tmp_path / "arrived", tmp_path / "go"
-    order = probe("loss", arrived, until=str(go))
+    order = probe("loss", 6, rank=1, tell=str(arrived), until=str(go))
     with forks.running("train", *settings(run), world_size=WORLD, env=order) as job:
         job.wait_until(arrived.exists, "step")
         for process in job.processes:  # as a batch system does it: to the workers too
@@ -109,7 +104,7 @@ def test_signal_to_one_agent_asks_the_ranks_of_all_and_any_machine_reads_the_ans
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, arrived = tmp_path / "run", tmp_path / "arrived"
-    order = probe("data", arrived, sleep_s=1000)
+    order = probe("data", 6, rank=1, tell=str(arrived), sleep_s=1000)
     with launched(forks, MAIN, *settings(run), env=order, nodes=3) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
         shown_at_last(run, WAITING)

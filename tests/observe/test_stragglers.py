@@ -1,7 +1,9 @@
 """Which rank is called slow, and when: from numbers alone. And in a real run of three ranks the slow one is named."""
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.nn import functional
 
 from rankup.loop.batches import part_of
 from rankup.observe import stragglers
 from rankup.observe.stragglers import COMPUTE, ROW, WAITING, RankReports, StepClock
 from tests.rigs.fork_server import Forks
+from train.config import Config
+from train.data.samples import TensorSamples
+from train.workloads import Workload
 
 STEPS = 50  # of a window
 RECORDED = Path(__file__).parent / "recorded_windows.jsonl"
@@ -95,16 +102,43 @@ def test_recorded_windows_of_busy_machines_name_the_slow_rank_alone(number: int)
         assert re.match(rf"rank {slow} \({HOSTS[slow]}\) is \d+ % slower .*, since step \d+: {part} takes ", line)
 
 
+USUAL_S, SLOW_S = 0.005, 0.1
+
+
+def short_windows() -> None:
+    """Preloaded: windows of two steps of the slow rank, in place of seconds."""
+    stragglers.WINDOW_S = 2 * SLOW_S
+
+
+class Samples(TensorSamples):
+    wait_s = 0.0
+
+    def batch(self, indices: torch.Tensor, epoch: int | None) -> Any:
+        time.sleep(self.wait_s)
+        return super().batch(indices, epoch)
+
+
+def build(config: Config) -> Workload:
+    """One rank is slower in one part. Ranks sleep in place of working: they take the CPU from nobody."""
+    slow = os.environ.get("RANK") == str(config.options["rank"])
+    waits_s = {part: SLOW_S if slow and part == config.options["part"] else USUAL_S for part in ("data", "compute")}
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        time.sleep(waits_s["compute"])
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    train, evaluation = (Samples(torch.ones(count, 8), torch.zeros(count, dtype=torch.int64)) for count in (600, 12))
+    train.wait_s = waits_s["data"]
+    return Workload(model=nn.Linear(8, 4), train=train, evaluation=evaluation, loss=loss, data_name="ones")
+
+
 @pytest.mark.parametrize(("world_size", "part"), [(3, "data"), (2, "compute")])
 def test_the_slow_rank_of_a_run_is_named(forks: Forks, tmp_path: Path, world_size: int, part: str) -> None:
     """By gloo and, of two ranks of one host, by the memory that they share. All of them take as long for a step."""
-    train = (
-        "train", "--workload", "tests.rigs.uneven_workload:build", "--options.part", part, "--options.rank", "1",
-        "--batch-size", "12", "--epochs", "1000", "--log-every-steps", "2", "--run-dir", tmp_path, "--name", "run",
-        "--tensorboard=false", "--advice=false",
-    )
-    preload = "tests.rigs.uneven_workload:short_windows"
-    with forks.running(*train, world_size=world_size, preload=preload) as job:
+    train = ("train", "--workload", f"{__name__}:build", "--options.part", part, "--options.rank", "1", "--batch-size",
+             "12", "--epochs", "1000", "--log-every-steps", "2", "--run-dir", tmp_path, "--name", "run",
+             "--tensorboard=false", "--advice=false")
+    with forks.running(*train, world_size=world_size, preload=f"{__name__}:short_windows") as job:
         job.wait_for("slower than")
         (line,) = re.findall(r"rank \d \(.*slower than .*", job.output)
     others = "the median" if world_size > 2 else "the other"

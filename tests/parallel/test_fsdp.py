@@ -33,14 +33,6 @@ def train(forks: Forks, run: Path, world_size: int, *arguments: str | Path) -> P
     return run
 
 
-def evaluated(run: Path) -> dict[str, float]:
-    return [line for line in metrics(run) if "eval/loss" in line][-1]
-
-
-def newest(run: Path) -> Path:
-    return sorted((run / "checkpoints").iterdir())[-1]
-
-
 def test_fsdp_goes_on_with_other_world_sizes(forks: Forks, tmp_path: Path) -> None:
     curves = []
     for name, parts in (("even", ((2, 12),)), ("changing", ((2, 4), (4, 8), (1, 12)))):
@@ -58,7 +50,7 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
         run = train(forks, tmp_path / size, 2, *line)
         output = forks.ends("evaluate", *DIGITS, *line, "--name", run.name, "--run-dir", tmp_path)
         printed = dict(re.findall(r"^ *(accuracy|loss) +([\d.]+)$", output, re.MULTILINE))
-        found = evaluated(run)
+        found = [line for line in metrics(run) if "eval/loss" in line][-1]
         assert printed == {"accuracy": f"{found['eval/accuracy']:.4f}", "loss": f"{found['eval/loss']:.4f}"}
         assert re.search(r"^ *samples +359$", output, re.MULTILINE)
 
@@ -66,7 +58,8 @@ def test_fsdp_evaluates_exactly_where_ranks_have_different_numbers_of_batches(fo
 def test_fsdp_leaves_pictures_and_plain_weights(forks: Forks, tmp_path: Path) -> None:
     run = train(forks, tmp_path / "run", 2, "--parallel", "fsdp", "--max-steps", "3", "--tensorboard=true")
     assert list((run / "tensorboard").iterdir())
-    assert all(type(tensor) is torch.Tensor for tensor in load_checkpoint(newest(run)).tracked["model"].values())
+    newest = load_checkpoint(max((run / "checkpoints").iterdir()))
+    assert all(type(tensor) is torch.Tensor for tensor in newest.tracked["model"].values())
     assert result(run)["parallel"] == "fsdp"
 
 
@@ -104,18 +97,15 @@ def build(config: Config) -> Workload:
     return replace(workload, model=Unmovable(*workload.model.children()))
 
 
-@pytest.mark.parametrize(
-    ("precision", "model", "gathered"),
-    [("fp32", "plain", {"float32"}), ("bf16", "plain", {"bfloat16"}), ("bf16", "wide", {"bfloat16", "float32"})],
-    ids=["fp32", "bf16", "bf16 with a batch norm, which stays in fp32"],
-)
+@pytest.mark.parametrize(("precision", "model", "gathered"), [
+    ("fp32", "plain", {"float32"}), ("bf16", "plain", {"bfloat16"}), ("bf16", "wide", {"bfloat16", "float32"}),
+], ids=["fp32", "bf16", "bf16 with a batch norm, which stays in fp32"])
 def test_model_is_never_whole_on_the_device_and_gathered_in_its_precision(
     forks: Forks, tmp_path: Path, precision: str, model: str, gathered: set[str]
 ) -> None:
-    output = forks.ends(
-        "train", "--workload", f"{__name__}:build", "--options.model", model, "--parallel", "fsdp", "--max-steps", "2",
-        "--precision", precision, "--tensorboard=false", "--run-dir", tmp_path, world_size=2,
-    )
+    output = forks.ends("train", "--workload", f"{__name__}:build", "--options.model", model, "--parallel", "fsdp",
+                        "--max-steps", "2", "--precision", precision, "--tensorboard=false", "--run-dir", tmp_path,
+                        world_size=2)
     assert set(re.findall(r"AllGather sends torch\.(\w+)", output)) == gathered
     assert set(re.findall(r"ReduceScatter sends torch\.(\w+)", output)) == {"float32"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import Job, ended, environ_of, metrics, result, start, wait_for
 
@@ -43,9 +44,6 @@ def ddp(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(train(forks, tmp_path_factory.mktemp("alone") / "run", 1, *STEPS))
-
-
-# Starting -------------------------------------------------------------------------------------------------------
 
 
 def by_horovodrun(*arguments: str | Path) -> Job:
@@ -84,11 +82,11 @@ def test_horovodrun_ends_all_when_a_rank_is_killed_and_the_same_command_goes_on(
         rank_of(job, 1).kill()
         assert job.wait(120) == [1], job.output
     assert "Process 1 exit with status code" in job.output
-    steps = ("--max-steps", str(newest(checkpoints) + 5))
-    with ended(by_horovodrun(*line, *steps)) as job:
+    further = ("--max-steps", str(steps(checkpoints)[-1] + 5))
+    with ended(by_horovodrun(*line, *further)) as job:
         assert job.wait(280) == [0], job.output
     assert "resumed from step-" in job.output
-    assert digest(tmp_path / "run") == digest(train(forks, tmp_path / "whole", 2, *steps, *rarely[2:]))
+    assert digest(tmp_path / "run") == digest(train(forks, tmp_path / "whole", 2, *further, *rarely[2:]))
 
 
 def rank_of(job: Job, rank: int) -> psutil.Process:
@@ -99,10 +97,6 @@ def rank_of(job: Job, rank: int) -> psutil.Process:
         if environ_of(child.pid).get("HOROVOD_RANK") == str(rank) and child.cmdline()[1:3] == ["-m", "train.main"]
     ]
     return found
-
-
-def newest(checkpoints: Path) -> int:
-    return max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-????????"))
 
 
 @needs_horovod
@@ -124,9 +118,6 @@ def test_horovod_rank_that_is_killed_or_stopped_ends_both(
 @needs_horovod
 def test_horovod_of_one_process_trains_as_without(forks: Forks, alone: list[float], tmp_path: Path) -> None:
     assert losses(train(forks, tmp_path / "run", 1, *HOROVOD, *STEPS)) == alone
-
-
-# Training -------------------------------------------------------------------------------------------------------
 
 
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -160,12 +151,10 @@ def test_horovod_of_four_ranks_sent_as_fp16_resumes_to_the_bit(forks: Forks, tmp
 
 @needs_horovod
 def test_run_goes_on_from_horovod_to_ddp_and_back(forks: Forks, ddp: Path, tmp_path: Path) -> None:
-    for steps, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
-        run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", steps)
+    for end, method in (("5", "horovod"), ("10", "ddp"), ("14", "horovod")):
+        run = train(forks, tmp_path / "run", 2, "--parallel", method, "--max-steps", end)
     assert digest(run) == digest(ddp)
 
-
-# Refusals -------------------------------------------------------------------------------------------------------
 
 def hide_horovod() -> None:
     """In the process of a rank: as where it is not installed."""

@@ -31,25 +31,17 @@ def small(name: str) -> nn.Module:
     return build_model(name, channels=3, size=32, num_classes=10, dropout=0.0)
 
 
-def test_models_for_images_with_convolutions_are_in_channels_last_and_others_are_not() -> None:
-    assert prepared(small("cnn"))
-    assert prepared(small("resnet18"))
-    assert not prepared(small("mlp"))
-    assert not prepared(small("cnn"), workload="own:build")  # most models of tutorials call view()
-
-
-def test_memory_format_that_was_asked_for_is_taken() -> None:
-    assert not prepared(small("cnn"), channels_last=False)
-    assert prepared(small("cnn"), channels_last=True)
-    assert prepared(small("cnn"), workload="own:build", channels_last=True)
-
-
-@pytest.mark.parametrize("method", ["fsdp", "horovod"])
-def test_methods_that_take_contiguous_parameters_only_get_those(method: str) -> None:
-    assert not prepared(small("cnn"), parallel=method)
-
-
-# What was saved in the other format ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "settings", "expected"), [
+    ("cnn", {}, True), ("resnet18", {}, True), ("mlp", {}, False),
+    ("cnn", {"workload": "own:build"}, False),  # most models of tutorials call view()
+    ("cnn", {"channels_last": False}, False), ("cnn", {"channels_last": True}, True),
+    ("cnn", {"workload": "own:build", "channels_last": True}, True),
+    ("cnn", {"parallel": "fsdp"}, False), ("cnn", {"parallel": "horovod"}, False),  # contiguous parameters only
+])
+def test_models_for_images_are_in_channels_last_where_the_method_can_unless_told_otherwise(
+    name: str, settings: dict[str, Any], expected: bool
+) -> None:
+    assert prepared(small(name), **settings) == expected
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

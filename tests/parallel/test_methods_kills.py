@@ -22,8 +22,6 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return result(folder / "run")["digest"], comparable_metrics(folder / "run")
 
 
-# Methods ---------------------------------------------------------------------------------------------------------
-
 VARIANTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "none": (1, ("--parallel", "none")),
     "dp on one device": (1, ("--parallel", "dp", "--device", "cpu")),
@@ -53,9 +51,6 @@ def test_killed_variant_ends_with_the_weights_of_the_undisturbed_run(
     resumed = "step-00000009" if variant in WITHOUT_RESCUE else "step 11, rescued by rank 1 on "
     assert f"resumed from {resumed}" in output
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "undisturbed")
-
-
-# Launchers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

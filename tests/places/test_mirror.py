@@ -11,7 +11,7 @@ import pytest
 from rankup.state import second_place
 from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
-from tests.rigs.jobs import comparable_metrics, result
+from tests.rigs.jobs import outcome, result
 from tests.rigs.object_store import BUCKET, S3, Request
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
@@ -58,7 +58,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     disks.run()
     assert "step-00000032" in disks.mirrored()
     assert json.loads((disks.mirror / "run" / "00000001" / "result.json").read_text()) == result(disks.run_dir)
-    return {"digest": result(disks.run_dir)["digest"], "metrics": comparable_metrics(disks.run_dir)}
+    return outcome(disks.run_dir)
 
 
 def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[str, Any]) -> None:
@@ -68,8 +68,7 @@ def test_lost_disk_comes_back_from_the_mirror(disks: Disks, undisturbed: dict[st
     output = disks.run()
     assert f"fetched step-00000010 from the mirror {disks.mirror}/run\n" in output
     assert "resumed from step-00000010" in output
-    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
-    assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
+    assert outcome(disks.run_dir) == undisturbed
     assert len(disks.mirrored()) <= 3  # `keep`, and no more than one that was left out
     disks.lose()
     assert "is finished: 32 steps" in disks.run()
@@ -143,8 +142,7 @@ def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_bac
         assert "is not on the mirror" not in job.output
         disks.lose()
         assert "is finished: 32 steps" in disks.run(mirror=url)
-    assert result(disks.run_dir)["digest"] == undisturbed["digest"]
-    assert comparable_metrics(disks.run_dir) == undisturbed["metrics"]
+    assert outcome(disks.run_dir) == undisturbed
 
 
 def test_upload_that_takes_longer_than_its_checkpoint_stays_gets_done(disks: Disks, s3: S3, tmp_path: Path) -> None:

@@ -10,15 +10,11 @@ from tests.bench.recording import BEFORE_S, COLUMNS, COMMAND, ROWS
 from tests.rigs.jobs import ROOT
 
 
-def texts(svg: str) -> list[str]:
-    return [element.text or "" for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("}text")]
-
-
 def test_recording_shows_a_kill_after_three_seconds_and_a_run_that_goes_on() -> None:
     """Wrapped lines, each at its time; where nothing moves, the last of them."""
     path = ROOT / "docker" / "kill.svg"
     svg = path.read_text(encoding="utf-8")
-    shown = texts(svg)
+    shown = [each.text or "" for each in ElementTree.fromstring(svg).iter() if each.tag.endswith("}text")]
     assert path.stat().st_size < 500_000
     before, _, after = " ".join(" ".join(shown).split()).partition(COMMAND)
     assert "epoch 1:" in before

@@ -3,12 +3,11 @@
 import importlib.util
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.promises.test_examples import STRUCK, digest, strike
+from tests.promises.test_examples import STRUCK, Once, digest, strike
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 
@@ -22,7 +21,6 @@ each = pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.skipif(not PACKAGES[package], reason=f"needs {package}"))
     for name, (package, _) in LOOPS.items()
 ])
-Once = Callable[[str, Callable[[], str]], str]
 
 
 def run(forks: Forks, folder: Path, name: str, **env: str) -> tuple[list[int], str]:

@@ -15,11 +15,9 @@ from tests.rigs.small_filesystems import own_folder
 from tests.run.test_run_directory import other_model
 
 # 8 steps an epoch
-SETTINGS = (
-    "--workload=tests.rigs.faulting_workload:build", "--parallel=fsdp", "--batch-size=8", "--max-steps=22",
-    "--save-every-steps=8", "--memory-every-steps=3", "--log-every-steps=1", "--tensorboard=false", "--progress=none",
-    "--optimizer=adamw", "--lr=0.01", "--name=run", "--join-timeout-s=60",
-)
+SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--parallel=fsdp", "--batch-size=8", "--max-steps=22",
+            "--save-every-steps=8", "--memory-every-steps=3", "--log-every-steps=1", "--tensorboard=false",
+            "--progress=none", "--optimizer=adamw", "--lr=0.01", "--name=run", "--join-timeout-s=60")
 SHARDED = "--checkpoint-format=sharded"
 FROM_MEMORY = "resumed from step {}, of which each rank's part was in memory"
 
@@ -42,9 +40,6 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def in_memory(folder: Path) -> list[Path]:
     run = json.loads((folder / "run" / "run.json").read_text())["run"]
     return sorted(Path(f"/dev/shm/rankup-{os.getuid()}").glob(f"{run}.*/*"))
-
-
-# A rank ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -83,9 +78,6 @@ def no_memory() -> None:
         memory.homes = lambda: [Path(f"/dev/shm/rankup-{os.getuid()}")]
 
 
-# A node ---------------------------------------------------------------------------------------------------------
-
-
 class Nodes:
     """Two machines with memory of their own, and one disk that they share."""
 
@@ -96,9 +88,7 @@ class Nodes:
             (folder / f"node{number}" / "runs").symlink_to(folder)
         self.cwds = [folder / f"node{number}" for number in (0, 1) for _ in range(ranks)]
 
-    def run(
-        self, *line: str | Path, preload: str = "own_memory", code: int | list[int] = 0, **env: str
-    ) -> str:
+    def run(self, *line: str | Path, preload: str = "own_memory", code: int | list[int] = 0, **env: str) -> str:
         more: dict[str, Any] = {"world_size": len(self.cwds), "cwds": self.cwds, "env": env, "code": code}
         return self.forks.ends(*(line or train(self.folder)), **more, preload=f"{__name__}:{preload}")
 
@@ -106,6 +96,12 @@ class Nodes:
         for number in numbers:
             shutil.rmtree(self.folder / f"node{number}" / "memory")
             (self.folder / f"node{number}" / "memory").mkdir()
+
+    def damage(self, *numbers: int) -> None:
+        """Of these nodes' only rank its own parts."""
+        for number in numbers:
+            for path in self.folder.glob(f"node{number}/memory/rankup-*/*{number}/step-*/*.safetensors"):
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
 def own_memory() -> None:
@@ -117,21 +113,21 @@ def own_memory() -> None:
         by_fork()
 
 
-@pytest.mark.parametrize(
-    ("lost", "more", "resumed"),
-    [((), ("--memory-every-steps=0",), "resumed from step-00000008"),
-     ((0,), (), FROM_MEMORY.format(12)), ((1,), (), FROM_MEMORY.format(12)),
-     ((0, 1), (), "resumed from step-00000008")],
-    ids=["off", "node 0", "node 1", "both"],
-)
+@pytest.mark.parametrize(("lost", "damaged", "more", "resumed"), [
+    ((), (), ("--memory-every-steps=0",), "resumed from step-00000008"),
+    ((0,), (), (), FROM_MEMORY.format(12)), ((1,), (), (), FROM_MEMORY.format(12)),
+    ((0, 1), (), (), "resumed from step-00000008"),
+    ((), (0, 1), (), FROM_MEMORY.format(12)), ((0,), (1,), (), "resumed from step-00000008"),
+], ids=["off", "node 0", "node 1", "both", "damaged", "lost and damaged"])
 def test_memory_of_a_node_is_held_by_the_other(
-    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], more: tuple[str, ...],
-    resumed: str,
+    forks: Forks, tmp_path: Path, undisturbed: dict[str, Any], lost: tuple[int, ...], damaged: tuple[int, ...],
+    more: tuple[str, ...], resumed: str,
 ) -> None:
     nodes = Nodes(forks, tmp_path)
     nodes.run(code=[171, -9], **kill(1, step=13))
     assert len([*tmp_path.glob("node*/memory/rankup-*/*/*")]) >= 4
     nodes.lose(*lost)
+    nodes.damage(*damaged)
     assert resumed in nodes.run(*train(tmp_path, *more))
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
@@ -148,8 +144,6 @@ def other_model_in_own_memory() -> None:
     own_memory()
     other_model()
 
-
-# Loops of one's own ---------------------------------------------------------------------------------------------
 
 LOOP = (STRUCK, ROOT / "tests" / "rigs" / "split_loop.py")
 

@@ -53,8 +53,7 @@ def nodes(forks: Forks, tmp_path: Path) -> Iterator[Nodes]:
 def train(nodes: Nodes, script: str) -> None:
     """Three nodes that have come to the first place."""
     (nodes.folder / "job.py").write_text(script)
-    for node in range(3):
-        nodes.add(node)
+    nodes.start(None, None, None)
     all_at(nodes, 8, 3)
 
 

@@ -19,16 +19,14 @@ from rankup.agent.ends import new_job
 from rankup.state.memory import homes
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, comparable_metrics, rank_env, result
+from tests.rigs.jobs import MAIN, outcome, rank_env
 from tests.rigs.places import Fault
 from tests.rigs.small_filesystems import own_tmpfs
 
 # 8 steps an epoch. A batch norm, a dropout, buckets
-SETTINGS = (
-    "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384", "--batch-size=48",
-    "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1", "--progress=none",
-    "--name=run", "--join-timeout-s=60",
-)
+SETTINGS = ("--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
+            "--batch-size=48", "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
+            "--progress=none", "--name=run", "--join-timeout-s=60")
 
 
 def train(folder: Path, *more: str) -> tuple[str, ...]:
@@ -39,12 +37,7 @@ def train(folder: Path, *more: str) -> tuple[str, ...]:
 def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
     forks.ends(*train(folder), world_size=2)
-    return seen(folder / "run")
-
-
-def seen(run: Path) -> dict[str, Any]:
-    """What must not depend on whether a rank was lost."""
-    return {"digest": result(run)["digest"], "lines": comparable_metrics(run)}
+    return outcome(folder / "run")
 
 
 @pytest.fixture
@@ -77,7 +70,7 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
     assert codes == [0], output
     assert output.count("the earlier run was moved to") == 1
     assert output.count("resumed from step ") == 1
-    assert seen(tmp_path / "run") == undisturbed
+    assert outcome(tmp_path / "run") == undisturbed
     earlier = json.loads((next((tmp_path / "run").glob("before-*")) / "run.json").read_text())["run"]
     for home in homes():
         shutil.rmtree(home / earlier, ignore_errors=True)
@@ -113,16 +106,12 @@ def test_damaged_rescue_is_passed_over_and_said(forks: Forks, tmp_path: Path, un
     assert codes == [0], output
     assert f"the rescue {path.parent} was passed over: " in output
     assert "resumed from step-00000005" in output
-    assert seen(tmp_path / "run") == undisturbed
+    assert outcome(tmp_path / "run") == undisturbed
 
-
-# Memory that is too small, and methods that have no rescue -------------------------------------------------------
 
 KILL = {"PROBE": json.dumps({"where": "loss", "call": 14, "rank": 1, "signal": "SIGKILL"})}  # in step 12
-OTHER = (
-    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=16",
-    "--save-every-steps=5", "--tensorboard=false",
-)
+OTHER = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=16", "--save-every-steps=5",
+         "--tensorboard=false")
 
 
 @pytest.mark.parametrize(

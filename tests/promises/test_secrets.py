@@ -76,10 +76,11 @@ def test_nobody_else_can_write_what_a_run_leaves(tmp_path: Path) -> None:
     """And with the umask of somebody careful, nobody else can read it."""
     before = os.umask(0o077)
     try:
-        job = jobs.run("train", *TRAIN, "--run-dir", str(tmp_path / "runs"), env={"RANKUP_CACHE": str(tmp_path / "c")})
+        line, env = ("train", *TRAIN, "--run-dir", tmp_path / "runs"), {"RANKUP_CACHE": str(tmp_path / "c")}
+        job = jobs.start(sys.executable, jobs.MAIN, *line, env=env)
     finally:
         os.umask(before)
-    assert job.codes == [0], job.output
+    assert job.wait() == [0], job.output
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "runs").rglob("*")}
     assert len(modes) > 10
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}

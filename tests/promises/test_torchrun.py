@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.rigs.fork_server import Forks
@@ -27,21 +29,22 @@ from tests.rigs.jobs import (
 )
 
 PATH = str(ROOT)
-SETTINGS = (
-    "--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1",
-    "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60",
-)
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
+SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1",
+            "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60")
 
 
 def torchrun(
-    run: Path, *more: str, options: tuple[str, ...] = (), order: dict[str, object] | None = None, mark: str = ""
+    run: Path, *more: str, options: tuple[str, ...] = (), order: dict[str, object] | None = None, mark: str = "",
+    mpirun: bool = False,
 ) -> Job:
-    """Two ranks under torchrun; `order` is for tests/rigs/faulting_workload.py."""
+    """Two ranks under torchrun, or `mpirun`; `order` is for tests/rigs/faulting_workload.py."""
     env = {"PYTHONPATH": PATH, "PYTHONWARNINGS": "", "JOB_UNDER_TEST": mark}  # torchrun itself may warn
     env |= {"PROBE": json.dumps(order)} if order else {}
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options)
+    own = (sys.executable, *command) if not mpirun else (*MPIRUN, sys.executable)
     settings = (*SETTINGS, f"--run-dir={run.parent}", f"--name={run.name}", *more)
-    return start(sys.executable, *command, MAIN, "train", *settings, env=env)
+    return start(*own, MAIN, "train", *settings, env=env)
 
 
 def family(mark: str) -> list[psutil.Process]:
@@ -77,10 +80,10 @@ def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
 def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
     """A rank that ends at its own deadline has no exception: its reason stands there all the same."""
     order = {"where": "loss", "call": 5, "rank": 1, "sleep_s": 600}
-    with ended(torchrun(tmp_path / "run", "--step-timeout-s=5", options=("--max-restarts=0",), order=order)) as job:
+    with ended(torchrun(tmp_path / "run", "--step-timeout-s=10", options=("--max-restarts=0",), order=order)) as job:
         assert job.wait() == [1], job.output
     _, _, summary = job.output.partition("FAILED\n---")
-    assert "took longer than 5 s" in summary, job.output
+    assert "took longer than 10 s" in summary, job.output
     assert "NoneType" not in summary
     assert "<N/A>" not in summary
 
@@ -98,11 +101,15 @@ def test_torchruns_restart_goes_on_from_the_last_finished_step(forks: Forks, tmp
     assert comparable_metrics(run) == comparable_metrics(tmp_path / "undisturbed")
 
 
-def test_nothing_is_left_when_torchrun_dies_of_a_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mpirun", [False, True])
+def test_nothing_is_left_when_the_launcher_dies_of_a_signal(tmp_path: Path, mpirun: bool) -> None:
+    if mpirun and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here: apt install openmpi-bin")
     run, mark = tmp_path / "run", str(tmp_path)
-    with ended(torchrun(run, "--max-steps=1000000", mark=mark)) as job:
+    with ended(torchrun(run, "--max-steps=1000000", mark=mark, mpirun=mpirun)) as job:
         wait_for("a checkpoint", lambda: any((run / "checkpoints").glob("step-*")), process=job.processes[0])
-        assert len(family(mark)) >= 5  # torchrun, two ranks, a DataLoader worker for each
-        os.kill(job.processes[0].pid, signal.SIGUSR1)  # torchrun does not handle it, and dies of it as of a SIGKILL
+        assert len(family(mark)) >= 5  # the launcher, two ranks, a DataLoader worker for each
+        # torchrun does not handle it, and dies of it as of a SIGKILL; mpirun passes it on
+        os.kill(job.processes[0].pid, signal.SIGKILL if mpirun else signal.SIGUSR1)
         job.wait()
         assert psutil.wait_procs(family(mark), timeout=60)[1] == []

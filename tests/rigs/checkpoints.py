@@ -17,10 +17,8 @@ from train.config import Config
 from train.run.run_directory import check
 
 # 8 steps an epoch, 32 in all; checkpoints of 3 to 4 KiB, or with --options.width 20000 of 2 x 1 MiB
-SETTINGS = (
-    "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule", "constant",
-    "--log-every-steps", "1", "--tensorboard=false", "--join-timeout-s", "30",
-)
+SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--epochs", "4", "--schedule",
+            "constant", "--log-every-steps", "1", "--tensorboard=false", "--join-timeout-s", "30")
 
 
 def load_checkpoint(path: Path) -> reading.Copy:
@@ -55,14 +53,6 @@ def files_of(
     return {STATE: to_json(state), **tree.files_of(*tree.encode(tracked))}
 
 
-def save_checkpoint(
-    directory: Path, state: dict[str, Any], model: dict[str, torch.Tensor], *, keep: int,
-    optimizer: dict[str, Any] | None = None, **more: Any,
-) -> Path:
-    """A plain checkpoint."""
-    return copies.save(directory, files_of(state, model, optimizer), step=state["step"], keep=keep, **more)
-
-
 def save(
     directory: Path, step: int, *, keep: int = 99, value: float | None = None, run: str = "0123456789abcdef",
     attempt: str = "20200101T000000-abcdef", lineage: dict[str, Any] | None = None, **more: Any,
@@ -71,7 +61,7 @@ def save(
     model = {"weight": torch.full((3, 2), float(step) if value is None else value)}
     state = training_state(step, run=run, attempt=attempt, lineage=lineage)
     optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}}
-    return save_checkpoint(directory, state, model, keep=keep, optimizer=optimizer, **more)
+    return copies.save(directory, files_of(state, model, optimizer), step=step, keep=keep, **more)
 
 
 def newest(directory: Path) -> tuple[int, list[str]]:

@@ -204,11 +204,7 @@ def frames() -> Files:
     return {"frames": b"".join(said)}
 
 
-def read_frames(folder: Path) -> None:
-    asyncio.run(_attended((folder / "frames").read_bytes()))
-
-
-async def _attended(data: bytes) -> None:
+async def read_frames(data: bytes) -> None:
     def hear(member: Member, message: Any) -> None:  # as rank 0's agent does
         if message["is"] == "end":
             ends.add(End.read(message, member.host))
@@ -328,6 +324,6 @@ FORMATS = {
     "run": Format(run_folder, read_run),
     "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_place(folder / "p"),
                     replaced=False),
-    "frames": Format(frames, read_frames, replaced=False),
+    "frames": Format(frames, lambda folder: asyncio.run(read_frames((folder / "frames").read_bytes())), replaced=False),
     "words": Format(words, read_words, replaced=False),
 }

@@ -47,11 +47,11 @@ def hangs_in_the_collective() -> None:
     stages.collective = lambda *a: (time.sleep(600) for _ in range(1))  # type: ignore
 
 
-def dies_in_the_collective() -> None:
-    from rankup.doctor import stages
+def dies_as_the_group_forms() -> None:
+    import torch.distributed as dist
 
     _enter()
-    stages.collective = lambda *a: (os.kill(os.getpid(), signal.SIGKILL) for _ in range(1))  # type: ignore
+    dist.init_process_group = lambda *a, **b: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adds_wrongly() -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,13 +109,6 @@ def rank_env(rank: int, world_size: int, port: int, **more: str) -> dict[str, st
     }
 
 
-def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 240) -> Job:
-    """`python train/main.py ARGUMENTS` to its end."""
-    job = start(sys.executable, MAIN, *arguments, env=env, cwd=cwd)
-    job.wait(timeout_s)
-    return job
-
-
 def wait_for(
     what: str, condition: Callable[[], Any], *, timeout_s: float = 300, log: Callable[[], str] = str,
     process: "subprocess.Popen[Any] | None" = None, over: Callable[[], bool] = bool,
@@ -213,6 +205,11 @@ def last_step(run_dir: Path) -> int:
 def comparable_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics without what depends on the clock and on the machine."""
     return [{name: value for name, value in entry.items() if is_comparable(name)} for entry in metrics(run_dir)]
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """What must be the same whatever happened to the run."""
+    return {"digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir)}
 
 
 def is_comparable(name: str) -> bool:

@@ -13,14 +13,12 @@ import psutil
 
 from tests.rigs import places
 from tests.rigs.fork_server import Forks, Process
-from tests.rigs.jobs import MAIN, comparable_metrics, free_port, is_comparable, rank_env, result, working_in
+from tests.rigs.jobs import MAIN, free_port, is_comparable, outcome, rank_env, working_in
 from tests.rigs.places import Fault, Strike
 
 STEPS = 24
-EVERY_JOB = (
-    f"--max-steps={STEPS}", "--batch-size=48", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
-    "--progress=none", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120",
-)
+EVERY_JOB = (f"--max-steps={STEPS}", "--batch-size=48", "--save-every-steps=5", "--eval-batch-size=16",
+             "--log-every-steps=1", "--progress=none", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120")
 OWN = ("--workload=tests.rigs.recording_workload:build", "--limit-train=384")
 FAKE = ("--dataset=fake", "--fake-samples=384")
 JOB_TIMEOUT_S = 600.0
@@ -169,10 +167,7 @@ class _Job:
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:
-    return {
-        "digest": result(run_dir)["digest"], "metrics": comparable_metrics(run_dir),
-        "tensorboard": _tensorboard(run_dir / "tensorboard"),
-    }
+    return outcome(run_dir) | {"tensorboard": _tensorboard(run_dir / "tensorboard")}
 
 
 def _tensorboard(folder: Path) -> dict[str, list[int]]:

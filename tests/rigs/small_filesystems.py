@@ -36,29 +36,22 @@ def small_disk(folder: Path, size: str) -> Iterator[tuple[Path, Callable[[str], 
 
 def own_tmpfs(where: str, size: str) -> None:
     """Mount a tmpfs that this process alone sees. The process must have one thread only, as after a fork."""
-    libc = _own_mounts()
-    _check(libc.mount(b"none", where.encode(), b"tmpfs", 0, f"size={size}".encode()), f"mount {where}")
+    _mount("-t", "tmpfs", "-o", f"size={size}", "none", where)
 
 
 def own_folder(where: str, folder: Path) -> None:
     """Let this process alone see `folder` at the path `where`. Else as `own_tmpfs`."""
-    bind = 1 << 12
-    _check(_own_mounts().mount(str(folder).encode(), where.encode(), None, bind, None), f"mount {where}")
+    _mount("--bind", str(folder), where)
 
 
-def _own_mounts() -> ctypes.CDLL:
-    new_mounts, new_user, private = 0x20000, 0x10000000, 1 << 18 | 1 << 14
-    libc = ctypes.CDLL(None, use_errno=True)
+def _mount(*words: str) -> None:
+    new_mounts, new_user, libc = 0x20000, 0x10000000, ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
-    _check(libc.unshare(new_mounts | (0 if user == 0 else new_user)), "unshare")
+    if libc.unshare(new_mounts | (0 if user == 0 else new_user)) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
     if user != 0:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    _check(libc.mount(b"none", b"/", None, private, None), "mount /")
-    return libc
-
-
-def _check(code: int, what: str) -> None:
-    if code != 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    for command in (["mount", "--make-rprivate", "/"], ["mount", *words]):
+        subprocess.run(command, check=True)

@@ -20,7 +20,7 @@ from rankup.state.copies import STATE, to_json
 from rankup.state.saver import Options, SecondCopies
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import comparable_metrics, result
+from tests.rigs.jobs import comparable_metrics, outcome, result
 
 LINE = ("train", *SETTINGS, "--run-dir=runs", "--name=run", "--save-every-steps=8")
 # In step 9: the ranks agree to stop two steps after the one that they are in
@@ -69,7 +69,7 @@ def undisturbed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[
     assert steps(nodes.runs(0) / "checkpoints") == [24, 32]
     assert [path.name for path in nodes.copies()] == ["step-00000032"]
     assert nodes.copies(0) == []
-    return {"digest": result(nodes.runs(0))["digest"], "metrics": comparable_metrics(nodes.runs(0))}
+    return outcome(nodes.runs(0))
 
 
 # A node 0 that comes back empty ---------------------------------------------------------------------------------

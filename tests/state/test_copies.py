@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,9 +24,6 @@ from tests.rigs.small_filesystems import small_disk
 RUNS = int(os.environ.get("RANKUP_RUNS", "30"))
 
 
-# Retention ----------------------------------------------------------------------------------------------------
-
-
 def test_those_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> None:
     save(tmp_path, 1)
     os.truncate(save(tmp_path, 2) / "model.safetensors", 50)
@@ -36,13 +34,18 @@ def test_those_that_do_not_look_whole_do_not_count_as_kept(tmp_path: Path) -> No
     assert steps(tmp_path) == [4, 5]
 
 
-def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["flipped", "another step's"])
+def test_damaged_one_of_a_later_step_never_takes_the_place_of_a_new_one(tmp_path: Path, damage: str) -> None:
     for step in (1, 9):
         save(tmp_path, step)
-    flip(tmp_path / "step-00000009" / "model.safetensors", 50)
+    if damage == "flipped":
+        flip(tmp_path / "step-00000009" / "model.safetensors", 50)
+    else:
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009", dirs_exist_ok=True)
     for keep in (2, 1):
         save(tmp_path, 2, keep=keep)
-        assert steps(tmp_path) == [2, 9]
+        # One that says another step does not look whole: it counts for none that is kept
+        assert steps(tmp_path) == ([2, 9] if damage == "flipped" or keep == 1 else [1, 2, 9])
         assert newest(tmp_path)[0] == 2
 
 
@@ -78,9 +81,6 @@ def test_kill_between_the_renames_leaves_the_replaced_one(
     save(tmp_path, 2, keep=2)
     assert steps(tmp_path) == [1, 2]
     assert newest(tmp_path) == (2, [])
-
-
-# A process that dies, a disk that fills -----------------------------------------------------------------------
 
 
 def save_until_killed(directory: Path, pipe: int) -> None:

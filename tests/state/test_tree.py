@@ -19,13 +19,9 @@ from rankup.state.tree import TensorFile, decode, encode, files_of, from_files
 from tests.rigs.checkpoints import damage, load_newest, save
 
 
-def contents(tracked: dict[str, Any]) -> dict[str, bytes]:
-    files = files_of(*encode(tracked))
-    return {name: b"".join(file) if isinstance(file, TensorFile) else file for name, file in files.items()}
-
-
 def back(**tracked: Any) -> Any:
-    return from_files(contents(tracked))
+    files = files_of(*encode(tracked)).items()
+    return from_files({name: b"".join(file) if isinstance(file, TensorFile) else file for name, file in files})
 
 
 def test_plain_values_keep_their_types() -> None:

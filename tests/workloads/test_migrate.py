@@ -4,8 +4,8 @@ They begin with the same weights. Each step's batch is the whole data, so that t
 programs draw alike, changes nothing but the last bits of a sum.
 """
 
-import importlib.util
 import re
+import runpy
 import shutil
 import sys
 from dataclasses import dataclass
@@ -66,12 +66,7 @@ PAIRS = (
 
 def net() -> torch.nn.Module:
     """The model of all scripts, built with the random state as it is."""
-    spec = importlib.util.spec_from_file_location("rings", FOLDER / "rings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model: torch.nn.Module = module.Net()
+    model: torch.nn.Module = runpy.run_path(str(FOLDER / "rings.py"))["Net"]()
     return model
 
 

@@ -27,11 +27,12 @@ LINE = ("--workload", "throws:build", "--lr", "0.2", "--tensorboard=false")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's own directory: the page's example, beside a train.py of theirs."""
+    """A user's own directory: the page's example, beside files of theirs that have names as the program's have."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "throws.py").write_text(workload(PAGE))
-    (folder / "train.py").write_text("raise SystemExit('the user\\'s own train.py was taken for the program')\n")
+    for name in ("config", "data", "log", "stop", "train"):
+        (folder / f"{name}.py").write_text("raise SystemExit('taken for the program')\n")
     return folder
 
 
@@ -40,10 +41,8 @@ def project(tmp_path: Path) -> Path:
 
 def test_example_learns_alone_and_in_two_alike(forks: Forks, project: Path) -> None:
     for world_size in (1, 2):
-        forks.ends(
-            "train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
-            world_size=world_size, cwds=[project] * world_size,
-        )
+        forks.ends("train", *LINE, "--epochs", "5", "--name", str(world_size), "--run-dir", project / "runs",
+                   world_size=world_size, cwds=[project] * world_size)
     results = [result(project / "runs" / name) for name in "12"]
     assert results[0]["metrics"]["accuracy"] > 0.8
     assert results[1]["metrics"]["loss"] == pytest.approx(results[0]["metrics"]["loss"], rel=1e-4)

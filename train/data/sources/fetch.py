@@ -1,6 +1,8 @@
 """Find a data set, or fetch it once per node: one process downloads to a temporary name, checks and renames; the others
 wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
 
+import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -199,7 +201,12 @@ def unpacked(path: Path, unpack: Callable[[], bytes]) -> bytearray | mmap.mmap:
     content = b"" if is_there else unpack()
     try:
         if content:
+            for left in kept.parent.glob("tmp*"):  # of writers that were killed
+                with contextlib.suppress(OSError), left.open("ab") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
             with tempfile.NamedTemporaryFile(dir=kept.parent) as staging:
+                fcntl.flock(staging, fcntl.LOCK_EX)  # which ends with this process
                 staging.write(content)
                 staging.flush()  # where the disk is full it fails here, not after the link
                 os.fsync(staging.fileno())  # after a power cut it must not look whole
