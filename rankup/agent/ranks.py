@@ -351,6 +351,8 @@ class Ranks:
         """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
         asked to stop; one that imports rankup says by its code what became of that."""
         for rank in self.running:
+            if told and rank.said is not None and rank.said.code != FINISHED:
+                continue  # it ends by itself, and its code says why
             rank.told = rank.told or told
             # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
             self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))

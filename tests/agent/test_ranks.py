@@ -1,10 +1,13 @@
 """An agent's ranks, without processes: which membership their ends belong to."""
 
 import asyncio
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rankup.agent.agent import Agent
 from rankup.agent.ends import End
@@ -77,6 +80,28 @@ def test_late_end_of_a_rank_is_no_end_in_a_membership_that_its_node_only_waits_b
     asyncio.run(scene())
     (end,) = said
     assert (end["is"], end["n"], end["rank"], end["code"]) == ("end", 1, 1, 171)
+
+
+@pytest.mark.parametrize(("code", "told"), [(None, True), (0, True), (30, False)])
+def test_rank_that_has_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, code: int | None, told: bool) -> None:
+    """It stays a moment, so that the others can write where they stand, and its code says what became of the job."""
+    signals = list[tuple[int, signal.Signals]]()
+
+    async def scene() -> None:
+        ranks = made(tmp_path, lambda kind, **values: True)
+        start_rank, send = lambda *words, **more: None, lambda *words: signals.append(words)
+        ranks.server = SimpleNamespace(start_rank=start_rank, signal=send)  # type: ignore[assignment]
+        ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["mine"]}}, token="mine")
+        if code is not None:
+            ranks._hear_rank(0, {"is": "end", **End(0, "", code).message()})
+        leaving = asyncio.create_task(ranks._leave(0.0))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert ranks.ranks[0].told == told
+        leaving.cancel()
+
+    asyncio.run(scene())
+    assert signals == [(0, signal.SIGTERM)] * told
 
 
 def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:
