@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.promises.test_examples import STRUCK, Once, strike
+from tests.rigs.checkpoints import flip
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, kill, result
 from tests.rigs.small_filesystems import own_folder
@@ -101,7 +102,7 @@ class Nodes:
         """Of these nodes' only rank its own parts."""
         for number in numbers:
             for path in self.folder.glob(f"node{number}/memory/rankup-*/*{number}/step-*/*.safetensors"):
-                path.write_bytes(path.read_bytes()[:-1] + b"?")
+                flip(path, -1)
 
 
 def own_memory() -> None:
@@ -128,7 +129,9 @@ def test_memory_of_a_node_is_held_by_the_other(
     assert len([*tmp_path.glob("node*/memory/rankup-*/*/*")]) >= 4
     nodes.lose(*lost)
     nodes.damage(*damaged)
-    assert resumed in nodes.run(*train(tmp_path, *more))
+    output = nodes.run(*train(tmp_path, *more))
+    assert output.count("/step-00000012: ") == len(damaged)  # parts that were passed over
+    assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
 
