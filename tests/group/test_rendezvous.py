@@ -229,9 +229,8 @@ async def never_takes_others(port: int) -> None:
     """Until the process of the leader at `port` ends, its job runs or is over."""
     with contextlib.suppress(OSError):
         while True:
-            link = await Link.connect("127.0.0.1", port)
-            said = await greeting(link, b"")
-            link.close()
+            with contextlib.closing(await Link.connect("127.0.0.1", port)) as link:
+                said = await greeting(link, b"")
             assert said["running"] or said["over"], said
             await asyncio.sleep(0.005)
 
