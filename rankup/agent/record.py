@@ -110,8 +110,9 @@ class PhaseClock:
             self._phase, self._since_s = phase, now_s
 
     def move(self, phase: str, taken_s: float) -> None:
-        """So many of the present phase's last seconds were another one's."""
+        """So many of the present phase's last seconds were another one's. A phase in between keeps its own."""
         with self._lock:
+            taken_s = min(taken_s, time.monotonic() - self._since_s)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + taken_s
             self._since_s += taken_s
 

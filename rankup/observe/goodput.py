@@ -197,6 +197,6 @@ class Reporter:
             unit=course.unit if self._trains else "", per_s=round(speed(self.group, course, step), 1),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
-            ranks=watch.signs_of_life(), open_s=round(open_s, 3) if phase in ("step", "data") else 0.0,
+            ranks=watch.signs_of_life(), open_s=round(open_s, 3) if phase == "step" else 0.0,
             nodes=watch.nodes,
         )

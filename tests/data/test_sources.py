@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -125,6 +126,16 @@ def test_packed_images_are_unpacked_once_and_each_rank_may_change_its_own(
     assert torch.equal(second.images, first.images)
     second.images.zero_()
     assert torch.equal(load_in_memory(config)[0].images, first.images)
+
+
+def test_unpacked_images_are_kept_where_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    load_in_memory(Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz"))))
+    assert [path for path in (tmp_path / "cache" / "unpacked").iterdir() if not path.name.startswith("tmp")]
 
 
 def test_full_disk_leaves_no_part_of_unpacked_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,8 @@ def unpacked(path: Path, unpack: Callable[[], bytes]) -> bytearray | mmap.mmap:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     left.unlink()
             with tempfile.NamedTemporaryFile(dir=kept.parent) as staging:
-                fcntl.flock(staging, fcntl.LOCK_EX)  # which ends with this process
+                with contextlib.suppress(OSError):  # some network file systems have no such locks
+                    fcntl.flock(staging, fcntl.LOCK_EX)  # which ends with this process
                 staging.write(content)
                 staging.flush()  # where the disk is full it fails here, not after the link
                 os.fsync(staging.fileno())  # after a power cut it must not look whole
