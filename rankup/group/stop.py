@@ -8,6 +8,7 @@ ignores SIGTERM for a container's first process unless that has a handler.
 
 import contextlib
 import faulthandler
+import gc
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ import re
 import select
 import signal
 import socket
+import sys
 import sysconfig
 import threading
 import time
@@ -250,12 +252,17 @@ LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", s
 
 
 def place_of(text: str, main: str) -> str | None:
-    """Where a thread is, from what faulthandler wrote: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an
-    empty stack. `main`: the thread's number, "" for the main thread, which is the last. None if it is not there."""
+    """Where a thread is, from what faulthandler wrote; "" for an empty stack. `main`: the thread's number, "" for the
+    main thread, which is the last. None if it is not there."""
     threads = [lines for ident, lines in THREAD.findall(text) if main in ("", f"{int(ident, 16):#x}")]
-    stack = FRAME.findall(threads[-1]) if threads else []  # of file, line and function, the innermost first
+    return _place_in(FRAME.findall(threads[-1])) if threads else None
+
+
+def _place_in(stack: list[tuple[str, str, str]]) -> str:
+    """In a few words: "all_reduce (loop.py:213 step)", "train.py:40 main", "" for an empty stack. `stack`: file, line
+    and function of each frame, the innermost first."""
     if not stack:
-        return "" if threads else None
+        return ""
     own = [frame for frame in stack if "/site-packages/rankup/" in frame[0] or not any(
         part in frame[0] for part in LIBRARIES
     )]
@@ -273,12 +280,21 @@ def place_of(text: str, main: str) -> str | None:
 def own_place() -> str:
     """Where the main thread of this process is now.
 
-    Not by `sys._current_frames`: in Python 3.11 a garbage collection may let the other thread go on while its stack is
-    walked. Then memory is read that is no frame any more.
+    Not by faulthandler: it walks all threads without a lock, and in Python 3.11 finds one that C++ is just adding.
+    Without garbage collection: in Python 3.11 one may let the main thread go on while a frame of it is looked up, and
+    then memory is read that is no frame any more.
     """
-    with contextlib.suppress(OSError):  # no descriptor is free
-        return place_of(_stacks(), f"{threading.main_thread().ident:#x}") or ""
-    return ""
+    stack, collects = list[tuple[str, str, str]](), gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            stack.append((frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
+    return _place_in(stack)
 
 
 def moment(phase: str, step: int) -> str:

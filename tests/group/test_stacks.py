@@ -1,13 +1,10 @@
 """Where a thread is, in a few words. What stands in a file of stacks: tests/observe/test_stacks.py."""
 
-import errno
-import os
 import subprocess
 import sys
 
 import pytest
 
-from rankup.group import stop as stacks
 from rankup.group.stop import compare, moment, place_of
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
@@ -55,7 +52,7 @@ def busy(depth):
 
 def look():
     global over
-    for _ in range(300):
+    for _ in range(100):
         own_place()
     over = True
 
@@ -70,18 +67,34 @@ sys.exit(not over)
 """
 
 
-def test_own_place_looks_at_a_thread_that_goes_on_while_garbage_is_collected() -> None:
-    """Python 3.11 could read what was no frame any more, or stand still for good."""
-    done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, timeout=300)
+STARTS = """
+import ctypes, sys, threading
+from rankup.group.stop import own_place
+
+function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: 0)
+start, join = ctypes.CDLL(None).pthread_create, ctypes.CDLL(None).pthread_join
+over = False
+
+def start_in_c():
+    thread = ctypes.c_ulong()
+    while not over:
+        start(ctypes.byref(thread), None, function, None)
+        join(thread, None)
+
+starters = [threading.Thread(target=start_in_c) for _ in range(3)]
+for each in starters:
+    each.start()
+for _ in range(10_000):
+    own_place()
+over = True
+"""
+
+
+@pytest.mark.parametrize("beside", [LOOKS, STARTS], ids=["garbage is collected", "threads start in C"])
+def test_own_place_is_looked_up_while(beside: str) -> None:
+    """Python 3.11 could read what was no frame any more, or no thread yet, or stand still for good."""
+    done = subprocess.run([sys.executable, "-c", beside], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_own_place_is_unknown_while_no_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_free(name: str) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "memfd_create", none_free)
-    assert stacks.own_place() == ""
 
 
 def test_ranks_in_one_place_share_a_line() -> None:
