@@ -104,6 +104,16 @@ def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp
         assert Path(place["path"]).read_bytes() == bytes(SIZE)
 
 
+def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
+    record, now_s = RecordWriter(None), time.monotonic()
+    record.enter("step", 30.0, since_s=now_s - 20.0)
+    record.wait(True)
+    record.begin_anew(7)
+    now = record.read()
+    assert (now.phase, now.step, now.waiting) == ("step", 7, False)
+    assert now.until_s >= now_s + 30.0
+
+
 # The step at which all ranks stop, in every order of events that chance brings ------------------------------------
 
 
