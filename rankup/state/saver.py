@@ -317,10 +317,10 @@ class HostCopies:
                 )
         return self._fit
 
-    def take(self, tensors: Tensors, into: Tensors | None = None) -> Tensors:
+    def take(self, tensors: Tensors) -> Tensors:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
-        work that is queued from now on does not get into them. `into`: memory for them of the caller's."""
-        self._buffers = into or {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        work that is queued from now on does not get into them."""
+        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
         for event in self._events[:1]:
             event.record()
         # One call, in which other threads may run: the lease beats, the deadlines are watched

@@ -62,15 +62,6 @@ class TensorFile:
     def __len__(self) -> int:
         return self._size
 
-    def put_into(self, content: torch.Tensor) -> Tensors:
-        """Write the head into `content`, a file's bytes. Returns the tensors there, which are yet to be filled."""
-        content[: len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
-        found, end = Tensors(), len(self._header)
-        for name, tensor in self._tensors.items():
-            begin, end = end, end + tensor.nbytes
-            found[name] = content[begin:end].view(tensor.dtype).view(tensor.shape)
-        return found
-
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._header
         for tensor in self._tensors.values():
