@@ -17,7 +17,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
-from rankup.state.copies import STATE, Check, list_copies, looks_whole, passed_over, step_of
+from rankup.state.copies import STATE, Check, Damaged, list_copies, looks_whole, passed_over, step_of
 from rankup.state.memory import PartsInMemory, list_held
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
@@ -45,8 +45,8 @@ class Candidate:
 class Origin:
     """`copy`: the state to go on from, on all ranks, None at the beginning of a run. `words`: what it is, for the user.
 
-    `writer`: the attempt that wrote it. `kind`: of the place. `saved`: path and record of the newest copy in rank 0's
-    folder, "" and None without a good one. `second`: the rank that keeps second copies, None where none is needed.
+    `writer`: the attempt that wrote it. `kind`: of the place. `saved`: the record of the newest good copy in rank 0's
+    folder. `second`: the rank that keeps second copies, None where none is needed.
     """
 
     lineage: Lineage
@@ -55,7 +55,7 @@ class Origin:
     words: str = ""
     writer: str | None = None
     kind: int = CHECKPOINT
-    saved: tuple[str, dict[str, Any] | None] = ("", None)
+    saved: dict[str, Any] | None = None
 
 
 def find_origin(
@@ -78,13 +78,14 @@ def find_origin(
     unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
     origin, damaged, bad = Origin(known or new, min(unseen, default=None)), dict[str, str](), set[str]()
     for line, one in in_order(candidates, known, may_take(options, group), group, folder):
-        if memory is not None and one.kind == PARTS:
-            origin.copy, problem = memory.load(one.step, one.attempt, one.run)
-        else:
-            origin.copy, problem = _load(group, stores, one, options)
-        if origin.copy is None:
+        try:
+            if memory is not None and one.kind == PARTS:
+                origin.copy = memory.load(one.step, one.attempt, one.run)
+            else:
+                origin.copy = _load(group, stores, one, options)
+        except Damaged as error:
             bad.add(one.where)
-            damaged |= {_name(one, group, stores): problem} if one.kind < RESCUE else {}
+            damaged |= {_name(one, group, stores): error.why} if one.kind < RESCUE else {}
             continue
         if origin.copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
             origin.copy = replace(origin.copy, path=folder / "checkpoints" / origin.copy.path.name)
@@ -140,28 +141,30 @@ def in_order(
     yield from on(line for _, line in lines)
 
 
-def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> tuple[Copy | None, str]:
-    """The copy, or what is wrong with it, on all ranks. Raises UserError and PeerLost on all."""
+def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> Copy:
+    """The copy, on all ranks. Raises, on all ranks, Damaged, and UserError and PeerLost."""
     loaded: Copy | None = None
 
     def load() -> str:
         nonlocal loaded
-        if one.kind in stores:
-            loaded, problem = stores[one.kind].fetch(one.where, options.check)
-        else:
-            loaded, problem = read(Path(one.where), options.check)
-        if loaded is not None:
+        try:
             if one.kind in stores:
+                loaded = stores[one.kind].fetch(one.where, options.check)
                 group.log.info(f"fetched {loaded.path.name} from {stores[one.kind].called}")
+            else:
+                loaded = read(Path(one.where), options.check)
             options.fits(loaded.path, loaded.record)
             loaded = loaded if options.sharded else loaded.as_plain()
-        elif one.kind == RESCUE:
-            group.log.warning(f"the rescue {one.where} was passed over: {problem}")
-            shutil.rmtree(one.where, ignore_errors=True)
-        return problem
+        except Damaged as error:
+            if one.kind == RESCUE:
+                group.log.warning(f"the rescue {one.where} was passed over: {error.why}")
+                shutil.rmtree(one.where, ignore_errors=True)
+            return error.why
+        return ""
 
-    problem = group.on_rank0(load, source=one.rank)
-    return None if problem else share(loaded, group, source=one.rank), problem
+    if problem := group.on_rank0(load, source=one.rank):
+        raise Damaged(one.where, problem)
+    return share(loaded, group, source=one.rank)
 
 
 def found_in(paths: Iterable[Path]) -> list[list[Any]]:
@@ -199,16 +202,16 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 
 
-def _saved(origin: Origin, checkpoints: Path, bad: set[str], check: Check) -> tuple[str, dict[str, Any] | None]:
+def _saved(origin: Origin, checkpoints: Path, bad: set[str], check: Check) -> dict[str, Any] | None:
     if origin.copy is not None and origin.kind < PEER:
-        return str(origin.copy.path), origin.copy.record
+        return origin.copy.record
     for path in reversed(list_copies(checkpoints)):
         if str(path) in bad or not looks_whole(path):
             continue
         with contextlib.suppress(TypeError, LookupError, ValueError):
             check(path, record := read_json(path / STATE))
-            return str(path), record
-    return "", None
+            return record
+    return None
 
 
 def _name(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> str:

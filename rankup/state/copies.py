@@ -37,8 +37,16 @@ Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 Check = Callable[..., object]
 
 # What reading a manifest raises that holds anything
-DAMAGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_NO_MANIFEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _uploading: set[Path] = set()  # what this process copies to another place at this moment
+
+
+class Damaged(UserError):
+    """A copy can't be used, because of `why`."""
+
+    def __init__(self, path: Path | str, why: str) -> None:
+        super().__init__(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {why:.300}.")
+        self.why = why
 
 
 def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
@@ -72,40 +80,50 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").split(".")[0])
 
 
-def verify(path: Path) -> tuple[dict[str, Any], str]:
-    """Read every file of a copy. Returns what `state.json` says, and what is wrong, "" if nothing is."""
+def verify(path: Path) -> dict[str, Any]:
+    """Read every file of a copy. Returns what `state.json` says. Raises Damaged unless every byte is as it was written.
+    """
     try:
         manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             with open_regular(path / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
-                    return {}, f"{name} has {size} bytes instead of {entry['bytes']}"
+                    raise Damaged(path, f"{name} has {size} bytes instead of {entry['bytes']}")
                 # Not read as a whole: it may be larger than the memory that is free
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    return {}, f"{name} does not match its digest"
+                    raise Damaged(path, f"{name} does not match its digest")
         record: Any = read_json(path / STATE)
-        return record, _compare_steps(path, manifest["step"], record["step"])
+        why = _compare_steps(path, manifest["step"], record["step"])
+    except Damaged:
+        raise
     except FileNotFoundError as error:
-        return {}, f"{Path(error.filename).name} is missing"
+        why = f"{Path(error.filename).name} is missing"
     except OSError as error:
-        return {}, f"can't be read ({error.strerror})"
-    except DAMAGED:
-        return {}, f"{MANIFEST} is damaged"
+        why = f"can't be read ({error.strerror})"
+    except _NO_MANIFEST:
+        why = f"{MANIFEST} is damaged"
+    if why:
+        raise Damaged(path, why)
+    return dict(record)
 
 
 def find_problem(path: Path) -> str:
     """Why a copy can't be used, or "" if every byte is as it was written."""
-    return verify(path)[1]
+    try:
+        verify(path)
+    except Damaged as error:
+        return error.why
+    return ""
 
 
 def looks_whole(path: Path) -> bool:
-    """The same without a look at the bytes: a save must not wait for that."""
+    """Whether a copy can be used, without a look at the bytes: a save must not wait for that."""
     try:
         manifest = read_manifest(path)
         return not _compare_steps(path, manifest["step"], manifest["step"]) and all(
             (path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items()
         )
-    except (OSError, *DAMAGED):
+    except (OSError, *_NO_MANIFEST):
         return False
 
 
@@ -126,7 +144,7 @@ def passed_over(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises OSError, and one of DAMAGED where it is."""
+    """Raises OSError, and one of _NO_MANIFEST where it is damaged."""
     with open_regular(path / MANIFEST) as file:
         manifest: dict[str, Any] = json.load(file)
     if not all(FILE.fullmatch(name) for name in manifest["files"]):

@@ -37,7 +37,7 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import kernel_id
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, list_copies, step_of, to_json, verify
+from rankup.state.copies import MANIFEST, STATE, Check, Content, Damaged, find_problem, list_copies, step_of, to_json
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
@@ -329,9 +329,9 @@ class PartsInMemory:
         every = {*range(self.group.world_size)}
         return [of for of, parts in self._parts.items() if {rank for *_, ranks in parts for rank in ranks} >= every]
 
-    def load(self, *of: Any) -> tuple[Copy | None, str]:
-        """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed, and
-        another node's is taken in its place."""
+    def load(self, *of: Any) -> Copy:
+        """This rank's part as a copy, if all ranks have whole ones. A damaged one is removed, and another node's is
+        taken in its place. Raises Damaged, on all ranks, where that can't be."""
         group, path, problem, chosen = self.group, Path(), "", []
         for rank in range(group.world_size):
             able = [(part[0] != self._nodes[rank], part) for part in self._parts[of] if rank in part[2]]
@@ -347,16 +347,18 @@ class PartsInMemory:
                 path = Path(at)
                 if moved:
                     path, problem = _take_over(_receive(source), _folder_of(of[2], rank))
-        record, damage = verify(path) if not problem else ({}, "")
+        damage = "" if problem else find_problem(path)
         if damage:
             group.log.warning(f"a part in memory was passed over: {path}: {damage}")
             copies.remove(path)
         problems = group.gather(problem or damage)
         if any(problems):
             self._parts[of] -= {part for part, problem in zip(chosen, problems, strict=True) if problem}
-            return self.load(*of) if of in self.found() else (None, next(filter(None, problems)))
+            if of in self.found():
+                return self.load(*of)
+            raise Damaged(path, next(filter(None, problems)))
         # One for all: rank 0 alone may know the values of the last evaluation
-        return Copy(path, group.broadcast(record), {}, sharded=True), ""
+        return Copy(path, group.broadcast(read_json(path / STATE)), {}, sharded=True)
 
 
 def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[Path, str]:

@@ -2,7 +2,6 @@
 which has to be on storage that all nodes share, each rank reads the slices that it needs."""
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
-from rankup.state import tree
-from rankup.state.copies import STATE, Check, list_copies, no_check, passed_over, read_manifest, verify
+from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, passed_over, read_manifest, verify
 from rankup.state.tree import TENSORS, TREE, decode, encode, local_parts
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
@@ -41,21 +39,13 @@ class Copy:
         return int(self.record["step"])
 
     def as_plain(self) -> Self:
-        """The same with all shards read into this process, as if it had been saved plain. Raises UserError."""
+        """The same with all shards read into this process, as if it had been saved plain. Raises Damaged."""
         if not self.sharded:
             return self
         try:
             return replace(self, tracked=CopyFiles(self.path).read_all(), sharded=False)
         except Exception as error:  # as in `read`
-            raise UserError(f"checkpoint: {self.path} must be a whole checkpoint, but {_misfit(error)}.") from None
-
-
-def load(path: Path, check: Check = no_check) -> Copy:
-    """Read the copy in the folder `path`. Raises UserError where it is damaged, refused by `check`, or no copy."""
-    found, problem = read(path, check)
-    if found is None:
-        raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem:.300}.")
-    return found
+            raise Damaged(self.path, _misfit(error)) from None
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
@@ -68,25 +58,24 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
 
 
 def newest_whole(
-    place: Path | str, copies: Iterable[tuple[str, Callable[[], tuple[Copy | None, str]]]], warn: Callable[[str], None]
+    place: Path | str, copies: Iterable[tuple[str, Callable[[], Copy]]], warn: Callable[[str], None]
 ) -> Copy | None:
     """The first whole one of the `copies` in `place`, each with its name, and `read` for it."""
-    damaged: dict[str, str] = {}
+    damaged = dict[str, str]()
     found = None
     for name, read_it in copies:
-        found, problem = read_it()
-        if found is not None:
+        try:
+            found = read_it()
             break
-        damaged[name] = problem
+        except Damaged as error:
+            damaged[name] = error.why
     passed_over(place, damaged, found, warn)
     return found
 
 
-def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
-    """The copy in the folder `path`, or what is wrong with it. Raises UserError where `check` refuses it."""
-    record, problem = verify(path)
-    if problem:
-        return None, problem
+def read(path: Path, check: Check = no_check) -> Copy:
+    """The copy in the folder `path`. Raises Damaged, and UserError where `check` refuses it."""
+    record = verify(path)
     try:
         check(path, record)  # first: a copy of another kind may hold what nobody here can read
         if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
@@ -94,37 +83,30 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
         files = CopyFiles(path)
-        files.check()
         if files.sharded:
-            return Copy(path, record, {}, sharded=True), ""
+            return Copy(path, record, {}, sharded=True)
         tracked = files.read_all()
         check(path, record, tracked)
-        return Copy(path, record, tracked), ""
+        return Copy(path, record, tracked)
     except UserError:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything
-        return None, _misfit(error)
+        raise Damaged(path, _misfit(error)) from None
 
 
 def _misfit(error: Exception) -> str:
     return f"its files don't fit together ({' '.join(str(error).split())[:200]})"
 
 
-def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
-    """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
-    if group.world_size == 1:
+def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy:
+    """The `copy` of rank `source` on all ranks. All ranks call this."""
+    if copy is not None and group.world_size == 1:
         return copy
-    own = tree.files_of(*encode(copy.tracked)) if copy is not None and group.rank == source else {}
-    about = [str(copy.path), copy.record, copy.sharded, [*own]] if copy is not None and own else None
-    if (about := group.broadcast(about, source=source)) is None:
-        return None
-    path, record, sharded, names = about
-    files = dict[str, bytes]()
-    for name in names:
-        content = own.get(name, b"")
-        whole = content if isinstance(content, bytes) else b"".join(content)
-        files[name] = group.broadcast_bytes(whole, source=source)
-    return copy if own else Copy(Path(path), record, tree.from_files(files), sharded)
+    own = copy.tracked if copy is not None else {}
+    about = [str(copy.path), copy.record, copy.sharded, [*own]] if copy is not None else []
+    path, record, sharded, names = group.broadcast(about, source=source)
+    tracked = {name: group.broadcast_tensors(own.get(name), source=source) for name in names}
+    return copy or Copy(Path(path), record, tracked, sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +139,6 @@ class CopyFiles:
                 tensor = file.get_tensor(key)
                 offset, whole = places.get(key, ([0] * tensor.ndim, [*tensor.shape]))
                 self._parts[item + key].append(_Part(tensor, offset, whole))
-
-    def check(self) -> None:
-        """Whether the parts make up all tensors of the tree. Where one lies elsewhere, its tensor is not filled."""
-        for name, parts in self._parts.items():
-            found, whole = sum(part.tensor.numel() for part in parts), math.prod(parts[0].whole)
-            if found != whole:
-                raise ValueError(f"{name} has {found} of {whole} elements")
-        self._items(self._tree, lambda name: torch.empty(self._parts[name][0].whole, device="meta"))
 
     def read_all(self, *items: str) -> dict[str, Any]:
         """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""

@@ -51,7 +51,7 @@ class Run:
         )
         self.lineage, newest = origin.lineage, origin.copy
         self.newest, origin.copy = newest, None  # one name for it, so that its memory can be freed
-        self._saved_path, self.saved = origin.saved
+        self.saved = origin.saved
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = newest is not None and origin.kind < PEER and group.on_rank0(
             lambda: options.finished(newest, read_json(self.folder / RESULT))
@@ -142,7 +142,8 @@ class Run:
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
                     place.upload(None, timeout_s=self.options.save_timeout_s)
-                place.copy(Path(self._saved_path) if self.saved else None)  # an earlier attempt may have had no time
+                # An earlier attempt may have had no time for it
+                place.copy(self._path_of(self.saved_step) if self.saved else None)
 
         self.group.on_rank0(write)
         if (second := self.origin.second) is not None and not self.parts.wanted:  # of split state it has only a part
@@ -177,9 +178,12 @@ class Run:
             memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
             self._rescued = False
         for place in self.places.values():
-            place.copy(self.saver.folder / f"step-{step:08d}")
+            place.copy(self._path_of(step))
         if self.options.save == "sync":
             self.wait()
+
+    def _path_of(self, step: int) -> Path:
+        return self.saver.folder / f"step-{step:08d}"
 
     def publish(self, step: int, files: Mapping[str, Content]) -> None:
         """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is

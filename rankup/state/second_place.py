@@ -29,14 +29,13 @@ from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, list_copies, looks_whole, no_check, step_of
-from rankup.state.reading import Copy, load, load_newest, newest_whole, read
+from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, no_check, step_of
+from rankup.state.reading import Copy, load_newest, newest_whole, read
 from rankup.state.saver import Options, Writing
 from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
 
 KEY = re.compile(r"(\d{8,})/checkpoints/([\w-]+)/(step-(\d{8,})-[0-9a-f]{12})/manifest\.json")
-INSIDE = re.compile(r"\w[\w.-]*")  # no name may lead out of the copy's folder
 FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
 SUPERSEDED = "superseded"
@@ -144,36 +143,32 @@ class StoredRun:
         """The copies of that run, the newest first."""
         return [one for one in _copies(self.place.names()) if one.run == run]
 
-    def fetch(self, stored: str, check: Check = no_check) -> tuple[Copy | None, str]:
-        """Copy the folder `stored` of a copy into ours. Returns the copy verified, or what is wrong with it. Raises
-        UserError where the disk here is full, or `check` refuses it."""
+    def fetch(self, stored: str, check: Check = no_check) -> Copy:
+        """Copy the folder `stored` of a copy into ours. Raises Damaged, and UserError where the disk here is full, or
+        `check` refuses it."""
         directory, name = self.folder / "checkpoints", stored.rpartition("/")[2].rpartition("-")[0]
         target, staging = directory / name, copies.staging_of(directory)
-        fetched, copy = staging / name, None  # its name says the step, which is verified too
+        fetched = staging / name  # its name says the step, which is verified too
         try:
-            problem = self._download(stored, fetched)
-            if not problem:
-                copy, problem = read(fetched, check)
-            if copy is not None:
-                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
-                copy = replace(copy, path=fetched.rename(target))
+            self._download(stored, fetched)
+            copy = read(fetched, check)
+            shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
+            return replace(copy, path=fetched.rename(target))
         except OSError as error:
             raise disk_error("checkpoint", directory, error) from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        return copy, problem
 
-    def _download(self, stored: str, target: Path) -> str:
-        """Returns what is wrong with the copy, as far as its manifest and the digest of that in its name tell."""
+    def _download(self, stored: str, target: Path) -> None:
+        """Raises Damaged where the manifest, or the digest of that in the copy's name, tells that it is."""
         manifest = self.place.read(f"{stored}/{MANIFEST}")
         if manifest is None:
-            return f"{MANIFEST} is missing"
+            raise Damaged(stored, f"{MANIFEST} is missing")
         if not stored.endswith(_digest(manifest)):
-            return f"{MANIFEST} does not match the digest in the folder's name"
+            raise Damaged(stored, f"{MANIFEST} does not match the digest in the folder's name")
         for name in self.place.names(stored):
-            if INSIDE.fullmatch(inside := name.removeprefix(f"{stored}/")):
+            if copies.FILE.fullmatch(inside := name.removeprefix(f"{stored}/")):
                 self.place.download(name, target / inside)
-        return ""
 
     def fetch_newest(self, run: str) -> Path | None:
         """Fetch the newest whole copy of that run, and return its path here; None where there is none at all. Raises
@@ -263,10 +258,11 @@ class SecondPlace(StoredRun):
                     attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
                     yield [one.folder, one.step, attempt, one.run]
 
-    def _download(self, stored: str, target: Path) -> str:
+    def _download(self, stored: str, target: Path) -> None:
         with self._asking(alone=not self._whole()):
-            return super()._download(stored, target)
-        return f"{self.called} fails"
+            super()._download(stored, target)
+            return
+        raise Damaged(stored, f"{self.called} fails")
 
     def _whole(self) -> list[Path]:
         """The copies in the folder that look whole. Their bytes were not checked."""
@@ -368,8 +364,8 @@ def find_copy(place: str, run_dir: Path, *, warn: Callable[[str], None], check: 
     plain form. Raises UserError, and PeerLost where a store does not answer within `timeout_s`."""
     if is_url(place):
         with fetched(place, warn=warn, timeout_s=timeout_s) as path:
-            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-    found = load(Path(place), check) if place else load_newest(run_dir / "checkpoints", warn, check)
+            return replace(read(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+    found = read(Path(place), check) if place else load_newest(run_dir / "checkpoints", warn, check)
     if found is None:
         raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
     return found.as_plain()

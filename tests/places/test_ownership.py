@@ -17,7 +17,7 @@ from rankup.errors import PeerLost, UserError
 from rankup.places.files import write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
-from rankup.state.copies import find_problem, list_copies, remove_unfinished, step_of
+from rankup.state.copies import Damaged, find_problem, list_copies, remove_unfinished, step_of
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
 from tests.rigs.checkpoints import load_checkpoint, save, steps
@@ -197,7 +197,8 @@ class AtSecondPlace:
             candidates = [Candidate(0, STORE, *found) for found in place.found()]
             group: Any = SimpleNamespace(hosts=["host"])
             for _, one in in_order(candidates, lineage, lambda other: True, group, run_dir):
-                if not place.fetch(one.where)[1]:
+                with contextlib.suppress(Damaged):
+                    place.fetch(one.where)
                     break
             step = newest_good_step(run_dir / "checkpoints")
             if not num_saves:

@@ -312,8 +312,8 @@ def pictures() -> Files:
 SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
 IDX = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
 FORMATS = {
-    "plain_copy": Format(plain_copy, lambda folder: reading.load(folder).as_plain(), sealed=True),
-    "sharded_copy": Format(sharded_copy, lambda folder: reading.load(folder).as_plain(), sealed=True),
+    "plain_copy": Format(plain_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
+    "sharded_copy": Format(sharded_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
     "weights": Format(weights, lambda folder: init_from(torch.nn.Linear(3, 2), folder, lambda text: None)),
     "settings": Format(lambda: {"c.yaml": SETTINGS}, lambda folder: load_config({}, file=str(folder / "c.yaml")),
                        replaced=False),

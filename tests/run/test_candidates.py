@@ -118,7 +118,7 @@ def test_damaged_checkpoint_is_not_taken_for_the_one_that_is_saved(node: Node) -
     node.copy(4, "a", A)
     origin = node.go_on(A, (8, "a"), damaged=True)
     assert origin.copy is not None
-    assert (origin.copy.step, origin.saved) == (4, ("", None))
+    assert (origin.copy.step, origin.saved) == (4, None)
 
 
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:

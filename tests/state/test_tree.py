@@ -3,6 +3,7 @@
 import gc
 import math
 import random
+import tempfile
 import weakref
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -15,13 +16,15 @@ from torch import nn
 
 from rankup.errors import UserError
 from rankup.state import copies
-from rankup.state.tree import TensorFile, decode, encode, files_of, from_files
+from rankup.state.reading import CopyFiles
+from rankup.state.tree import decode, encode, files_of
 from tests.rigs.checkpoints import damage, load_newest, save
 
 
 def back(**tracked: Any) -> Any:
-    files = files_of(*encode(tracked)).items()
-    return from_files({name: b"".join(file) if isinstance(file, TensorFile) else file for name, file in files})
+    with tempfile.TemporaryDirectory() as folder:
+        path = copies.save(Path(folder), files_of(*encode(tracked)), step=1, keep=1)
+        return CopyFiles(path).read_all()
 
 
 def test_plain_values_keep_their_types() -> None:
