@@ -157,17 +157,16 @@ class Lease:
 
     def _beat(self) -> None:
         beat = 1
-        while not self._released.wait(self.beat_s):
+        while self.is_ours() and not self._released.wait(self.beat_s):
             beat += 1
             # A full disk, or a store that does not answer: the next save reports it, and may find it mended
             with contextlib.suppress(OSError, UserError, PeerLost):
-                if not self._look():
-                    return
+                self.look(once=True)
                 self._write(beat)
 
-    def _look(self) -> bool:
-        """`is_ours`, by a look at the place."""
-        return self.is_ours()
+    def look(self, *, once: bool = False) -> None:
+        """`check`, by a look at the place. `once`: it is not asked again where it does not answer."""
+        self.check()
 
     def _sign(self, beat: int) -> dict[str, Any]:
         host = socket.gethostname().split(".")[0]
@@ -200,9 +199,10 @@ class StoreLease(Lease):
             raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number
 
-    def look(self) -> None:
+    def look(self, *, once: bool = False) -> None:
         """`check` by a look at the place, before something is published there: one small request. Raises as `Place`."""
-        self._next = self.place.within(self.life_s).read_json(_name(self.number + 1))
+        place = self.place.once(LAST_WORD_S) if once else self.place.within(self.life_s)
+        self._next = place.read_json(_name(self.number + 1))
         self.check()
 
     def check(self) -> None:
@@ -228,10 +228,6 @@ class StoreLease(Lease):
             time.sleep(self.beat_s)
             if (owner := self._owner()).get("token") != self.token:
                 raise self._owned_by(owner)
-
-    def _look(self) -> bool:
-        self._next = self._next or self.place.once(LAST_WORD_S).read_json(_name(self.number + 1))
-        return self.is_ours()
 
     def _owner(self) -> Owner:
         return self._next or self.place.read_json(_name(self.number))

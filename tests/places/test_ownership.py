@@ -213,7 +213,8 @@ class AtSecondPlace:
                 if number == num_saves:
                     write_json(run_dir / "result.json", name)
                 place.upload(path, timeout_s=60.0)
-                if self.required and not place.lease._released.is_set() and place.lease._look():
+                if self.required and not place.lease._released.is_set():
+                    place.lease.look(once=True)
                     place.lease._write(number)
             if self.required:
                 place.finish(stopped=False)
