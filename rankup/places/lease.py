@@ -24,7 +24,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -335,11 +335,13 @@ def before(run_dir: Path) -> Path:
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
-def put_aside(run_dir: Path, names: Iterable[str], aside: Path) -> bool:
-    """Move what is there of those names into the new folder `aside`. Returns whether anything was. Raises OSError."""
-    there = [run_dir / name for name in names if (run_dir / name).exists()]
-    if there:
-        aside.mkdir()
+def put_aside(run_dir: Path, *more: str) -> Path | None:
+    """Move what belongs to the run there, and `more`, into a new folder. Returns that, None where nothing was there.
+    Raises OSError."""
+    there = [path for name in (*OF_RUN, *more) if (path := run_dir / name).exists()]
+    if not there:
+        return None
+    (aside := before(run_dir)).mkdir()
     for path in there:
         shutil.move(path, aside / path.name)
-    return bool(there)
+    return aside

@@ -60,7 +60,7 @@ def homes() -> list[Path]:
 
 def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = math.inf) -> T:
     """What `write` returns for the first of the `homes` that it can write to, with `needed` bytes free there and of the
-    memory, of which `free` are. Raises OSError where there is none."""
+    memory, of which `free` are. Raises UserError where there is none."""
     problems = []
     for home in homes():
         try:
@@ -72,7 +72,7 @@ def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = ma
             return write(home)
         except (OSError, UserError) as error:
             problems.append(str(error))
-    raise OSError("; ".join(problems))
+    raise UserError("; ".join(problems))
 
 
 def _folders(*kinds: bool) -> Iterator[Path]:
@@ -120,9 +120,9 @@ def _is_ours(home: Path) -> bool:
 # The rescue -----------------------------------------------------------------------------------------------------
 
 
-def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
+def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> None:
     """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
-    is called if they are needed. Returns why they were not written, or ""."""
+    is called if they are needed. Raises UserError where they can't be written."""
     def open_lock(home: Path) -> IO[str]:
         (home / run).mkdir(exist_ok=True)
         return (home / run / ".lock").open("a", encoding="ascii")
@@ -131,19 +131,15 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
         copies.remove_unfinished(home / run)
         copies.save(home / run, files, step=step, keep=1)
 
-    try:
-        remove_abandoned()
-        with in_memory(open_lock) as lock:
-            # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one
-            # that is killed while it writes
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not any(step_of(path) >= step for path in list_held() if path.parent.name == run):
-                files = make_files()
-                # Twice its size: the ranks' own buffers live in shared memory too
-                in_memory(save, 2 * sum(map(len, files.values())))
-            return ""
-    except OSError as error:
-        return str(error)
+    remove_abandoned()
+    with in_memory(open_lock) as lock:
+        # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one that
+        # is killed while it writes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(step_of(path) >= step for path in list_held() if path.parent.name == run):
+            files = make_files()
+            # Twice its size: the ranks' own buffers live in shared memory too
+            in_memory(save, 2 * sum(map(len, files.values())))
 
 
 # Parts: keeping ---------------------------------------------------------------------------------------------------
@@ -236,7 +232,7 @@ class Parts:
             # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
             needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
             home = in_memory(lambda home: home, needed, free=memory_available())
-        except OSError as error:
+        except UserError as error:
             return str(error)
         self._folders = {rank: home / _folder_of(self.run, rank) for rank in held}
         return ""
@@ -369,7 +365,7 @@ def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[
     try:
         needed = sum(map(len, files.values()))
         return in_memory(lambda home: copies.save(home / name, files, step=step, keep=2), needed), ""
-    except OSError as error:
+    except UserError as error:
         return Path(), str(error)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rankup.errors import Stopped, UserError, disk_error, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
-from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
+from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
 from rankup.state.copies import STATE, Content, Damaged, list_copies, looks_whole, passed_over, remove_unfinished
@@ -84,10 +84,10 @@ class Run:
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
             remove_unfinished(copies)
-            begun, aside = Lineage.read(self.folder), before(self.folder)
+            begun = Lineage.read(self.folder)
             # To start anew must not lose anything
             anew = options.fresh and not (begun and may(begun))
-            if anew and put_aside(self.folder, (*OF_RUN, SECOND), aside):
+            if anew and (aside := put_aside(self.folder, SECOND)):
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:
@@ -200,7 +200,7 @@ class Run:
             open_files()
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
-                    place.upload(None, timeout_s=self.options.save_timeout_s)
+                    place.upload(None)
                 # An earlier attempt may have had no time for it
                 place.copy(self._path_of(self.saved_step) if self.saved else None)
 
@@ -258,13 +258,12 @@ class Run:
         if step <= max(0, self.saved_step):
             return False
         try:
-            problem = memory.write_rescue(self.lineage.run, step, make_files)
+            memory.write_rescue(self.lineage.run, step, make_files)
         except Exception as error:
-            problem = reason(error)
-        if problem:
-            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}"
+            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
             self.group.log.warning(why)
-        return not problem
+            return False
+        return True
 
 
 @contextlib.contextmanager

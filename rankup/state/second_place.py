@@ -26,19 +26,18 @@ from typing import Any
 
 from rankup.errors import PeerLost, UserError, disk_error, reason
 from rankup.places.files import cache_roots
-from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
+from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, no_check, step_of
 from rankup.state.reading import Copy, load_newest, newest_whole, read
 from rankup.state.saver import Options, Writing
-from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
+from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
 
 KEY = re.compile(r"(\d{8,})/checkpoints/([\w-]+)/(step-(\d{8,})-[0-9a-f]{12})/manifest\.json")
 FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
-SUPERSEDED = "superseded"
 BEFORE_WATCHDOG = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
@@ -239,9 +238,7 @@ class SecondPlace(StoredRun):
                 return
             behind = self.required and not (here and here.goes_on_from(there))
             if behind and not nothing_here:  # what others have gone on without
-                aside = self.folder / SUPERSEDED
-                shutil.rmtree(aside, ignore_errors=True)
-                put_aside(self.folder, OF_RUN, aside)
+                aside = put_aside(self.folder)
                 self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             if behind or nothing_here:
                 self.fetch_files(number)
@@ -273,7 +270,7 @@ class SecondPlace(StoredRun):
         """A mirror may fail in this block, unless it is the only place that may hold the run (`alone`)."""
         opening_s = min(self.options.setup_timeout_s, self.options.save_timeout_s)
         try:
-            self.patient(opening_s if self.required else SEARCH_S if alone else FIND_S)
+            self.patient(opening_s if self.required or alone else FIND_S)
             yield
         except (UserError, PeerLost) as error:
             if self.required or alone:
@@ -300,9 +297,9 @@ class SecondPlace(StoredRun):
             if self._copying.failure is not None:
                 raise self._copying.failure
 
-    def upload(self, path: Path | None, *, timeout_s: float) -> None:
+    def upload(self, path: Path | None) -> None:
         """Do at once what `copy` does. Raises UserError and PeerLost, for a mirror too."""
-        self.patient(timeout_s)
+        self.patient(self.options.save_timeout_s)
         if not self.lease.number:  # the mirror did not answer at the opening
             here, (_, there) = Lineage.read(self.folder), self.newest_run()
             if here and there and there.run == here.run and not here.goes_on_from(there):
@@ -316,27 +313,19 @@ class SecondPlace(StoredRun):
 
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
-        if self.required:
-            self.copy(next(reversed(self._whole()), None))
-            self.settle()
-            return
+        self.copy(next(reversed(self._whole()), None) if self.required else None)
+        self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
-        self._copying.start(lambda: self._copy(UPLOAD_STOP_S))  # the files as they are in the end
         self._copying.join(patience_s)
         if self._missing is not None:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
             self.log.warning(f"the newest checkpoint, {self._missing.name}, is not on {self.called}{why}")
 
-    def _copy(self, timeout_s: float = 0.0) -> None:
-        """Upload what the place lacks. `timeout_s`: of a mirror, 0 for as long as its bytes may take."""
+    def _copy(self) -> None:
+        """Upload what the place lacks."""
         path = self._missing
         try:
-            if self.required:
-                timeout_s = self.options.save_timeout_s
-            elif not timeout_s:
-                size = sum(file.stat().st_size for file in path.iterdir()) if path is not None else 0
-                timeout_s = MIRROR_S + size / MIRROR_BYTES_PER_S
-            self.upload(path, timeout_s=timeout_s)
+            self.upload(path)
         except Exception as error:
             if self.required:
                 raise

@@ -212,7 +212,7 @@ class AtSecondPlace:
                 path = save(run_dir / "checkpoints", step + number, keep=1, attempt=name, run=lineage.run)
                 if number == num_saves:
                     write_json(run_dir / "result.json", name)
-                place.upload(path, timeout_s=60.0)
+                place.upload(path)
                 if self.required and not place.lease._released.is_set():
                     place.lease.look(once=True)
                     place.lease._write(number)
@@ -303,5 +303,5 @@ def test_mirror_that_was_away_at_the_opening_stays_with_who_has_gone_on_since(tm
     late.run = lineage.run
     path = save(run_dir / "checkpoints", 2, keep=1, attempt="late", run=lineage.run)
     with pytest.raises(PeerLost, match="another attempt has gone on"):
-        late.upload(path, timeout_s=60.0)
+        late.upload(path)
     runs.look("other", 2)
