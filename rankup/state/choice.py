@@ -53,15 +53,16 @@ def in_order(
     lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
     lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
 
-    def on(lines: Iterable[Lineage]) -> Iterator[tuple[Lineage | None, Candidate]]:
-        for line in sorted(lines, key=lambda line: -line.number):
-            for one in [*left]:
-                if not one.attempt or (one.run == line.run and line.has(one.step, one.attempt)):
-                    left.remove(one)
-                    yield line, one
+    def on(line: Lineage) -> Iterator[tuple[Lineage | None, Candidate]]:
+        for one in [*left]:
+            if not one.attempt or (one.run == line.run and line.has(one.step, one.attempt)):
+                left.remove(one)
+                yield line, one
 
+    by_number = sorted((line for _, line in lines), key=lambda line: -line.number)
     if known is not None:
-        yield from on([known, *(line for _, line in lines if line.number > known.number)])
+        for line in [*(line for line in by_number if line.number > known.number), known]:
+            yield from on(line)
     yield from ((None, one) for one in [*left] if one.kind < PEER)
     first = {line.run: one for one, line in reversed(lines)}
     if len(first) > 1:
@@ -71,7 +72,8 @@ def in_order(
             f"of {len(first)} runs: {named}. Move away what you don't want, or set --fresh to start anew.",
             printed_elsewhere=not group.is_rank0,
         )
-    yield from on(line for _, line in lines)
+    for line in by_number:
+        yield from on(line)
 
 
 def load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> Copy:

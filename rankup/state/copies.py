@@ -38,7 +38,7 @@ Check = Callable[..., object]
 
 # What reading a manifest raises that holds anything
 _NO_MANIFEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-_uploading: set[Path] = set()  # what this process copies to another place at this moment
+uploading: set[Path | None] = set()  # what this process copies to another place at this moment: no save removes it
 
 
 class Damaged(UserError):
@@ -84,16 +84,20 @@ def verify(path: Path) -> dict[str, Any]:
     """Read every file of a copy. Returns what `state.json` says. Raises Damaged unless every byte is as it was written.
     """
     try:
-        manifest = read_manifest(path)
-        for name, entry in manifest["files"].items():
+        for name, entry in read_manifest(path)["files"].items():
             with open_regular(path / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
                     raise Damaged(path, f"{name} has {size} bytes instead of {entry['bytes']}")
                 # Not read as a whole: it may be larger than the memory that is free
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise Damaged(path, f"{name} does not match its digest")
-        record: Any = read_json(path / STATE)
-        why = _compare_steps(path, manifest["step"], record["step"])
+        record = read_json(path / STATE)
+        step = record["step"]
+        # Under the name of a higher step it would win against the steps trained since. A folder that the user names may
+        # have any name
+        if (named := NAME.fullmatch(path.name)) and int(named[1]) != step:
+            raise Damaged(path, f"its name says step {int(named[1])}, its state {step}")
+        return record
     except Damaged:
         raise
     except FileNotFoundError as error:
@@ -102,9 +106,7 @@ def verify(path: Path) -> dict[str, Any]:
         why = f"can't be read ({error.strerror})"
     except _NO_MANIFEST:
         why = f"{MANIFEST} is damaged"
-    if why:
-        raise Damaged(path, why)
-    return dict(record)
+    raise Damaged(path, why)
 
 
 def find_problem(path: Path) -> str:
@@ -119,10 +121,8 @@ def find_problem(path: Path) -> str:
 def looks_whole(path: Path) -> bool:
     """Whether a copy can be used, without a look at the bytes: a save must not wait for that."""
     try:
-        manifest = read_manifest(path)
-        return not _compare_steps(path, manifest["step"], manifest["step"]) and all(
-            (path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items()
-        )
+        files = read_manifest(path)["files"].items()
+        return all((path / name).stat().st_size == entry["bytes"] for name, entry in files)
     except (OSError, *_NO_MANIFEST):
         return False
 
@@ -150,15 +150,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not all(FILE.fullmatch(name) for name in manifest["files"]):
         raise ValueError
     return manifest
-
-
-def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
-    """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
-    named = NAME.fullmatch(path.name)  # a folder that the user names may have any name
-    in_name = int(named[1]) if named else in_state
-    if len({in_name, in_manifest, in_state}) == 1:
-        return ""
-    return f"its name says step {in_name}, its manifest {in_manifest}, its state {in_state}"
 
 
 # Writing --------------------------------------------------------------------------------------------------------
@@ -276,17 +267,6 @@ def _sync(directory: Path) -> None:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def uploading(path: Path | None) -> Iterator[None]:
-    """No save removes the copy `path` for the length of the block. One of the same step may replace it."""
-    kept = {path} if path is not None else set()
-    _uploading.update(kept)
-    try:
-        yield
-    finally:
-        _uploading.difference_update(kept)
-
-
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """Remove all but `newest` and the next ones to `keep` in all that look whole: others must not push a good one out.
     """
@@ -296,5 +276,5 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
             good += 1
         elif good < keep and not (path.suffix and path.with_suffix("").exists()):
             good += looks_whole(path)
-        elif path not in _uploading:  # else a later save removes it
+        elif path not in uploading:  # else a later save removes it
             remove(path)

@@ -207,6 +207,4 @@ def export(copy: Copy, file: Path, *, item: str = "") -> str:
             size = opened.tell()
     except OSError as error:
         raise UserError(f"export: the file must be one that can be written, got {file}: {error.strerror}.") from None
-    what = "the weights" if item == "model" else item or ", ".join(items)
-    count = f"{len(state)} tensors, " if item == "model" else ""
-    return f"{file}: {what} of step {copy.step}, {count}{size / 1e6:.1f} MB"
+    return f"{file}: {item or ', '.join(items)} of step {copy.step}, {size / 1e6:.1f} MB"

@@ -306,10 +306,13 @@ class SecondPlace(StoredRun):
                 raise PeerLost(f"another attempt has gone on with the run on {self.address}")
         self._claim()
         self.lease.look()
-        with copies.uploading(path):
+        copies.uploading.add(path)
+        try:
             self.upload_files()  # first: a resumed run does not repeat saved steps
             if path is not None:
                 self.upload_copy(path, run=self.run, keep=self.options.keep, check=self.lease.look)
+        finally:
+            copies.uploading.discard(path)
 
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
