@@ -5,7 +5,6 @@ wrote it: a node 0 that comes back with an empty disk does not know which run it
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +90,8 @@ def load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, option
             options.fits(loaded.path, loaded.record)
             loaded = loaded if options.sharded else loaded.as_plain()
         except Damaged as error:
-            if one.kind == RESCUE:
+            if one.kind == RESCUE:  # which goes as the run begins, with all of later steps
                 group.log.warning(f"the rescue {one.where} was passed over: {error.why}")
-                shutil.rmtree(one.where, ignore_errors=True)
             return error.why
         return ""
 

@@ -75,10 +75,7 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
     UserError for a value that can't be kept, by its path."""
     tensors: Tensors = {}
     known: dict[object, str] = {}
-    try:
-        return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
-    except RecursionError:
-        raise UserError("state: values must not hold themselves, got some that do or are nested too deep.") from None
+    return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
 
 
 # No closure calls itself here: it would keep all tensors in memory until the garbage collector comes
