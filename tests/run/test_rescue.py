@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import stat
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
