@@ -45,6 +45,7 @@ class Run:
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
         self._writer: str | None = None  # the attempt that wrote it
+        self._rescued = False  # this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,8 @@ class Run:
             who = f"rank {self.second_rank} on {self.group.hosts[self.second_rank]}"
             self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
         # One of a later step is damaged, or of an attempt that the run went on without
-        memory.remove(self.lineage.run, range(step + 1))
+        memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
+        self._rescued = step > max(0, self.saved_step)
         memory.remove(self.lineage.run, range(step, step + 1), parts=True)
 
     # Saves ----------------------------------------------------------------------------------------------------
@@ -231,7 +233,9 @@ class Run:
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
         self.saved_step = step
-        memory.remove(self.lineage.run, range(step + 1, sys.maxsize))  # what an earlier attempt left
+        if self._rescued:  # what an earlier attempt left: while this one trains none is written
+            memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
+            self._rescued = False
         for place in self.places.values():
             place.copy(self._path_of(step))
         if self.options.save == "sync":
