@@ -173,19 +173,13 @@ def _unkept(path: str, what: str) -> UserError:
 
 
 def is_dense(shape: Any, stride: Any) -> bool:
-    """Whether the elements fill their memory without holes or overlap, in any order of the dimensions."""
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
+    """Whether the elements fill their memory without holes or overlap, in any order of the dimensions: only then does
+    torch give a new tensor the same strides."""
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride() == tuple(stride)
 
 
 def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    if not all(type(step) is int and step >= 0 for step in stride) or not is_dense(tensor.shape, stride):
+    if not is_dense(tensor.shape, stride):
         raise ValueError(f"stride {stride} does not fit {tuple(tensor.shape)}")
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
