@@ -15,7 +15,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
-from rankup.state.copies import STATE, Damaged, list_copies, step_of
+from rankup.state.copies import STATE, list_copies, step_of
 from rankup.state.memory import list_held
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
@@ -76,28 +76,17 @@ def in_order(
 
 
 def load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> Copy:
-    """The copy, on all ranks. Raises, on all ranks, Damaged, and UserError and PeerLost."""
-    loaded: Copy | None = None
+    """The copy, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
+    def read_it() -> Copy:
+        if one.kind in stores:
+            copy = stores[one.kind].fetch(one.where, options.check)
+            group.log.info(f"fetched {copy.path.name} from {stores[one.kind].called}")
+        else:
+            copy = read(Path(one.where), options.check)
+        options.fits(copy.path, copy.record)
+        return copy if options.sharded else copy.as_plain()
 
-    def read_it() -> str:
-        nonlocal loaded
-        try:
-            if one.kind in stores:
-                loaded = stores[one.kind].fetch(one.where, options.check)
-                group.log.info(f"fetched {loaded.path.name} from {stores[one.kind].called}")
-            else:
-                loaded = read(Path(one.where), options.check)
-            options.fits(loaded.path, loaded.record)
-            loaded = loaded if options.sharded else loaded.as_plain()
-        except Damaged as error:
-            if one.kind == RESCUE:  # which goes as the run begins, with all of later steps
-                group.log.warning(f"the rescue {one.where} was passed over: {error.why}")
-            return error.why
-        return ""
-
-    if problem := group.on_rank0(read_it, source=one.rank):
-        raise Damaged(one.where, problem)
-    return share(loaded, group, source=one.rank)
+    return share(read_it, group, source=one.rank)
 
 
 def found_in(paths: Iterable[Path]) -> list[list[Any]]:

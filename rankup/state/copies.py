@@ -42,11 +42,12 @@ uploading: set[Path | None] = set()  # what this process copies to another place
 
 
 class Damaged(UserError):
-    """A copy can't be used, because of `why`."""
+    """The copy at `path` can't be used, because of `why`."""
 
-    def __init__(self, path: Path | str, why: str) -> None:
-        super().__init__(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {why:.300}.")
-        self.why = why
+    def __init__(self, path: Path | str, why: str, *, printed_elsewhere: bool = False) -> None:
+        text = f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {why:.300}."
+        super().__init__(text, printed_elsewhere=printed_elsewhere)
+        self.path, self.why = str(path), why
 
 
 def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:

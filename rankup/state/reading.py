@@ -98,8 +98,21 @@ def _misfit(error: Exception) -> str:
     return f"its files don't fit together ({' '.join(str(error).split())[:200]})"
 
 
-def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy:
-    """The `copy` of rank `source` on all ranks. All ranks call this."""
+def share(read_it: Callable[[], Copy], group: Group, *, source: int = 0) -> Copy:
+    """The copy that `read_it` returns on rank `source`, on all ranks. All ranks call this. Raises, on all ranks, what
+    it raises: Damaged, UserError and PeerLost."""
+    copy: Copy | None = None
+
+    def call() -> tuple[str, str] | None:
+        nonlocal copy
+        try:
+            copy = read_it()
+        except Damaged as error:
+            return error.path, error.why
+        return None
+
+    if damage := group.on_rank0(call, source=source):
+        raise Damaged(*damage, printed_elsewhere=not group.is_rank0)
     if copy is not None and group.world_size == 1:
         return copy
     own = copy.tracked if copy is not None else {}

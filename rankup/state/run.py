@@ -18,7 +18,7 @@ from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, memory
-from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
+from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, RESCUE, SECOND, STORE, Candidate
 from rankup.state.copies import STATE, Content, Damaged, list_copies, looks_whole, passed_over, remove_unfinished
 from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
@@ -127,7 +127,10 @@ class Run:
                     copy = choice.load(group, self.places, one, options)
             except Damaged as error:
                 bad.add(one.where)
-                damaged |= {choice.name_of(one, group, self.places): error.why} if one.kind <= PEER else {}
+                if one.kind <= PEER:
+                    damaged[choice.name_of(one, group, self.places)] = error.why
+                elif one.kind == RESCUE and group.rank == one.rank:
+                    group.log.warning(f"the rescue {one.where} was passed over: {error.why}")
                 continue
             if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
                 copy = replace(copy, path=folder / "checkpoints" / copy.path.name)
