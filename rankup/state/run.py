@@ -19,7 +19,7 @@ from rankup.places.files import read_json
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, RESCUE, SECOND, STORE, Candidate
-from rankup.state.copies import STATE, Content, Damaged, list_copies, looks_whole, passed_over, remove_unfinished
+from rankup.state.copies import STATE, Content, Damaged, list_copies, looks_whole, passed_over, remove_unfinished, step_of
 from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
@@ -201,11 +201,12 @@ class Run:
             except OSError as error:
                 raise disk_error(FILE, self.folder, error) from None
             open_files()
+            here = reversed(list_copies(self.saver.folder))
+            newest = next((path for path in here if step_of(path) == self.saved_step), None)
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
                     place.upload(None)
-                # An earlier attempt may have had no time for it
-                place.copy(self._path_of(self.saved_step) if self.saved else None)
+                place.copy(newest)  # an earlier attempt may have had no time for it
 
         self.group.on_rank0(write)
         if self.second_rank is not None and not self.parts.wanted:  # of split state it has only a part
@@ -240,12 +241,9 @@ class Run:
             memory.remove(self.lineage.run, range(step + 1, sys.maxsize))
             self._rescued = False
         for place in self.places.values():
-            place.copy(self._path_of(step))
+            place.copy(self.saver.folder / f"step-{step:08d}")
         if self.options.save == "sync":
             self.wait()
-
-    def _path_of(self, step: int) -> Path:
-        return self.saver.folder / f"step-{step:08d}"
 
     def publish(self, step: int, files: Mapping[str, Content]) -> None:
         """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is
