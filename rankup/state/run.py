@@ -17,9 +17,9 @@ from rankup.errors import Stopped, UserError, disk_error, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
-from rankup.state import choice, memory
+from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, RESCUE, SECOND, STORE, Candidate
-from rankup.state.copies import STATE, Content, Damaged, list_copies, looks_whole, passed_over, remove_unfinished, step_of
+from rankup.state.copies import STATE, Content, Damaged
 from rankup.state.reading import Copy
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
@@ -79,11 +79,11 @@ class Run:
         """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and whether it
         does; the token of the lease, and what copies rank 0 alone reaches. Raises UserError and PeerLost."""
         assert self.lease is not None
-        group, options, copies = self.group, self.options, self.folder / "checkpoints"
+        group, options, folder = self.group, self.options, self.folder / "checkpoints"
         may = choice.may_take(options, group)
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
-            remove_unfinished(copies)
+            copies.remove_unfinished(folder)
             begun = Lineage.read(self.folder)
             # To start anew must not lose anything
             anew = options.fresh and not (begun and may(begun))
@@ -95,7 +95,7 @@ class Run:
                     self.places[kind] = place
                     place.adopt(stack, wanted=may)
             owned(self.owner)
-            begun, found = Lineage.read(self.folder), choice.found_in(list_copies(copies))
+            begun, found = Lineage.read(self.folder), choice.found_in(copies.list_copies(folder))
             found += [[kind, *one] for kind, place in self.places.items() for one in place.found()]
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
@@ -141,7 +141,7 @@ class Run:
             elif known is None and one.kind == CHECKPOINT:
                 self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
             break
-        passed_over(folder, damaged, self.newest, group.log.warning if group.is_rank0 else None)
+        copies.passed_over(folder, damaged, self.newest, group.log.warning if group.is_rank0 else None)
         self.saved = group.on_rank0(lambda: self._newest_here(bad))
         choice.put_aside_others(folder, self.lineage.run)
 
@@ -149,8 +149,8 @@ class Run:
         """The record of the newest copy in rank 0's folder that is not among the `bad` ones."""
         if self.newest is not None and self.kind < PEER:
             return self.newest.record
-        for path in reversed(list_copies(self.folder / "checkpoints")):
-            if str(path) not in bad and looks_whole(path):
+        for path in reversed(copies.list_copies(self.folder / "checkpoints")):
+            if str(path) not in bad and copies.looks_whole(path):
                 with contextlib.suppress(TypeError, LookupError, ValueError):
                     self.options.check(path, record := read_json(path / STATE))
                     return record
@@ -201,8 +201,8 @@ class Run:
             except OSError as error:
                 raise disk_error(FILE, self.folder, error) from None
             open_files()
-            here = reversed(list_copies(self.saver.folder))
-            newest = next((path for path in here if step_of(path) == self.saved_step), None)
+            here = reversed(copies.list_copies(self.saver.folder))
+            newest = next((path for path in here if copies.step_of(path) == self.saved_step), None)
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
                     place.upload(None)
