@@ -92,7 +92,7 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
     once, of parts while none is written."""
     for folder in _folders(parts):
         if folder.name.partition(".")[0] == run:
-            if parts:  # a file that waits for its turn takes as much memory as a part
+            if parts:
                 copies.remove_unfinished(folder)
             for path in list_copies(folder):
                 if step_of(path) not in keep:
