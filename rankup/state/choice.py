@@ -128,6 +128,8 @@ def name_of(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> 
     """For the user, of a damaged one."""
     if one.kind == PEER:
         return f"the second copy {Path(one.where).name} on {group.hosts[one.rank]} (rank {one.rank})"
+    if one.kind in (RESCUE, PARTS):
+        return f"the rescue {one.where}" if one.kind == RESCUE else f"the state of step {one.step} in memory"
     of = f" of {stores[one.kind].called}" if one.kind in stores else ""
     return f"checkpoint {Path(one.where).name}{of}"
 

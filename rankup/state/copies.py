@@ -128,22 +128,6 @@ def looks_whole(path: Path) -> bool:
         return False
 
 
-def passed_over(
-    place: Path | str, damaged: Mapping[str, str], found: object, warn: Callable[[str], None] | None
-) -> None:
-    """Say which copies were `damaged`, and why. Raises UserError where no other one was `found`: a silent fresh start
-    would lose days of work. `warn`: None where another rank says that."""
-    if damaged and not found:
-        raise UserError(
-            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
-            "to start anew, which keeps them aside.", printed_elsewhere=warn is None,
-        )
-    for name, why in damaged.items():
-        if warn:
-            warn(f"{name} was passed over: {why}")
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """Raises OSError, and one of _NO_MANIFEST where it is damaged."""
     with open_regular(path / MANIFEST) as file:

@@ -15,7 +15,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
-from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, passed_over, read_manifest, verify
+from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, read_manifest, verify
 from rankup.state.tree import TENSORS, TREE, decode, encode, local_parts
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
@@ -58,19 +58,30 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
 
 
 def newest_whole(
-    place: Path | str, copies: Iterable[tuple[str, Callable[[], Copy]]], warn: Callable[[str], None]
+    place: Path | str, copies: Iterable[tuple[str, Callable[[], Copy]]], warn: Callable[[str], None] | None
 ) -> Copy | None:
-    """The first whole one of the `copies` in `place`, each with its name, and `read` for it."""
+    """The first whole one of the `copies` in `place`, each with its name, and what reads it; None where there is none.
+
+    `warn` is told of those passed over; None where another rank says it. Raises UserError where all are damaged: a
+    silent fresh start would lose days of work.
+    """
     damaged = dict[str, str]()
-    found = None
     for name, read_it in copies:
         try:
             found = read_it()
-            break
         except Damaged as error:
             damaged[name] = error.why
-    passed_over(place, damaged, found, warn)
-    return found
+            continue
+        for name, why in damaged.items() if warn is not None else ():
+            warn(f"{name} was passed over: {why}")
+        return found
+    if damaged:
+        said = "; ".join(f"{name}: {why}" for name, why in damaged.items())
+        raise UserError(
+            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: {said}. Put one back from a "
+            "copy, or set --fresh to start anew, which keeps them aside.", printed_elsewhere=warn is None,
+        )
+    return None
 
 
 def read(path: Path, check: Check = no_check) -> Copy:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
-from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, RESCUE, SECOND, STORE, Candidate
-from rankup.state.copies import STATE, Content, Damaged
-from rankup.state.reading import Copy
+from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
+from rankup.state.copies import STATE, Content
+from rankup.state.reading import Copy, newest_whole
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
@@ -118,39 +119,39 @@ class Run:
         candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
         if options.compare_every_steps != 0:
             self.second_rank = next((rank for rank, (seen, _) in enumerate(answers) if rank and not seen), None)
-        damaged, bad = dict[str, str](), set[str]()
-        for line, one in choice.in_order(candidates, known, choice.may_take(options, group), group, folder):
-            try:
-                if parts is not None and one.kind == PARTS:
-                    copy = parts.load(one.step, one.attempt, one.run)
-                else:
-                    copy = choice.load(group, self.places, one, options)
-            except Damaged as error:
-                bad.add(one.where)
-                if one.kind <= PEER:
-                    damaged[choice.name_of(one, group, self.places)] = error.why
-                elif one.kind == RESCUE and group.rank == one.rank:
-                    group.log.warning(f"the rescue {one.where} was passed over: {error.why}")
-                continue
-            if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
-                copy = replace(copy, path=folder / "checkpoints" / copy.path.name)
-            self.newest, self.kind, self._writer = copy, one.kind, copy.record["attempt"]
-            self.words = choice.words_for(one, copy, group)
-            if line is not None and (known is None or line.number > known.number):  # than what rank 0's disk knows
-                self.lineage = line
-            elif known is None and one.kind == CHECKPOINT:
-                self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
-            break
-        copies.passed_over(folder, damaged, self.newest, group.log.warning if group.is_rank0 else None)
-        self.saved = group.on_rank0(lambda: self._newest_here(bad))
+        passed = set[str]()
+
+        def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
+            for line, one in choice.in_order(candidates, known, choice.may_take(options, group), group, folder):
+                passed.add(one.where)
+                yield choice.name_of(one, group, self.places), partial(self._go_on_from, one, line, parts)
+
+        self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
+        self.saved = group.on_rank0(lambda: self._newest_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
-    def _newest_here(self, bad: set[str]) -> dict[str, Any] | None:
-        """The record of the newest copy in rank 0's folder that is not among the `bad` ones."""
+    def _go_on_from(self, one: Candidate, line: Lineage | None, parts: memory.PartsInMemory | None) -> Copy:
+        """The copy, on the `line` of attempts, if it is whole. Raises as `choice.load`."""
+        if parts is not None and one.kind == PARTS:
+            copy = parts.load(one.step, one.attempt, one.run)
+        else:
+            copy = choice.load(self.group, self.places, one, self.options)
+        if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
+            copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
+        self.kind, self._writer = one.kind, copy.record["attempt"]
+        self.words = choice.words_for(one, copy, self.group)
+        if line is not None and line.number > self.lineage.number:  # than what rank 0's disk knows
+            self.lineage = line
+        elif line is None and one.kind == CHECKPOINT:
+            self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
+        return copy
+
+    def _newest_here(self, passed: set[str]) -> dict[str, Any] | None:
+        """The record of the newest copy in rank 0's folder that was not `passed` over."""
         if self.newest is not None and self.kind < PEER:
             return self.newest.record
         for path in reversed(copies.list_copies(self.folder / "checkpoints")):
-            if str(path) not in bad and copies.looks_whole(path):
+            if str(path) not in passed and copies.looks_whole(path):
                 with contextlib.suppress(TypeError, LookupError, ValueError):
                     self.options.check(path, record := read_json(path / STATE))
                     return record
