@@ -16,7 +16,7 @@ from rankup.group.group import Group
 from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
 from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, read_manifest, verify
-from rankup.state.tree import TENSORS, TREE, decode, encode, files_of, from_files, local_parts
+from rankup.state.tree import TENSORS, TREE, TensorFile, decode, encode, local_parts
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
 
@@ -126,16 +126,14 @@ def share(read_it: Callable[[], Copy], group: Group, *, source: int = 0) -> Copy
         raise Damaged(*damage, printed_elsewhere=not group.is_rank0)
     if copy is not None and group.world_size == 1:
         return copy
-    # As files: torch takes ten times as long to load what it may not unpickle
-    own = files_of(*encode(copy.tracked)) if copy is not None else {}
-    about = [str(copy.path), copy.record, copy.sharded, [*own]] if copy is not None else []
-    path, record, sharded, names = group.broadcast(about, source=source)
-    files = dict[str, bytes]()
-    for name in names:
-        content = own.get(name, b"")
-        whole = content if isinstance(content, bytes) else b"".join(content)
-        files[name] = group.broadcast_bytes(whole, source=source)
-    return copy or Copy(Path(path), record, from_files(files), sharded)
+    from safetensors.torch import load
+
+    nodes, tensors = encode(copy.tracked) if copy is not None else ({}, {})
+    about = [str(copy.path), copy.record, copy.sharded, nodes] if copy is not None else []
+    path, record, sharded, nodes = group.broadcast(about, source=source)
+    # torch would take ten times as long to load what it may not unpickle
+    content = group.broadcast_bytes(b"".join(TensorFile(tensors)), source=source)
+    return copy or Copy(Path(path), record, decode(nodes, load(content).__getitem__), sharded)
 
 
 @dataclass(frozen=True, slots=True)

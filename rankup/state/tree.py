@@ -160,17 +160,6 @@ def to_file(tree: dict[str, Any]) -> bytes:
     return json.dumps({"tree": tree}).encode()
 
 
-def from_files(files: dict[str, bytes]) -> dict[str, Any]:
-    """The tracked items, on the CPU, in the contents of what `files_of` returned."""
-    from safetensors.torch import load
-
-    tensors = {
-        f"{name.removesuffix(TENSORS)}/{rest}": tensor
-        for name, content in files.items() if name != TREE for rest, tensor in load(content).items()
-    }
-    return dict(decode(json.loads(files[TREE])["tree"], tensors.__getitem__))
-
-
 def _join(path: str, key: object) -> str:
     """`model/` -> `model/0.weight` -> `model/0.weight.x`"""
     return f"{path}{key}" if path.endswith("/") else f"{path}.{key}"
