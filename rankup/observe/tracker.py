@@ -152,20 +152,15 @@ class MlflowRun:
         self.id = run.info.run_id
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
         # As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was
-        self._send("params", 100, [
+        self.client.log_batch(self.id, params=[
             Param(name, (value if isinstance(value, str) else json.dumps(value))[:6000])
             for name, value in facts.settings.items() if name not in run.data.params
         ])
 
-    def _send(self, kind: str, most: int, values: list[Any]) -> None:
-        """`most`: so many of a kind MLflow takes at once."""
-        for first in range(0, len(values), most):
-            self.client.log_batch(self.id, **{kind: values[first : first + most]})
-
     def log(self, lines: list[Line]) -> None:
         from mlflow.entities import Metric
 
-        self._send("metrics", 1000, [
+        self.client.log_batch(self.id, [
             # MLflow refuses a request for one character in a name that it does not know
             Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line["time"] * 1000), line["step"])
             for line in lines for name, value in line.items() if name.startswith(KINDS)
