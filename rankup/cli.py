@@ -158,7 +158,6 @@ def nodes(text: str) -> tuple[int, int]:
     RUN_DIR,
     option("--no-fork", bool, "start fresh interpreters, not forks of a process that has torch"),
     option("--replay", "RUN", "train again as this run, whose nodes came and went: with as many ranks at each step"),
-    option("--preflight", bool, "check this machine first; if not fit, start nothing"),
     option("-m --module", bool, "SCRIPT is a module"),
     option("script", "SCRIPT", argparse.SUPPRESS),
     option("arguments", "ARGS", argparse.SUPPRESS, nargs=argparse.REMAINDER, default=None),
@@ -220,13 +219,6 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
         restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
     )
-    if given.preflight:
-        from rankup.doctor import preflight
-
-        code, why = preflight(options.run_dir, ranks=node.nproc, log=log)
-        if code:
-            log.error("%s (exit code %d)", why, code)
-            return code
     verdict = asyncio.run(Agent(options).run())
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import host_name
-from rankup.agent.processes import cpu_quota, memory_limit, oom_kills, within
+from rankup.agent.processes import cpu_quota, memory_limit, oom_kills
 from rankup.env.rank_env import holders, ranges
-from rankup.errors import FINISHED
 from rankup.places.files import write_json
 
 OK, NOTE, WARNING, INCOMPLETE, UNFIT = "ok", "note", "warning", "incomplete", "unfit"
@@ -41,8 +40,6 @@ LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take ab
 LEAST_SHM, SHM_PER_WORKER = 32 * MIB, 32 * MIB
 LEAST_DISK = 1024 * MIB  # a few checkpoints of a middle-sized model
 LEAST_FILES = 1024
-DISK_S = 30.0  # a network disk may never answer,
-GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,35 +137,6 @@ class Report:
 
 
 # One machine ----------------------------------------------------------------------------------------------------------
-
-
-def check_machine(
-    report: Report, run_dir: Path, *, ranks: int, threads: int = 1, num_workers: int = 0, has_gpus: bool = True,
-    local_rank: int | None = None,
-) -> None:
-    """Add to `report` what this process sees of its machine. `ranks`: on this node, with `threads` threads and
-    `num_workers` DataLoader workers each. `local_rank`: whose GPU to look at, None: all."""
-    report.add(*limits(ranks=ranks, threads=threads), *shared_memory(num_workers=num_workers))
-    checks: list[tuple[str, float, Callable[[], Iterable[Finding]], str]] = [
-        ("gpus", GPU_S, lambda: gpus(local_rank) if has_gpus else (), "the driver of the GPUs gives no answer."),
-        ("storage", DISK_S, lambda: disk(run_dir), f"{run_dir} is on a disk that does not answer."),
-    ]
-    for stage, timeout_s, check, silent in checks:
-        found = within(timeout_s, lambda check=check: [*check()])  # type: ignore[misc]
-        report.add(*([problem("silent", of=stage, timeout_s=timeout_s, why=silent)] if found is None else found))
-
-
-def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, str]:
-    """Before the ranks of this node start: the doctor's exit code where it is not fit, and why; else 0.
-
-    Without the other machines: a container that is replaced in the middle of a training finds the others at work.
-    """
-    report = Report(log)
-    check_machine(report, run_dir, ranks=ranks)
-    code = report.end()
-    if code in (FINISHED, CODES[WARNING]):
-        return FINISHED, ""
-    return code, f"preflight on {host_name()}: {VERDICTS[code]}. No rank was started"
 
 
 def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:

@@ -131,26 +131,16 @@ def test_a_driver_that_was_updated_under_the_kernel_is_unfit_and_none_is_passed_
     assert found(Driver(broken=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)) == []
 
 
-def test_the_drivers_version_is_read_without_a_package(tmp_path: Path) -> None:
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build  (dvs-builder@U22)\n"
-    (tmp_path / "proc/driver/nvidia/version").write_text(text)
-    assert stages.driver_version(tmp_path) == "570.158.01"
-    assert stages.driver_version(tmp_path / "elsewhere") == ""
-
-
-def test_ranks_with_two_drivers_or_nccls_are_warned_and_with_two_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "driver_version", lambda: "570.124.06")
+def test_ranks_with_two_nccls_are_warned_and_with_two_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
 
     def gather(own: dict[str, str]) -> list[dict[str, str]]:
-        return [own, own, own | {"nccl": "2.21.5", "GPU driver": "535.104.12", "GPU": "NVIDIA A100-SXM4-80GB"}]
+        return [own, own, own | {"nccl": "2.21.5", "GPU": "NVIDIA A100-SXM4-80GB"}]
 
     group = SimpleNamespace(gather=gather, rank=0, device=torch.device("cuda"))
-    nccl, driver, kind = stages.versions(group)  # type: ignore[arg-type]
+    nccl, kind = stages.versions(group)  # type: ignore[arg-type]
     assert (nccl.level, nccl.seen) == (WARNING, "nccl differs: 2.27.5 on 0-1, 2.21.5 on 2")
-    assert (driver.level, driver.seen) == (WARNING, "GPU driver differs: 570.124.06 on 0-1, 535.104.12 on 2")
     assert kind.level == NOTE
     assert kind.seen.startswith("GPU differs: NVIDIA H100 on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same")
 
