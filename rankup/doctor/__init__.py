@@ -1,11 +1,10 @@
 """The doctor: is this machine, and this group of machines, fit to train? No torch here.
 
 First what it finds, the verdict that follows from that, and how both are shown. Then the checks of one machine: limits,
-memory, GPUs, disks. The limits take milliseconds to check: every training looks at them first.
+memory, disks. The limits take milliseconds to check: every training looks at them first.
 """
 
 import contextlib
-import importlib
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ import tempfile
 import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -194,66 +193,3 @@ def disk(run_dir: Path) -> Iterator[Finding]:
     else:
         little, seen = free < LEAST_DISK, f"{run_dir}: {free / 2**30:.1f} GiB free"
         yield problem("little-disk", folder=run_dir, mib=free / MIB) if little else Finding("storage", OK, seen)
-
-
-def gpus(local_rank: int | None, *, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Iterator[Finding]:
-    """The health of the GPUs that this process may use: all of them, or that of `local_rank` among several ranks.
-
-    NVML, the driver's library, says what the driver knows already: nothing is measured, and no GPU is used. Without
-    NVIDIA's driver there is nothing to say. `environ` and `nvml` (in place of pynvml) are for tests.
-    """
-    nvml = nvml or importlib.import_module("pynvml")  # slow: only where it is asked
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        if error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):  # no driver
-            yield problem("driver", error=error)
-        return
-    # CUDA counts the fastest first, NVML by the slot: the same where all of a machine are of one kind
-    every = ",".join(str(index) for index in range(nvml.nvmlDeviceGetCount()))
-    places = [place.strip() for place in environ.get("CUDA_VISIBLE_DEVICES", every).split(",")]  # numbers or UUIDs
-    if local_rank is not None and local_rank < len(places):
-        places = [places[local_rank]]
-    names, found = list[str](), list[Finding]()
-    for place in places:
-        try:
-            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
-            handle = by_index(int(place)) if place.isdigit() else by_uuid(place)
-            names.append(str(nvml.nvmlDeviceGetName(handle)))
-            found += _problems(nvml, handle)
-        except nvml.NVMLError as error:
-            if error.value in (nvml.NVML_ERROR_INVALID_ARGUMENT, nvml.NVML_ERROR_NOT_FOUND):
-                break  # no such GPU: CUDA too takes those before it alone
-            found.append(problem("lost", gpu=place, more=error))
-    if names and not found:
-        kinds, driver = ", ".join(sorted({*names})), nvml.nvmlSystemGetDriverVersion()
-        found = [Finding("gpus", OK, f"{len(names)} healthy: {kinds}, driver {driver}")]
-    nvml.nvmlShutdown()
-    yield from found
-
-
-def _problems(nvml: Any, handle: Any) -> Iterator[Finding]:
-    """What is wrong with a GPU. Raises NVMLError where it does not answer."""
-    def ask(name: str, *more: Any) -> Any:
-        """NVML's answer, None where this GPU or driver does not know it."""
-        try:
-            return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *more)
-        except nvml.NVMLError as error:
-            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
-                raise
-            return None
-
-    gpu = nvml.nvmlDeviceGetIndex(handle)  # nvidia-smi's number
-    *_, pending, failed = ask("RemappedRows") or (0, 0)
-    if pending or failed:
-        yield problem("row-failed" if failed else "row-pending", gpu=gpu)
-    if errors := ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
-        yield problem("ecc", gpu=gpu, more=errors)
-    # Heat, or a power supply that asks for it. The power limit alone is normal under load
-    slowed = (nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown
-              | nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown | nvml.nvmlClocksEventReasonHwSlowdown)
-    if (ask("CurrentClocksEventReasons") or 0) & slowed:
-        yield problem("throttled", gpu=gpu)
-    # A container may not see the programs of others
-    if others := [str(each.pid) for each in ask("ComputeRunningProcesses") or [] if each.pid != os.getpid()]:
-        yield problem("in-use", gpu=gpu, more=", ".join(others))

@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
 from rankup.agent.processes import read, within
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, Finding, Report, disk, gpus, limits, problem, shared_memory
+from rankup.doctor import NOTE, OK, Finding, Report, disk, limits, problem, shared_memory
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -32,8 +32,7 @@ from rankup.group.joining import join, start
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Suspect
 
-DISK_S = 30.0  # a network disk may never answer,
-GPU_S = 60.0  # nor a driver whose GPU hangs; one that nobody keeps loaded takes seconds for each GPU
+DISK_S = 30.0  # a network disk may never answer
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
@@ -91,12 +90,8 @@ class Doctor:
         report.add(Finding("environment", OK, describe(launch)))
         report.add(*limits(ranks=launch.local_world_size or 1, threads=self.num_threads))
         report.add(*shared_memory(num_workers=self.num_workers))
-        if not (self.device or "").startswith("cpu"):
-            self._check_within(GPU_S, "gpus", "the driver of the GPUs gives no answer.", lambda: gpus(
-                launch.local_rank if launch.world_size > 1 else None
-            ))
-        silent = f"{self.run_dir} is on a disk that does not answer."
-        self._check_within(DISK_S, "storage", silent, lambda: disk(self.run_dir))
+        seen = within(DISK_S, lambda: [*disk(self.run_dir)])
+        report.add(*(seen or [problem("silent-disk", folder=self.run_dir, timeout_s=DISK_S)]))
         report.add(*devices(launch))
         try:
             with start(
@@ -111,8 +106,8 @@ class Doctor:
                     self._check(group, "collective", collective(group))
                     self._check(group, "links", links(group, report.facts))
                 else:
-                    seen = "a single process: nothing was checked that needs several ranks"
-                    report.add(Finding("joined", NOTE, seen))
+                    alone = "a single process: nothing was checked that needs several ranks"
+                    report.add(Finding("joined", NOTE, alone))
                 self._check(group, "report", ())
                 return report.end(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
@@ -126,11 +121,6 @@ class Doctor:
             found = problem("check-failed", of=self.stage, why=reason(error))
         report.add(found)
         return report.end()
-
-    def _check_within(self, timeout_s: float, stage: str, silent: str, check: Callable[[], Iterable[Finding]]) -> None:
-        """A check of this machine that may hang. `silent`: what that means."""
-        found = within(timeout_s, lambda: [*check()])
-        self.report.add(*([problem("silent", of=stage, timeout_s=timeout_s, why=silent)] if found is None else found))
 
     def _join(self, group: Group) -> Iterator[Finding]:
         join(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rankup.doctor import INCOMPLETE, MIB, NOTE, OK, UNFIT, WARNING, Finding, exit_code, limits, shared_memory, stages
 from tests.rigs.fork_server import Forks
@@ -118,3 +120,29 @@ def test_doctor_finds_the_odd_link_among_its_kind() -> None:
     assert level(90e6, 90e6, 90e6, 15e6) == WARNING
     assert level(9e9, 9e9, 1e9) == OK  # far apart, but fast
     assert level(1e6) == WARNING
+
+
+def test_ranks_with_two_nccls_are_warned_and_with_two_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+
+    def gather(own: dict[str, str]) -> list[dict[str, str]]:
+        return [own, own, own | {"nccl": "2.21.5", "GPU": "NVIDIA A100-SXM4-80GB"}]
+
+    group = SimpleNamespace(gather=gather, rank=0, device=torch.device("cuda"))
+    nccl, kind = stages.versions(group)  # type: ignore[arg-type]
+    assert (nccl.level, nccl.seen) == (WARNING, "nccl differs: 2.27.5 on 0-1, 2.21.5 on 2")
+    assert kind.level == NOTE
+    assert kind.seen.startswith("GPU differs: NVIDIA H100 on 0-1, NVIDIA A100-SXM4-80GB on 2; weights are the same")
+
+
+# On a real GPU. Written on a machine without one, and never run so far ------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_doctor_lists_the_gpus_and_refuses_two_ranks_on_one(forks: Forks, tmp_path: Path) -> None:
+    words = ("doctor", "--run-dir", tmp_path)
+    output = forks.ends(*words, "--alone")
+    assert f"{torch.cuda.device_count()} CUDA devices, {torch.cuda.get_device_name(0)}" in " ".join(output.split())
+    output = forks.ends(*words, world_size=2, env={"CUDA_VISIBLE_DEVICES": "0"}, code=20)
+    assert "2 processes on this node, but 1 CUDA devices are visible" in " ".join(output.split())

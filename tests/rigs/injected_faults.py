@@ -29,15 +29,6 @@ def _enter() -> None:
         namespaces.enter()
 
 
-def broken_gpu() -> None:
-    """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup.doctor import UNFIT, Finding, stages
-
-    _enter()
-    broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
-    stages.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
-
-
 def hangs_in_the_collective() -> None:
     from rankup.doctor import stages
 
