@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import tempfile
-import textwrap
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -58,15 +57,12 @@ class Finding:
         return self.level not in (OK, NOTE)
 
     def text(self, who: str = "") -> str:
-        """For people, in one to three paragraphs."""
-        parts = [(f"{_SHOWN[self.level]:8} {self.stage:12} ", who + self.seen)]
+        """For people, in one to three lines."""
+        lines = [f"{_SHOWN[self.level]:8} {self.stage:12} {who}{self.seen}"]
         if self.is_problem:
-            parts += [(" " * 22 + "why:  ", self.why), (" " * 22 + "mend: ", self.remedy)]
-        return "\n".join(
-            textwrap.fill(text, 110, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
-                          break_on_hyphens=False)
-            for start, text in parts if text
-        )
+            more = (("why:  ", self.why), ("mend: ", self.remedy))
+            lines += [" " * 22 + word + text for word, text in more if text]
+        return "\n".join(lines)
 
 
 @cache
@@ -111,11 +107,9 @@ class Report:
         if gather is not None and self._rank != 0:
             return code
         ranks = holders((finding.rank, replace(finding, rank=0)) for finding in findings)
-        stages = list(dict.fromkeys(finding.stage for finding in ranks))
-        worst_first = sorted(ranks, key=lambda each: (stages.index(each.stage), -_ORDER.index(each.level)))
         seconds = time.monotonic() - self._began_s
         whole = {"verdict": VERDICTS[code], "exit_code": code, **self.facts, "seconds": round(seconds, 2), "findings": [
-            {**asdict(each), "ranks": ranks[each]} for each in worst_first if each.is_problem or 0 in ranks[each]
+            {**asdict(each), "ranks": ranks[each]} for each in ranks if each.is_problem or 0 in ranks[each]
         ]}
         if path is not None:
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
@@ -124,14 +118,15 @@ class Report:
             print(json.dumps(whole), file=self._json_out, flush=True)
             return code
         level = logging.WARNING if self._rank else logging.INFO  # the log of another rank than 0 shows warnings alone
-        for each in worst_first:
+        for each in ranks:
             if each.is_problem and ranks[each][0] != 0:  # rank 0's own were printed as they were found
                 who = "" if gather is None else f"rank {ranges(ranks[each])} on {each.host}: "
                 self._log.log(level, each.text(who))
         seen = [each.level for each in ranks]
         counts = ", ".join(f"{seen.count(each)} {each}" for each in (UNFIT, INCOMPLETE, WARNING) if each in seen)
         verdict = VERDICTS[code] + (f" ({counts})" if counts else "")
-        self._log.log(level, f"doctor: {verdict}: {len(stages)} stages in {seconds:.1f} s")
+        stages = len({each.stage for each in ranks})
+        self._log.log(level, f"doctor: {verdict}: {stages} stages in {seconds:.1f} s")
         return code
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from rankup.group.group import Group
 
@@ -95,19 +96,13 @@ class StepClock:
         """The same for each backward pass through `module`, whatever the loss is."""
 
         def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # what it returned would be the output
-            self._split_backward_of(output)
+            for each in tree_leaves(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    self.split_backward(each)
+                    return
 
         if self._compared:
             module.register_forward_hook(after_forward)
-
-    def _split_backward_of(self, output: Any) -> bool:
-        """Of the first tensor in what a module returned that has a gradient. Whether there is one."""
-        if isinstance(output, torch.Tensor):
-            if output.requires_grad:
-                self.split_backward(output)
-            return output.requires_grad
-        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-        return any(self._split_backward_of(value) for value in values)
 
     def end_of_backward(self) -> None:
         """All backward passes of the step are over: what came after the last one's own work was a wait."""

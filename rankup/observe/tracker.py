@@ -106,8 +106,8 @@ class Tracker:
         if timeout_s := TRACKER_S[state]:
             self._listener.join(timeout_s)
             if self._process.poll() != 0:
-                self._log.warning(f"tracker {self._name}: not all could be sent within {timeout_s:g} s. "
-                                  "The same command again sends the rest.")
+                way_out = "The same command again sends the rest."
+                self._log.warning(f"tracker {self._name}: not all could be sent. {way_out}")
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
@@ -301,17 +301,15 @@ def main() -> None:
         try:
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            why = f"{reason(error)[:200].rstrip('. ')}."
-            if state:
-                say("WARNING", f"{why} Not all of metrics.jsonl is there. The same command again sends the rest.")
-            elif works is not False:
-                say("WARNING", f"{why} Training goes on; what is missing is sent once this works.")
+            if works is not False:
+                why = reason(error)[:200].rstrip(". ")
+                say("WARNING", f"{why}. Training goes on; what is missing is sent once this works.")
             works, pause_s = False, SENDER_PAUSE_S
         else:
             if not works:
                 say("INFO", sender.tracked.address)
             works, pause_s = True, SENDER_LOOK_S
-    os._exit(0)  # past what the packages do at the end of a process
+    os._exit(0 if works else 1)  # past what the packages do at the end of a process
 
 
 if __name__ == "__main__":
