@@ -92,7 +92,7 @@ class Doctor:
         report.add(*shared_memory(num_workers=self.num_workers))
         seen = within(DISK_S, lambda: [*disk(self.run_dir)])
         report.add(*(seen or [problem("silent-disk", folder=self.run_dir, timeout_s=DISK_S)]))
-        report.add(*devices(launch))
+        report.add(devices())
         try:
             with start(
                 launch, settings=self.settings, device=self.device, backend=self.backend,
@@ -146,15 +146,12 @@ class Doctor:
 # Each function that takes a group is collective: every rank calls it. Most findings are rank 0's
 
 
-def devices(launch: RankEnv) -> Iterator[Finding]:
-    """This process's own devices: how many, and for how many processes. Needs no group."""
+def devices() -> Finding:
+    """This process's own devices. Needs no group."""
     if not torch.cuda.is_available():
-        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
-        return
-    count, local = torch.cuda.device_count(), launch.local_world_size or 1
-    yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
-    if count < local:
-        yield problem("few-devices", local=local, count=count)
+        return Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    return Finding("devices", OK, f"{count} CUDA devices, {name}, CUDA {torch.version.cuda}")
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
