@@ -6,6 +6,7 @@ the program beside this library.
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import re
@@ -298,13 +299,13 @@ def stacks(given: argparse.Namespace) -> int:
 def explain(given: argparse.Namespace) -> int:
     """Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. Exit
     code 20 means that a fault was found, 0 that none was."""
-    from rankup.explain import FAULTY, explain_logs
+    from rankup.explain import diagnose_files, format_report
     from rankup.observe.logs import find_run
 
     paths = [Path(path) for path in given.paths] or [find_run(given.runs, "")]
-    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=given.runs)
-    print_whole(f"{text}\n")
-    return FAULTY if faulty else FINISHED
+    found = diagnose_files(paths, run_dir=given.runs)
+    print_whole((json.dumps([each.as_dict() for each in found]) if given.as_json else format_report(found)) + "\n")
+    return FINISHED if all(each.harmless for each in found) else 20
 
 
 @command(
