@@ -316,7 +316,7 @@ def explain(given: argparse.Namespace) -> int:
     option("--num-threads", int, "CPU threads of each rank (1)", default=1),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
     option("--join-timeout-s", float, "wait for the other ranks (%(default)g)", default=120.0),
-    option("--stage-timeout-s", float, "longest time of a later check (%(default)g)", default=60.0), JSON,
+    JSON,
 )
 def doctor(given: argparse.Namespace) -> int:
     """Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also what
@@ -330,7 +330,7 @@ def doctor(given: argparse.Namespace) -> int:
     return program.doctor(
         given.runs / named, as_json=given.as_json,
         device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
-        join_timeout_s=given.join_timeout_s, stage_timeout_s=given.stage_timeout_s,
+        join_timeout_s=given.join_timeout_s,
     )
 
 

@@ -82,11 +82,10 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 class Report:
-    """The findings of this rank. `facts`: what else the JSON has. `json_out`: takes the JSON in place of the table."""
+    """The findings of this rank. `json_out`: takes the JSON in place of the table."""
 
-    def __init__(self, log: logging.Logger, *, rank: int = 0, json_out: TextIO | None = None, **facts: Any) -> None:
+    def __init__(self, log: logging.Logger, *, rank: int = 0, json_out: TextIO | None = None) -> None:
         self.findings: list[Finding] = []
-        self.facts = facts
         self._log, self._rank, self._json_out, self._began_s = log, rank, json_out, time.monotonic()
 
     def add(self, *findings: Finding) -> None:
@@ -108,7 +107,7 @@ class Report:
             return code
         ranks = holders((finding.rank, replace(finding, rank=0)) for finding in findings)
         seconds = time.monotonic() - self._began_s
-        whole = {"verdict": VERDICTS[code], "exit_code": code, **self.facts, "seconds": round(seconds, 2), "findings": [
+        whole = {"verdict": VERDICTS[code], "exit_code": code, "seconds": round(seconds, 2), "findings": [
             {**asdict(each), "ranks": ranks[each]} for each in ranks if each.is_problem or 0 in ranks[each]
         ]}
         if path is not None:
@@ -122,11 +121,8 @@ class Report:
             if each.is_problem and ranks[each][0] != 0:  # rank 0's own were printed as they were found
                 who = "" if gather is None else f"rank {ranges(ranks[each])} on {each.host}: "
                 self._log.log(level, each.text(who))
-        seen = [each.level for each in ranks]
-        counts = ", ".join(f"{seen.count(each)} {each}" for each in (UNFIT, INCOMPLETE, WARNING) if each in seen)
-        verdict = VERDICTS[code] + (f" ({counts})" if counts else "")
         stages = len({each.stage for each in ranks})
-        self._log.log(level, f"doctor: {verdict}: {stages} stages in {seconds:.1f} s")
+        self._log.log(level, f"doctor: {VERDICTS[code]}: {stages} stages in {seconds:.1f} s")
         return code
 
 

@@ -57,9 +57,7 @@ def doctor(
             report = Report(log, json_out=json_out)
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end()
-        report = Report(
-            log, rank=found.rank, json_out=json_out, world_size=found.world_size, hosts=[host_name()]
-        )
+        report = Report(log, rank=found.rank, json_out=json_out)
         return Doctor(found, run_dir, report, **plan).run(stop, log)
 
 
@@ -80,7 +78,6 @@ class Doctor:
     num_threads: int = 1
     num_workers: int = 0
     join_timeout_s: float = 120.0
-    stage_timeout_s: float = STAGE_S
     longest_phase_s: float = 1800.0
     stage: str = "environment"
 
@@ -104,7 +101,7 @@ class Doctor:
                     self._check(group, "joined", self._join(group))
                     self._check(group, "versions", versions(group))
                     self._check(group, "collective", collective(group))
-                    self._check(group, "links", links(group, report.facts))
+                    self._check(group, "links", links(group))
                 else:
                     alone = "a single process: nothing was checked that needs several ranks"
                     report.add(Finding("joined", NOTE, alone))
@@ -124,7 +121,6 @@ class Doctor:
 
     def _join(self, group: Group) -> Iterator[Finding]:
         join(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
-        self.report.facts["hosts"] = list(group.hosts)
         places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
         by = f"{dist.get_backend()} by {os.environ.get('GLOO_SOCKET_IFNAME') or 'host name'}"
         yield Finding("joined", OK, f"all {group.world_size} ranks: {places} ({by}); torch, program and settings are "
@@ -132,7 +128,7 @@ class Doctor:
 
     def _check(self, group: Group, stage: str, findings: Iterable[Finding]) -> None:
         self.stage = stage
-        group.watch.enter(stage, min(STAGE_S, self.stage_timeout_s) + STAGE_S_PER_RANK * group.world_size)
+        group.watch.enter(stage, STAGE_S + STAGE_S_PER_RANK * group.world_size)
         self.report.add(*findings)  # a generator: the check runs here
 
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
@@ -213,9 +209,8 @@ def collective(group: Group) -> Iterator[Finding]:
 # Links --------------------------------------------------------------------------------------------------------------
 
 
-def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
-    """The bandwidth from each rank to its neighbours, and of each kind of link the slowest. All go to rank 0's `facts`:
-    the ranks that sent and received, bytes/s, and whether the link is between nodes.
+def links(group: Group) -> Iterator[Finding]:
+    """The bandwidth from each rank to its neighbours, and of each kind of link the slowest.
 
     No rank does two things at once, and no two messages share a direction of a cable where the ranks of a node follow
     each other.
@@ -234,23 +229,20 @@ def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
                 torch.accelerator.synchronize(message.device)
             seconds.append(time.perf_counter() - began_s)
         if 0 <= peer < group.world_size and not sends:
-            between = group.hosts[peer] != group.hosts[group.rank]
             # The fastest one counts: what else uses the machine only makes one slower
-            bandwidth = BULK_BYTES / min(seconds)
-            own.append({"ranks": [peer, group.rank], "between_nodes": between, "bandwidth": bandwidth})
-    found = [link for part in group.gather(own) for link in part]
-    if group.rank == 0:
-        facts["links"] = found
-        for between, words in ((True, "between nodes"), (False, "inside a node")):
-            if kind := [link for link in found if link["between_nodes"] is between]:
-                yield judge(kind, words, group.hosts)
+            own.append((BULK_BYTES / min(seconds), peer, group.rank))
+    found = [(bandwidth, sender, receiver) for part in group.gather(own) for bandwidth, sender, receiver in part]
+    for between, words in ((True, "between nodes"), (False, "inside a node")):
+        kind = [link for link in found if (group.hosts[link[1]] != group.hosts[link[2]]) is between]
+        if kind and group.rank == 0:
+            yield judge(kind, words, group.hosts)
 
 
-def judge(kind: Sequence[dict[str, Any]], words: str, hosts: Sequence[str]) -> Finding:
-    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow."""
-    slowest = min(kind, key=lambda link: link["bandwidth"])
-    bandwidth, (sender, receiver) = slowest["bandwidth"], slowest["ranks"]
-    median = statistics.median(link["bandwidth"] for link in kind)
+def judge(kind: Sequence[tuple[float, int, int]], words: str, hosts: Sequence[str]) -> Finding:
+    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow.
+    `kind`: of each link bytes/s, and the ranks that sent and received."""
+    bandwidth, sender, receiver = min(kind)
+    median = statistics.median(each for each, *_ in kind)
     seen = (
         f"{len(kind)} {words}: slowest {_rate(bandwidth)}, from rank {sender} on {hosts[sender]} to rank {receiver} on "
         f"{hosts[receiver]}; median {_rate(median)}"

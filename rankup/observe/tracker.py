@@ -77,12 +77,6 @@ def check(name: str) -> None:
         )
 
 
-def address_of(run_dir: Path, run: str) -> str:
-    """Where a browser finds the run with that id; empty where no tracker has it."""
-    known = read_json(run_dir / FOLDER / "sent.json")
-    return str(known["address"]) if known.get("run") == run else ""
-
-
 class Tracker:
     """The sender of one attempt. It begins once `metrics.jsonl` is as this attempt goes on with it."""
 
@@ -226,7 +220,6 @@ class Sender:
         try:
             if self.tracked is None:
                 self.tracked = RUNS[self.facts.tracker](self.facts)
-                self._note_sent([])
             while lines := list(islice(self._new_lines(), MOST_LINES)):
                 self.tracked.log(lines)
                 self._note_sent(lines)
@@ -237,11 +230,10 @@ class Sender:
             raise
 
     def _note_sent(self, lines: list[Line]) -> None:
-        """Keep on the disk how far that was: for `status` and the result, and for the next attempt."""
+        """Keep on the disk how far that was, for the next attempt."""
         self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
-        known = {"run": self.facts.run, "sent": self._sent, "address": without_secrets(self.tracked.address)}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
-            write_json(self._memory, known)
+            write_json(self._memory, {"run": self.facts.run, "sent": self._sent})
 
     def _new_lines(self) -> Iterator[Line]:
         """What stands behind that which was read before, and was not sent. Raises ValueError in the middle of a line:

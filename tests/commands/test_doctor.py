@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.injected_faults import LOOK
+from tests.rigs.injected_faults import LOOK, STAGE
 from tests.rigs.jobs import rank_env
 from tests.rigs.namespaces import Net, Node
 from tests.rigs.single_rank import Rank, Starter, starting
@@ -97,7 +97,7 @@ def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]
 
 @case
 def hangs(case: Case) -> None:
-    case.both("--step-timeout-s", "12", sick="tests.rigs.injected_faults:hangs_in_the_collective")
+    case.both(sick="tests.rigs.injected_faults:hangs_in_the_collective", **{STAGE: "12"})
 
 
 def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Case]) -> None:
@@ -105,7 +105,7 @@ def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Cas
     ends = ("NOT DONE collective collective (step 0) took longer than ", "NOT DONE collective lost a peer at step 0")
     assert any(end in first for end in ends)  # whichever rank's time is over first ends the other's too
     assert "suspected: rank 1 on node1" in first
-    assert "doctor: could not be completed (1 incomplete)" in first
+    assert "doctor: could not be completed: " in first
     assert "NOT DONE collective" in second
 
 
@@ -135,7 +135,7 @@ def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], na
     assert first.count("WARNING") == 1, first
     assert "why: " in first
     assert "mend: " in first
-    assert "doctor: fit to train, with warnings (1 warning): " in first
+    assert "doctor: fit to train, with warnings: " in first
 
 
 @case
@@ -161,7 +161,7 @@ def dies(case: Case) -> None:
 def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:
     first, _ = cases[name].said(20, code)
     assert re.search(what, first), first
-    assert "doctor: not fit to train (1 unfit)" in first
+    assert "doctor: not fit to train: " in first
 
 
 def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
@@ -181,5 +181,4 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
     assert re.search(r"ok links 2 between nodes: slowest \S+ .B/s, from rank [01] on node", first)
     assert "doctor: fit to train: " in first
     report = json.loads((tmp_path / "runs" / "job" / "doctor" / "report.json").read_text())
-    assert (report["exit_code"], report["verdict"], report["hosts"]) == (0, "fit to train", ["node0", "node1"])
-    assert [link["ranks"] for link in report["links"]] == [[1, 0], [0, 1]]
+    assert (report["exit_code"], report["verdict"]) == (0, "fit to train")

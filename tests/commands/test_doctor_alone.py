@@ -55,7 +55,6 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
     (finding,) = [told for told in warnings if told["stage"] != "links"]
     assert finding["seen"] == "only 400 open files are allowed (ulimit -n)"
     assert finding["ranks"] == [0, 1]
-    assert len(report["links"]) == 2
 
 
 @pytest.mark.parametrize(("env", "what"), [
@@ -80,7 +79,7 @@ def test_doctor_refuses_a_folder_that_cannot_be_written(forks: Forks, tmp_path: 
     (tmp_path / "runs").touch()
     said = forks.ends("doctor", "--alone", "--run-dir", tmp_path / "runs", code=20)
     assert "NOT FIT  storage" in said
-    assert "doctor: not fit to train (1 unfit)" in said
+    assert "doctor: not fit to train: " in said
 
 
 @pytest.mark.parametrize(("levels", "code"), [
@@ -113,7 +112,7 @@ def test_doctor_wants_more_shared_memory_for_more_workers(monkeypatch: pytest.Mo
 
 def test_doctor_finds_the_odd_link_among_its_kind() -> None:
     def level(*bandwidths: float) -> str:
-        links = [{"ranks": (0, number), "bandwidth": each} for number, each in enumerate(bandwidths)]
+        links = [(each, 0, number) for number, each in enumerate(bandwidths)]
         return stages.judge(links, "between nodes", ["node"] * len(links)).level
 
     assert level(90e6, 90e6, 90e6) == OK
