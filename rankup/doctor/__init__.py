@@ -171,15 +171,6 @@ def preflight(run_dir: Path, *, ranks: int, log: logging.Logger) -> tuple[int, s
     return code, f"preflight on {host_name()}: {VERDICTS[code]}. No rank was started"
 
 
-def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:
-    """A line for each limit that will be in the way of a training with `threads` in each rank, and for accelerators
-    that none will use. `ranks`, `devices`: on this node, None where that is not known."""
-    found = [each for each in limits(ranks=ranks or 1, threads=threads) if each.level == WARNING]
-    if ranks is not None and devices > ranks:  # somebody may have given the number of nodes for that of ranks
-        found.append(problem("idle", devices=devices, ranks=ranks, idle=devices - ranks))
-    return [f"{each.seen}: {each.why} {each.remedy}" for each in found]
-
-
 def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:
     """CPUs, memory and open files that this process may use; in a container they are fewer than the machine's.
 

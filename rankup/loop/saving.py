@@ -217,7 +217,7 @@ class Saving:
             self.agreement.compare(position.step)
             run.wait()  # before the state is put together
             state = self.group.collective(self.tracked.state)
-            if any(each is not None for each in self.loader_states):
+            if self.loader_states:
                 size = self.group.world_size
                 every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
                 state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
@@ -237,7 +237,7 @@ class Saving:
     def _own(self, *, gather: bool) -> dict[str, Any]:
         """What this rank holds of the last commit. Other ranks skip by count where its loader's state is not theirs."""
         state = self.tracked.state(gather=gather)
-        if any(each is not None for each in self.loader_states):
+        if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}
         return state
 

@@ -181,13 +181,11 @@ class Tracked:
         """In the first steps `say`, once each, which optimizer steps that no copy has, and that keeps a state."""
         if any(not isinstance(item, KINDS) for item in self.items.values()):
             return  # which may hold optimizers
-        seen, tracked = set[int](), self._optimizers.values()
+        kept = set[int]().union(*map(_parameters, self._optimizers.values()))
 
         def look(optimizer: Optimizer, *_: Any) -> None:
-            if id(optimizer) in seen:
-                return
-            seen.add(id(optimizer))
-            if optimizer.state and all(_parameters(optimizer).isdisjoint(_parameters(each)) for each in tracked):
+            if optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
+                kept.update(own)
                 kind = type(optimizer).__name__
                 say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
 

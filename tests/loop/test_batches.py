@@ -148,7 +148,7 @@ def test_gpu_is_seeded_for_each_batch_although_the_loader_seeds_the_host(device:
     job = MagicMock(device=torch.device(device), live=Live(Position(), []))
     job.settings.seed, job.group.stops_before.return_value = 1, False
     assert [*Batches(job, [1, 2], source_of([1, 2], 0, 1, any_order=False))] == [1, 2]
-    assert job.seed_batch.call_count == times
+    assert job.draw_anew.call_count == times
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
     ((number for number in range(3)), "neither replayed nor asked"),
     (DataLoader(Numbers(), batch_sampler=Curriculum()), "Curriculum must draw the same batches"),  # type: ignore[arg-type]
     (Prefetching(Numbers(), batch_size=8), "must split its samples among 2 ranks"),
-    (DataLoader(Numbers(), batch_size=None), "can't be split among 2 ranks"),
+    (DataLoader(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
 ])
 def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
     with pytest.raises(UserError, match=why) as refused:
