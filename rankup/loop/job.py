@@ -288,7 +288,6 @@ class Job:
             return
         self._begun = True
         group, run, step = self.group, self.run, self.position.step
-        again = group.restarted or run.newest is not None
         commit = (group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
@@ -300,7 +299,7 @@ class Job:
             self.tracked.warn_of_others(group.log.warning)
             group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
-        self.agreement.begin(step, again=again)
+        self.agreement.begin(step)
         self.draw_anew()
         self._enter_step()
 
