@@ -101,7 +101,7 @@ class Settings(Options):
 
     `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
     rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings
-    `shown`. `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
+    `shown`. `again`: how the user goes on with a run, in messages.
     """
 
     seed: int
@@ -113,7 +113,6 @@ class Settings(Options):
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
-    begin_anew: str = "set fresh=True to begin anew, or another run"
     again: str = "The same command"
 
 

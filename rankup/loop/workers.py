@@ -68,8 +68,8 @@ class Workers:
         except StopIteration:
             raise
         except Exception as error:
-            explained = self._explained(error) if self._workers else None
-            if explained is None and not (self._workers and str(error).startswith("Caught ")):
+            explained = self._explained(error)
+            if explained is None and not str(error).startswith("Caught "):
                 raise
             # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
             found = (explained or error).with_traceback(None)
@@ -96,12 +96,8 @@ class Workers:
             return UserError(SHM_FULL)
         ended = [f"worker {number} (exit code {code})" for number, code in enumerate(codes) if code]
         who = ", ".join(ended) or (text.splitlines() or [type(error).__name__])[0]
-        if -signal.SIGKILL in codes:
-            return PeerLost(
-                f"a DataLoader worker was killed, most likely because memory ran out: {who}. Allow more, or set fewer "
-                "workers, or a smaller batch"
-            )
-        return PeerLost(f"a DataLoader worker died: {who}")
+        memory = ", most likely because memory ran out" if -signal.SIGKILL in codes else ""
+        return PeerLost(f"a DataLoader worker died{memory}: {who}")
 
 
 @atexit.register

@@ -118,7 +118,7 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
     # Each worker of rank 1 ends at its own third sample: by the time of the message the second may have followed
     worker = r"worker [01] \(exit code -9\)"
     assert re.search(
-        f"a DataLoader worker was killed, most likely because memory ran out: {worker}(, {worker})?\\. ", output
+        f"a DataLoader worker died, most likely because memory ran out: {worker}(, {worker})?", output
     ), output
     assert "Traceback" not in output
 
