@@ -261,10 +261,15 @@ def test_lasting_workers_of_an_evaluation_end_with_their_loader() -> None:
         gc.enable()
 
 
-def test_evaluation_leaves_the_random_state_as_it_was() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    for _ in evaluation_batches(DataLoader(Noise(), batch_size=8, shuffle=True), 1, 0, 1, pad=False):
-        pass
-    assert torch.equal(torch.rand(2), expected)
+def test_evaluation_leaves_the_random_state_as_it_was_and_does_not_depend_on_it() -> None:
+    def evaluated(draws: int) -> list[Any]:
+        torch.manual_seed(3)
+        batches = evaluation_batches(DataLoader(Noise(), batch_size=8, shuffle=True), 1, 0, 1, pad=False)
+        found = []
+        for batch, _ in batches:
+            found.append(batch.tolist())
+            torch.rand(draws)
+        assert draws or torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(3)))
+        return found
+
+    assert evaluated(0) == evaluated(5)
