@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import announce_stacks
-from rankup.agent.processes import die_with_parent, leave
+from rankup.agent.processes import leave
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import holders, ranges
 from rankup.errors import STOPPED
@@ -167,15 +167,6 @@ class StopRequest:
         # A log that nobody has set up prints warnings to stderr
         last_word = self.watch.last_word if self.watch is not None else logging.getLogger("rankup").warning
         leave(STOPPED, lambda: last_word(why), timeout_s=PARTING_S)
-
-
-def start_worker(parent: int) -> None:
-    """The first line of a worker process of a rank, a DataLoader's for one: it lives and dies with its parent alone.
-    A batch system signals the whole process group: if workers died of that, the loop could not save."""
-    for each in TAKEN:
-        signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    die_with_parent(parent)
 
 
 # The stacks of this process ------------------------------------------------------------------------------------------
