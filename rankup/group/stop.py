@@ -233,7 +233,6 @@ KNOWN = {
     "state/saver.py": "save",
     "torch/serialization.py": "",  # save, load
     "torch/autograd/__init__.py": "backward",
-    "torch/autograd/graph.py": "backward",
     "torch/optim/optimizer.py": "optimizer.step",
     "torch/cuda/__init__.py": "",  # synchronize
 }
