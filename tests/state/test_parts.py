@@ -1,5 +1,6 @@
 """Parts in memory: which are taken, and that no damaged one ever is."""
 
+import contextlib
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import torch
 
 from rankup.errors import UserError
 from rankup.state import memory as state_memory
-from rankup.state.copies import list_copies, no_check, to_json
+from rankup.state.copies import Damaged, list_copies, no_check, to_json
 from rankup.state.memory import Parts, PartsInMemory, peer_of
 from rankup.state.reading import Copy, CopyFiles
 from rankup.state.saver import HostCopies
@@ -87,9 +88,8 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
     def work(group: Any) -> Copy | None:
         memory = PartsInMemory(group, no_check, no_check)
         for of in sorted(memory.found(), reverse=True):
-            copy, _ = memory.load(*of)
-            if copy is not None:
-                return copy
+            with contextlib.suppress(Damaged):
+                return memory.load(*of)
         return None
 
     copies = ranks.each(work)
