@@ -122,8 +122,10 @@ def find_problem(path: Path) -> str:
 def looks_whole(path: Path) -> bool:
     """Whether a copy can be used, without a look at the bytes: a save must not wait for that."""
     try:
-        files = read_manifest(path)["files"].items()
-        return all((path / name).stat().st_size == entry["bytes"] for name, entry in files)
+        manifest = read_manifest(path)
+        sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+        # One that says another step is none
+        return manifest["step"] == step_of(path) and all((path / name).stat().st_size == sizes[name] for name in sizes)
     except (OSError, *_NO_MANIFEST):
         return False
 
