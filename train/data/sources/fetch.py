@@ -109,7 +109,7 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
                 failed.write_text(str(error))
                 raise
     except Timeout as error:
-        late = f"after {timeout_s:g} s (download_timeout_s). Is it alive?"
+        late = f"after {timeout_s:g} s (see setup_timeout_s). Is it alive?"
         raise UserError(f"{root}: another process has not finished downloading {remote.kind} {late}") from error
     except OSError as error:
         why = f"{remote.kind} cannot be stored there ({error.strerror}). Set --data-dir or RANKUP_CACHE."

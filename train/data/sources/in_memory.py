@@ -75,7 +75,7 @@ def mnist(config: Config) -> tuple[TensorSamples, TensorSamples]:
     family = FAMILIES[config.dataset]
     data_dir = None if config.dataset == "digits" else config.data_dir
     try:
-        folder = locate(family, data_dir=data_dir, timeout_s=config.download_timeout_s)
+        folder = locate(family, data_dir=data_dir, timeout_s=0.9 * config.setup_timeout_s)
     except NotFetched as error:
         if config.dataset != "fashion-mnist" or config.data_dir is not None:
             raise
@@ -139,7 +139,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def cifar10(config: Config) -> tuple[TensorSamples, TensorSamples]:
     """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on. Raises UserError."""
     remote = Remote(kind="CIFAR10", folder=FOLDER, files=("batches.meta",))
-    folder = locate(remote, data_dir=config.data_dir, timeout_s=config.download_timeout_s)
+    folder = locate(remote, data_dir=config.data_dir, timeout_s=0.9 * config.setup_timeout_s)
     return _read_cifar10(folder, train=True), _read_cifar10(folder, train=False)
 
 
