@@ -72,8 +72,9 @@ def newest_whole(
         except Damaged as error:
             damaged[name] = error.why
             continue
-        for name, why in damaged.items() if warn is not None else ():
-            warn(f"{name} was passed over: {why}")
+        if warn is not None:
+            for other, why in damaged.items():
+                warn(f"{other} was passed over: {why}")
         return found
     if damaged:
         said = "; ".join(f"{name}: {why}" for name, why in damaged.items())
