@@ -21,7 +21,7 @@ from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exc
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
-from rankup.agent.record import Records, RecordWriter
+from rankup.agent.record import RecordWriter
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
@@ -85,7 +85,6 @@ class Ranks:
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
         self.ranks: list[Rank] = []
-        self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
         self.server = ForkServer(
             on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
@@ -153,14 +152,13 @@ class Ranks:
         self.links.lost = b""
         self.all_ended.clear()
         first = self.node.first_rank
-        self.ranks = [Rank(local, first + local, self.records.of(local)) for local in range(self.node.nproc)]
+        self.ranks = [Rank(local, first + local, RecordWriter(rank=first + local)) for local in range(self.node.nproc)]
         for rank in self.ranks:
             self._start(rank)
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
 
     def _start(self, rank: Rank) -> None:
-        rank.record.clear(rank.number)
         if self.options.stop_after is not None:
             rank.record.ask_to_stop(self.options.stop_after)
             rank.record.confirm_stop(self.options.stop_after)
@@ -212,7 +210,7 @@ class Ranks:
             if node.limits is not None:  # of many nodes it would be too long for a variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
-                "commit": commit, "record": self.records.place(rank.local_rank), "socket": self.links.address,
+                "commit": commit, "record": rank.record.place, "socket": self.links.address,
                 "local_rank": rank.local_rank,
             })
         return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}

@@ -1,37 +1,22 @@
 """The life of a rank as one record in memory that outlives it: phase, step, deadline and place. No torch here.
 
-All records of an agent lie in one file without a name; a rank without an agent makes its own. A rank writes its own
-record, and so costs no system call; the agent reads it at any time, also after the rank was killed. One number goes the
-other way: the step at which to stop.
-
-A container's health check finds the records of all ranks there:
-
-    python -I rankup/agent/record.py    # one line; 0: every rank makes progress, 1: one hangs or none has started
-
-It only reports: the deadlines of the ranks end a hang. It runs every few seconds beside the training, so this file
-needs nothing but the standard library.
+A record lies in a file without a name, which the agent has made, or a rank without an agent. The rank writes it
+without a system call; the agent reads it at any time, also after the rank was killed. One number goes the other way:
+the step at which to stop.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 NAME = "rankup-records"
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
-SIZE = 512  # of one record
-# Limits of the health check. A rank that gives no sign of life for SILENT_S is stopped or frozen, or a call of it holds
-# the interpreter's lock. No step of a healthy job takes HEALTHY_STEP_S, and its deadline is far later;
-# RANKUP_HEALTHY_STEP_S sets another
-SILENT_S, HEALTHY_STEP_S = 10.0, 60.0
 
 
 class _Phase(ctypes.Structure):
@@ -128,54 +113,30 @@ class PhaseClock:
             return self._seconds | running
 
 
-class Records:
-    """The agent's side, for ranks `first_rank` and following."""
-
-    def __init__(self, num_ranks: int, *, first_rank: int = 0) -> None:
-        self._file, self.memory = _memory(num_ranks)
-        self._writers = [RecordWriter(None, cell=_cell(self.memory, number)) for number in range(num_ranks)]
-        for rank, writer in enumerate(self._writers, start=first_rank):
-            writer.clear(rank)
-
-    def of(self, local_rank: int) -> "RecordWriter":
-        return self._writers[local_rank]
-
-    def place(self, local_rank: int) -> dict[str, Any]:
-        """What `RecordWriter` needs in the process of the rank; it can be written as JSON."""
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "number": local_rank}
-
-
 class RecordWriter:
-    """The rank's side. Where there is no agent, or its memory cannot be reached, health checks alone see the record.
+    """The rank's side, and the agent's. `clock`: of this process's own phases. `entered`: the present one, and its
+    timeout."""
 
-    `clock`: of this process's own phases. `entered`: the present one, and its timeout.
-    `shared`: whether the agent sees it.
-    """
-
-    def __init__(self, place: Mapping[str, Any] | None, *, rank: int = 0, cell: _Cell | None = None) -> None:
-        """`place`: of `Records.place`. `rank`: where there is none. `cell`: in place of both, of this process."""
+    def __init__(self, place: str | None = None, *, rank: int = 0) -> None:
+        """`place`: of an agent's record, else this is a new one, of `rank`. Raises OSError where it is out of reach."""
         self.clock, self.entered = PhaseClock("start"), ("", NO_LIMIT)
-        with contextlib.suppress(OSError, ValueError):
-            cell = _cell(_map(place["path"]), int(place["number"])) if place else cell
-        self.shared = cell is not None
-        if cell is None:
-            file, memory = _memory(1)
-            cell = _cell(memory, 0)
-            os.close(file)  # the memory has a copy of its own
-        self._cell = cell
-        if not self.shared:
-            self.clear(rank)
+        if place is None:
+            number = os.memfd_create(NAME)
+            os.ftruncate(number, ctypes.sizeof(_Cell))
+        elif f"memfd:{NAME}" in os.readlink(place):
+            number = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+        else:  # in another namespace of processes the same path may be somebody's file, which must stay as it is
+            raise FileNotFoundError(place)
+        self._file = os.fdopen(number, "r+b")  # closed with this object
+        self._cell = _Cell.from_buffer(mmap.mmap(number, 0))
+        if place is None:
+            self._cell.rank, self._cell.stop, self._cell.confirmed = rank, NO_STOP, NO_STOP
+            self.enter("start")
 
-    def clear(self, rank: int | None = None) -> None:
-        """For a rank that will be started. `rank`: its new number."""
-        cell = self._cell
-        cell.rank = cell.rank if rank is None else rank
-        cell.stop = cell.confirmed = NO_STOP
-        cell.step, cell.began_s, cell.place = 0, 0.0, b""
-        cell.waiting = cell.finished = cell.settled = False
-        self.entered = ("", NO_LIMIT)  # the rank has written others
-        self.enter("start")
-        cell.signed_s = 0.0
+    @property
+    def place(self) -> str:
+        """Where other processes find it, as long as this one has it."""
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def begin(self, step: int) -> None:
         """Say that `step` begins now, in the present phase."""
@@ -253,29 +214,6 @@ class RecordWriter:
         self._cell.finished = True
 
 
-def _cell(memory: mmap.mmap, number: int) -> _Cell:
-    """Raises ValueError where the memory is not so large."""
-    return _Cell.from_buffer(memory, SIZE * number)
-
-
-def _memory(num_ranks: int) -> tuple[int, mmap.mmap]:
-    """Its file and the memory itself."""
-    file = os.memfd_create(NAME)
-    os.ftruncate(file, SIZE * num_ranks)
-    return file, mmap.mmap(file, SIZE * num_ranks)
-
-
-def _map(path: str) -> mmap.mmap:
-    """Raises OSError or ValueError in another namespace of processes, where the same path may be another file."""
-    if f"memfd:{NAME}" not in os.readlink(path):
-        raise FileNotFoundError(path)
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(file, 0)
-    finally:
-        os.close(file)
-
-
 # How all ranks stop before the same step ------------------------------------------------------------------------------
 
 MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubled at each refusal
@@ -317,44 +255,3 @@ class StopAgreement:
             self._margin *= 2
             self._waiting, self._furthest = set(self.members), -1
         return True
-
-
-# The health check -----------------------------------------------------------------------------------------------------
-
-
-def find_records(process: str = "[0-9]*") -> list[Record]:
-    """Of all ranks whose processes this one may see, by rank. `process`: a number, or a pattern of such."""
-    found: dict[tuple[int, int], list[Record]] = {}  # by file: what a rank has forked has it open too
-    for path in Path("/proc").glob(f"{process}/fd/*"):
-        with contextlib.suppress(OSError, ValueError):
-            if NAME in os.readlink(path):
-                memory, about = _map(str(path)), path.stat()
-                found[about.st_dev, about.st_ino] = [_cell(memory, at).read() for at in range(len(memory) // SIZE)]
-    return sorted((record for records in found.values() for record in records), key=lambda record: record.rank)
-
-
-def judge(record: Record, *, now_s: float, healthy_step_s: float) -> tuple[bool, str]:
-    """Whether this rank makes progress, and where it stands. `now_s`: of `time.monotonic()`, which all containers of a
-    machine share."""
-    lasted_s, silent_s = now_s - record.entered_s, now_s - record.signed_s
-    where = f"rank {record.rank}: {record.phase} (step {record.step}) for {lasted_s:.0f} s"
-    limit_s = min(record.timeout_s, healthy_step_s) if record.phase == "step" else record.timeout_s
-    if not record.signed_s:
-        return False, f"rank {record.rank}: not started"
-    if silent_s > SILENT_S:
-        return False, f"{where}, no sign of life for {silent_s:.0f} s: stopped or frozen"
-    if lasted_s > limit_s:
-        return False, f"{where}, {'waiting for another rank' if record.waiting else 'hung'}"
-    return True, where
-
-
-def main() -> int:
-    """The exit code of the health check, which prints its line."""
-    limit_s = float(os.environ.get("RANKUP_HEALTHY_STEP_S", HEALTHY_STEP_S))
-    found = [judge(record, now_s=time.monotonic(), healthy_step_s=limit_s) for record in find_records()]
-    print("; ".join(text for _, text in found) or "no rank has started")
-    return 0 if found and all(good for good, _ in found) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -43,7 +43,7 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
     def one(rank: int) -> None:
         try:
             group: Any = SimpleNamespace(launch=read_rank_env(rank_env(rank, world_size, port)),
-                                         settings={"torch": "x"}, attempt="a", log=QUIET, record=RecordWriter(None),
+                                         settings={"torch": "x"}, attempt="a", log=QUIET, record=RecordWriter(),
                                          until_formed=contextlib.ExitStack(), watch=SimpleNamespace(hear=QUIET.info))
             line = MemberLine(group, timeout_s=TIMEOUT_S)
             line.open_store(line.join())

@@ -23,7 +23,7 @@ from rankup.group.watchdog import Watchdog, describe
 
 def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
     status: Any = SimpleNamespace(rank=rank, world_size=4, run_dir=Path(), attempt="a")
-    watch = Watchdog(status, StopRequest(), record=RecordWriter(None), log=logging.getLogger("quiet"))
+    watch = Watchdog(status, StopRequest(), record=RecordWriter(), log=logging.getLogger("quiet"))
     watch.record.wait(waiting)
     return watch
 
