@@ -21,7 +21,7 @@ from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exc
 from rankup.agent.network import SECRET_FILE, in_thread
 from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
@@ -62,7 +62,7 @@ class Rank:
 
     local_rank: int
     number: int
-    record: RecordWriter
+    record: Record
     running: bool = True
     told: bool = False
     said: End | None = None  # how it ends, in its own words
@@ -116,7 +116,7 @@ class Ranks:
     def running(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.running]
 
-    def running_records(self) -> Mapping[int, RecordWriter]:
+    def running_records(self) -> Mapping[int, Record]:
         """Of those that run, by rank."""
         return {rank.number: rank.record for rank in self.running}
 
@@ -152,7 +152,7 @@ class Ranks:
         self.links.lost = b""
         self.all_ended.clear()
         first = self.node.first_rank
-        self.ranks = [Rank(local, first + local, RecordWriter(rank=first + local)) for local in range(self.node.nproc)]
+        self.ranks = [Rank(local, first + local, Record.new(first + local)) for local in range(self.node.nproc)]
         for rank in self.ranks:
             self._start(rank)
         if self._passed_on:  # it came before they were there
@@ -161,7 +161,7 @@ class Ranks:
     def _start(self, rank: Rank) -> None:
         if self.options.stop_after is not None:
             rank.record.ask_to_stop(self.options.stop_after)
-            rank.record.confirm_stop(self.options.stop_after)
+            rank.record.confirmed = self.options.stop_after
         words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit["again"] else ())]
         env, outputs = self._environment(rank), list[int]()
         if not self.knows_us:
@@ -210,7 +210,7 @@ class Ranks:
             if node.limits is not None:  # of many nodes it would be too long for a variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
-                "commit": commit, "record": rank.record.place, "socket": self.links.address,
+                "commit": commit, "record": rank.record.path, "socket": self.links.address,
                 "local_rank": rank.local_rank,
             })
         return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
@@ -271,8 +271,8 @@ class Ranks:
             reap_orphans({self.server.pid})
             now_s = time.monotonic()
             for rank in self.running:
-                if rank.record.read().phase in ("start", "script"):  # nobody in its process gives signs of life
-                    rank.record.give_sign()
+                if rank.record.phase in ("start", "script"):  # nobody in its process gives signs of life
+                    rank.record.signed_s = now_s
                 pid = self.server.pids.get(rank.local_rank, 0)
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s

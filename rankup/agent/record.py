@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 NAME = "rankup-records"
@@ -21,60 +20,6 @@ NO_LIMIT = float("inf")
 
 class _Phase(ctypes.Structure):
     _fields_ = (("entered_s", ctypes.c_double), ("timeout_s", ctypes.c_double), ("name", ctypes.c_char * 64))
-
-
-class _Cell(ctypes.Structure):
-    """A record in memory, in the machine's own alignment: a number is written as a whole. A phase is one copy of 80
-    bytes, which no other thread of the rank can come between."""
-
-    _fields_ = (
-        ("rank", ctypes.c_int64), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
-        ("stop", ctypes.c_int64),  # the step before which to stop
-        ("confirmed", ctypes.c_int64),  # which of those is confirmed
-        ("signed_s", ctypes.c_double), ("phase", _Phase),
-        ("waiting", ctypes.c_bool), ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
-        ("place", ctypes.c_char * 256),
-    )
-
-    def read(self) -> "Record":
-        phase = _Phase.from_buffer_copy(self.phase)
-        return Record(
-            rank=self.rank, phase=phase.name.decode(errors="replace"), step=self.step,
-            place=self.place.decode(errors="replace"), entered_s=max(phase.entered_s, self.began_s),
-            timeout_s=phase.timeout_s, until_s=phase.entered_s + phase.timeout_s, signed_s=self.signed_s,
-            waiting=self.waiting, finished=self.finished, settled=self.settled,
-        )
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is known of a rank. Times are in seconds of this machine's `time.monotonic()`.
-
-    `step`: the one that it has begun last. `entered_s`: when it entered the phase, or began the step. `timeout_s`: how
-    long it may take from then on. `waiting`: for other ranks. `place`: in the program. `finished`: all its work.
-    `settled`: it begins no further step, and needs nobody to tell it so. `until_s`: the deadline. `signed_s`: its last
-    sign of life, 0 before it was started.
-    """
-
-    rank: int
-    phase: str
-    step: int
-    place: str
-    entered_s: float
-    timeout_s: float
-    until_s: float
-    signed_s: float
-    waiting: bool
-    finished: bool
-    settled: bool
-
-    def sign(self) -> dict[str, Any]:
-        """Where the rank is, for others: `for_s` is how long it has been there, `ago_s` how long ago it lived."""
-        now_s = time.monotonic()
-        return {
-            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": self.place,
-            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - max(self.signed_s, self.entered_s),
-        }
 
 
 class PhaseClock:
@@ -113,69 +58,108 @@ class PhaseClock:
             return self._seconds | running
 
 
-class RecordWriter:
-    """The rank's side, and the agent's. `clock`: of this process's own phases. `entered`: the present one, and its
-    timeout."""
+class Record(ctypes.Structure):
+    """What is known of a rank, in memory that it shares with its agent, or a copy of that. In the machine's own
+    alignment a number is written as a whole. A phase is one copy of 80 bytes, which no other thread of the rank can
+    come between. Times are in seconds of this machine's `time.monotonic()`.
 
-    def __init__(self, place: str | None = None, *, rank: int = 0) -> None:
-        """`place`: of an agent's record, else this is a new one, of `rank`. Raises OSError where it is out of reach."""
-        self.clock, self.entered = PhaseClock("start"), ("", NO_LIMIT)
-        if place is None:
-            number = os.memfd_create(NAME)
-            os.ftruncate(number, ctypes.sizeof(_Cell))
-        elif f"memfd:{NAME}" in os.readlink(place):
-            number = os.open(place, os.O_RDWR | os.O_CLOEXEC)
-        else:  # in another namespace of processes the same path may be somebody's file, which must stay as it is
-            raise FileNotFoundError(place)
-        self._file = os.fdopen(number, "r+b")  # closed with this object
-        self._cell = _Cell.from_buffer(mmap.mmap(number, 0))
-        if place is None:
-            self._cell.rank, self._cell.stop, self._cell.confirmed = rank, NO_STOP, NO_STOP
-            self.enter("start")
+    `step`: the one that it has begun last, at `began_s`. `stop`: the step before which to stop; `confirmed`: which of
+    those is confirmed. `signed_s`: its last sign of life, 0 before it was started. `waiting`: for other ranks, which
+    are to blame then. `finished`: all its work. `settled`: it begins no further step, and needs nobody to tell it so.
+
+    `clock`: of the phases of this process. `entered`: the present one, and its timeout.
+    """
+
+    _fields_ = (
+        ("rank", ctypes.c_int64), ("step", ctypes.c_int64), ("began_s", ctypes.c_double), ("stop", ctypes.c_int64),
+        ("confirmed", ctypes.c_int64), ("signed_s", ctypes.c_double), ("_phase", _Phase),
+        ("waiting", ctypes.c_bool), ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
+        ("_place", ctypes.c_char * 256),
+    )
+
+    @classmethod
+    def new(cls, rank: int = 0) -> "Record":
+        file = os.memfd_create(NAME)
+        os.ftruncate(file, ctypes.sizeof(cls))
+        record = cls._map(file)
+        record.rank, record.stop, record.confirmed = rank, NO_STOP, NO_STOP
+        record.enter("start")
+        return record
+
+    @classmethod
+    def at(cls, path: str) -> "Record":
+        """The one that another process has there, see `path`. Raises OSError where it can't be reached."""
+        # In another namespace of processes the same path may be somebody's file, which must stay as it is
+        if f"memfd:{NAME}" not in os.readlink(path):
+            raise FileNotFoundError(path)
+        return cls._map(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    @classmethod
+    def _map(cls, file: int) -> "Record":
+        record = cls.from_buffer(mmap.mmap(file, 0))
+        record.clock, record.entered = PhaseClock("start"), ("", NO_LIMIT)
+        record._file = os.fdopen(file, "r+b")  # closed with the record
+        return record
 
     @property
-    def place(self) -> str:
+    def path(self) -> str:
         """Where other processes find it, as long as this one has it."""
         return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
+    # What others read -----------------------------------------------------------------------------------------------
+
+    def read(self) -> "Record":
+        """A copy, which stays as it is."""
+        return Record.from_buffer_copy(self)
+
+    @property
+    def phase(self) -> str:
+        return str(self._phase.name.decode(errors="replace"))
+
+    @property
+    def entered_s(self) -> float:
+        """When it entered the phase, or began the step."""
+        return float(max(self._phase.entered_s, self.began_s))
+
+    @property
+    def timeout_s(self) -> float:
+        """How long the phase may take."""
+        return float(self._phase.timeout_s)
+
+    @property
+    def until_s(self) -> float:
+        """The deadline."""
+        return float(self._phase.entered_s + self._phase.timeout_s)
+
+    def sign(self) -> dict[str, Any]:
+        """Where the rank is, for others: `for_s` is how long it has been there, `ago_s` how long ago it lived."""
+        now_s, place = time.monotonic(), self._place.decode(errors="replace")
+        return {
+            "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": place,
+            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - max(self.signed_s, self.entered_s),
+        }
+
+    # What the rank writes -------------------------------------------------------------------------------------------
+
     def begin(self, step: int) -> None:
         """Say that `step` begins now, in the present phase."""
-        self._cell.step, self._cell.began_s = step, time.monotonic()
+        self.step, self.began_s = step, time.monotonic()
 
     def begin_anew(self, step: int) -> None:
         """The same, and that the phase begins anew with it, see `enter`. In every step, so in one call."""
-        cell, now_s = self._cell, time.monotonic()
-        cell.waiting, cell.step = False, step
-        cell.phase.entered_s = cell.began_s = now_s
+        self.waiting, self.step, now_s = False, step, time.monotonic()
+        self._phase.entered_s = self.began_s = now_s
         self.clock.enter(self.entered[0])
 
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again
         in a moment: the members have not agreed yet."""
-        if self._cell.step != step:
+        if self.step != step:
             self.begin(step)
-        stop: int = self._cell.stop  # after the step was written, see `ask_to_stop`
+        stop: int = self.stop  # after the step was written, see `ask_to_stop`
         if step < stop:
             return True
-        return None if self._cell.confirmed != stop else False
-
-    def ask_to_stop(self, step: int) -> int:
-        """The agent's: let the rank wait before `step`. Returns the step that it has begun last.
-
-        Each side writes its own number and then reads the other's, so that at least one of them sees both. Where this
-        returns less than `step`, the rank will not pass it.
-        """
-        self._cell.stop = step
-        begun: int = self._cell.step
-        return begun
-
-    def confirm_stop(self, step: int) -> None:
-        """The agent's: no rank of the job passes the step of the last `ask_to_stop`, so stop before it."""
-        self._cell.confirmed = step
-
-    def settle(self) -> None:
-        """Say that this rank begins no further step."""
-        self._cell.settled = True
+        return None if self.confirmed != stop else False
 
     def enter(self, phase: str, timeout_s: float = NO_LIMIT, *, since_s: float | None = None) -> None:
         """Begin another phase, or the same one anew. One thread at a time. `since_s`: it began then."""
@@ -186,32 +170,29 @@ class RecordWriter:
     def extend(self, timeout_s: float) -> None:
         """Move the deadline of the same phase to `timeout_s` seconds from now."""
         now = self.read()
-        entered_s = now.until_s - now.timeout_s if now.timeout_s < NO_LIMIT else now.entered_s
+        entered_s = now._phase.entered_s if now.timeout_s < NO_LIMIT else now.entered_s
         self._write(entered_s, time.monotonic() - entered_s + timeout_s, now.phase)
 
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
         self.entered = (phase, timeout_s)
-        self._cell.phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
+        self._phase = _Phase(entered_s, timeout_s, phase.encode(errors="replace")[:64])
 
-    def set_place(self, text: str) -> None:
-        """Say where in the program this rank is: a sign of life too. Any thread."""
-        self._cell.place = text.encode(errors="replace")[:256]
-        self.give_sign()
+    def give_sign(self, place: str) -> None:
+        """Say that this rank lives, and where in the program it is. Any thread."""
+        self._place = place.encode(errors="replace")[:256]
+        self.signed_s = time.monotonic()
 
-    def give_sign(self) -> None:
-        """Say that this rank lives."""
-        self._cell.signed_s = time.monotonic()
+    # What its agent writes ------------------------------------------------------------------------------------------
 
-    def wait(self, waiting: bool) -> None:
-        """Say whether this rank waits for others, which are to blame then."""
-        self._cell.waiting = waiting
+    def ask_to_stop(self, step: int) -> int:
+        """Let the rank wait before `step`. Returns the step that it has begun last.
 
-    def read(self) -> Record:
-        return self._cell.read()
-
-    def finish(self) -> None:
-        """Say that this rank has done all its work."""
-        self._cell.finished = True
+        Each side writes its own number and then reads the other's, so that at least one of them sees both. Where this
+        returns less than `step`, the rank will not pass it. `confirmed` says that no rank of the job passes it.
+        """
+        self.stop = step
+        begun: int = self.step
+        return begun
 
 
 # How all ranks stop before the same step ------------------------------------------------------------------------------

@@ -7,42 +7,41 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rankup.agent.record import MARGIN, NO_LIMIT, PhaseClock, RecordWriter, StopAgreement
+from rankup.agent.record import MARGIN, NO_LIMIT, PhaseClock, Record, StopAgreement
 from tests.rigs.jobs import ROOT, environment
 
 # As a rank does it, and then it is killed
 RANK = """
 import os, signal, sys
-from rankup.agent.record import RecordWriter
-record = RecordWriter(sys.argv[1])
+from rankup.agent.record import Record
+record = Record.at(sys.argv[1])
 record.enter("step", 30.0)
-record.set_place("loop.py:12")
+record.give_sign("loop.py:12")
 for step in range(1, 1001):
     record.begin(step)
-record.wait(True)
+record.waiting = True
 print(record.may_begin(1000), flush=True)
 sys.stdin.readline()
 print(record.may_begin(1000), flush=True)
 sys.stdin.readline()
 print(record.may_begin(1000), flush=True)
-record.settle()
-record.finish()
+record.settled = True
+record.finished = True
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
-    record = RecordWriter(rank=9)
+    record = Record.new(9)
     empty = record.read()
-    assert (empty.rank, empty.phase, empty.step, empty.place, empty.timeout_s) == (9, "start", 0, "", NO_LIMIT)
+    assert (empty.rank, empty.phase, empty.step, empty.timeout_s) == (9, "start", 0, NO_LIMIT)
     assert (empty.waiting, empty.finished, empty.settled, empty.signed_s) == (False, False, False, 0.0)
     with subprocess.Popen(
-        [sys.executable, "-c", RANK, record.place], env=environment(), cwd=ROOT, text=True,
+        [sys.executable, "-c", RANK, record.path], env=environment(), cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:
         assert process.stdin is not None
@@ -51,12 +50,13 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
         assert record.ask_to_stop(1000) == 1000
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "None\n"
-        record.confirm_stop(1000)
+        record.confirmed = 1000
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "False\n"
     assert process.returncode == -9
     found = record.read()
-    assert (found.rank, found.phase, found.step, found.place, found.timeout_s) == (9, "step", 1000, "loop.py:12", 30.0)
+    assert (found.rank, found.phase, found.step, found.timeout_s) == (9, "step", 1000, 30.0)
+    assert found.sign()["place"] == "loop.py:12"
     assert (found.waiting, found.finished, found.settled) == (True, True, True)
     assert empty.entered_s < found.signed_s < found.entered_s
 
@@ -67,7 +67,7 @@ def test_somebodys_file_under_the_name_of_a_record_stays_as_it_is(tmp_path: Path
     file.write_bytes(bytes(512))
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(FileNotFoundError):
-        RecordWriter(str(tmp_path / "link"))
+        Record.at(str(tmp_path / "link"))
     assert file.read_bytes() == bytes(512)
 
 
@@ -75,14 +75,14 @@ def test_records_of_ranks_that_ended_leave_no_file_open() -> None:
     """An agent may restart its ranks a thousand times."""
     before = len(os.listdir("/proc/self/fd"))
     for rank in range(3):
-        assert RecordWriter(RecordWriter(rank=rank).place).read().rank == rank
+        assert Record.at(Record.new(rank).path).rank == rank
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
-    record, now_s = RecordWriter(), time.monotonic()
+    record, now_s = Record.new(), time.monotonic()
     record.enter("step", 30.0, since_s=now_s - 20.0)
-    record.wait(True)
+    record.waiting = True
     record.begin_anew(7)
     now = record.read()
     assert (now.phase, now.step, now.waiting) == ("step", 7, False)
@@ -97,7 +97,7 @@ class Rank:
     gradients allows."""
 
     def __init__(self, step: int) -> None:
-        self.record, self.step, self.stopped = RecordWriter(), step, False
+        self.record, self.step, self.stopped = Record.new(), step, False
         self.record.begin(step)
 
     def run(self, all_ranks: list["Rank"]) -> Iterator[None]:
@@ -129,7 +129,7 @@ class Member:
             self.outbox.append((stop, max(rank.record.ask_to_stop(stop) for rank in self.ranks)))
         else:
             for rank in self.ranks:
-                rank.record.confirm_stop(stop)
+                rank.record.confirmed = stop
 
 
 def stop_all(chance: random.Random, members: list[Member]) -> int:
@@ -213,7 +213,10 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rank_that_is_stopped_does_not_live_because_its_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = replace(RecordWriter().read(), entered_s=20.0, signed_s=30.0)
+    record = Record.new()
+    record.enter("join", since_s=20.0)
+    record.signed_s = 30.0
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    assert found.sign()["ago_s"] == 70.0
-    assert replace(found, entered_s=90.0).sign()["ago_s"] == 10.0  # it may not have had the time to say more
+    assert record.sign()["ago_s"] == 70.0
+    record.enter("step", since_s=90.0)  # it may not have had the time to say more
+    assert record.sign()["ago_s"] == 10.0
