@@ -47,25 +47,23 @@ MOST = 1 << 16  # characters of a script's arguments that other nodes are told
 
 
 async def id_of(shared_dir: str) -> str:
-    """The same on all nodes that share that place; "" where nobody can know whether he is the first to write there.
-    Raises UserError, PeerLost and JoinError."""
+    """The same on all nodes that share that place. Raises UserError, PeerLost and JoinError."""
 
-    def read(place: Place) -> str:
+    def read() -> str:
+        place, found = Place.open(shared_dir, warn=log.debug), ""
         for _ in range(2):
             first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-        while not first and not (found := str(place.read_json("shared.json").get("id", ""))):
-            time.sleep(timing.PAUSE_S)  # it is being written
-        return "" if first else found
+        if first:  # twice: two nodes would both own what follows
+            raise UserError(f"--shared-dir must know conditional writes, got {shared_dir}. Name another place.")
+        while not found:
+            found = str(place.read_json("shared.json").get("id", ""))  # "" while it is being written
+            time.sleep(timing.PAUSE_S)
+        return found
 
     try:
-        open_it = functools.partial(Place.open, shared_dir, warn=log.debug)
-        place = await in_thread(open_it, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
-        found = await in_thread(functools.partial(read, place), timeout_s=timing.CLAIM_S)
+        return await in_thread(read, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
     except TimeoutError:
         raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
-    if not found:
-        log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
-    return found
 
 
 class Lead:
@@ -83,7 +81,7 @@ class Lead:
         self.elastic = elastic
         self.leader = elastic or Leader(me, **how)
         self.status = None if options.knows_us else ScriptStatus(options.run_dir)
-        self.job = self.status.attempt if self.status is not None else new_job()
+        self.job = new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
         works = [self.leader.watch(master="" if agent.alone or self.node.node_rank else self.node.master_addr)]

@@ -35,7 +35,6 @@ from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
 STACKS = "stacks"  # the folder in that of the run
-MOST_STACKS = 1 << 20  # bytes of a file there that an attempt goes on with
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
@@ -260,8 +259,6 @@ def announce_stacks(
     }
     path = run_dir / STACKS / f"rank-{rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > MOST_STACKS:  # of many attempts: the newest stay
-        path.write_bytes(path.read_bytes()[-MOST_STACKS // 2 :])
     with path.open("a", encoding="utf-8") as file:
         file.write(f"# {json.dumps(writer)}\n")
     return path

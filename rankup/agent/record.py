@@ -8,7 +8,6 @@ the step at which to stop.
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -26,36 +25,32 @@ class PhaseClock:
     """Adds up seconds by phase: where the time of an attempt went. One thread enters phases, any thread may read."""
 
     def __init__(self, phase: str) -> None:
-        self._seconds: dict[str, float] = {}
-        self._phase, self._since_s = phase, time.monotonic()
-        # A reader between two of the assignments below would count the time of one phase twice
-        self._lock = threading.Lock()
+        # In one tuple, as a reader may come between two assignments: seconds by phase, the present one, and its begin
+        self._now: tuple[dict[str, float], str, float] = {}, phase, time.monotonic()
 
     def enter(self, phase: str) -> None:
         """End the present phase, and begin another one, or the same one anew. Takes a µs."""
         now_s = time.monotonic()
-        with self._lock:
-            ended = self._phase
-            self._seconds[ended] = self._seconds.get(ended, 0.0) + now_s - self._since_s
-            self._phase, self._since_s = phase, now_s
+        self._now = self._until(now_s), phase, now_s
 
     def move(self, phase: str, taken_s: float) -> None:
         """So many of the present phase's last seconds were another one's. A phase in between keeps its own."""
-        with self._lock:
-            taken_s = min(taken_s, time.monotonic() - self._since_s)
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + taken_s
-            self._since_s += taken_s
+        seconds, present, since_s = self._now
+        taken_s = min(taken_s, time.monotonic() - since_s)
+        self._now = {**seconds, phase: seconds.get(phase, 0.0) + taken_s}, present, since_s + taken_s
 
     def present(self) -> tuple[str, float]:
         """The present phase, and how many seconds ago it was entered."""
-        with self._lock:
-            return self._phase, time.monotonic() - self._since_s
+        _, phase, since_s = self._now
+        return phase, time.monotonic() - since_s
 
     def seconds(self) -> dict[str, float]:
         """The seconds so far by phase, the present phase included. They add up to the age of this clock."""
-        with self._lock:
-            running = {self._phase: self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since_s}
-            return self._seconds | running
+        return self._until(time.monotonic())
+
+    def _until(self, now_s: float) -> dict[str, float]:
+        seconds, phase, since_s = self._now
+        return {**seconds, phase: seconds.get(phase, 0.0) + now_s - since_s}
 
 
 class Record(ctypes.Structure):

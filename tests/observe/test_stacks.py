@@ -210,22 +210,6 @@ def test_attempt_that_was_refused_is_not_asked_in_place_of_the_live_one(tmp_path
     assert answer.pid == os.getpid()
 
 
-def test_file_of_many_attempts_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    sizes = []
-    for pid in range(2**22 + 1, 2**22 + 41):
-        path = announce_stacks(tmp_path, 0, 1, pid)
-        sizes.append(path.stat().st_size)
-        with path.open("a") as file:
-            for step in (10, 11):
-                file.write(f'# {{"why": "asked", "phase": "step", "step": {step}}}\n')
-                file.write("Thread 0x1 (most recent call first):\n" + '  File "/me/a.py", line 1 in f\n' * 2000)
-        (answer,) = stacks.written(tmp_path)
-        assert (answer.pid, answer.why, answer.place) == (pid, "asked", "a.py:1 f of step 12")
-        assert answer.text.count("a.py") == 2000
-    assert max(sizes) < 2 * logs.MOST_STACKS
-    assert f'"pid": {2**22 + 39}' in path.read_text()
-
-
 def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:
     with announce_stacks(tmp_path, 1, 3, 2**22 + 1).open("a") as file:
         file.write("Thread")
