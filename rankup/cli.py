@@ -289,7 +289,7 @@ def logs(given: argparse.Namespace) -> int:
 )
 def stacks(given: argparse.Namespace) -> int:
     """Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the others.
-    It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines."""
+    It asks the ranks of this machine."""
     from rankup.observe.logs import find_run
     from rankup.observe.stacks import report
 

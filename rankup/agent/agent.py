@@ -194,8 +194,6 @@ class Lead:
         elif message["is"] == "lost":
             for rank in member.ranks:
                 self.ends.add(End(rank, member.host, KILLED, message["why"]))
-        elif message["is"] == "stacks":
-            self.leader.tell("stacks")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
             self.leader.stop(str(message["signal"]))
@@ -238,7 +236,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
+        loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # a batch system may send it to every process
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
@@ -372,8 +370,6 @@ class Agent:
             log.info("this node is a spare: it waits until a node is needed")
         elif kind == "left_out" and not self._leaves:
             self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
-        elif kind == "stacks":
-            self.begin(self.ranks.show_stacks())
         elif kind in ("over", "refused"):
             self.begin(self._end(Verdict(event["code"], event["text"])))
             return self.lead is None
@@ -433,7 +429,3 @@ class Agent:
         if self.lead is not None:
             self.lead.give_up()
         self.finish(verdict)
-
-    def _ask_for_stacks(self) -> None:
-        if not self.say("stacks"):
-            self.begin(self.ranks.show_stacks())

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exception, stacks_environment
+from rankup.agent.logs import Pump, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, state_of, within
+from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Record
 from rankup.agent.script import Script
@@ -38,7 +38,7 @@ class Options:
     run_dir: Path
     advice: Callable[[str], str] = lambda tail: ""  # on a script's last lines
     # Asks these ranks of a run for their stacks, and returns a line for each place where they are
-    where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
+    where: Callable[[Path, Collection[int]], list[str]] = lambda run_dir, ranks: []
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address where all nodes can write
     max_restarts: int = 3
@@ -313,7 +313,11 @@ class Ranks:
     async def _say_where_they_are(self, name: str) -> None:
         """Every NOTICE_S, as long as the script runs that was asked to stop."""
         while not await self.ended_within(timing.NOTICE_S):
-            log.warning("after %s the script still runs: %s", name, "; ".join(await self._where()))
+            look = functools.partial(self.options.where, self.run_dir, [rank.number for rank in self.running])
+            where = ["nobody knows where"]
+            with contextlib.suppress(OSError):  # a TimeoutError too
+                where = await in_thread(look, timeout_s=timing.NOTICE_S)
+            log.warning("after %s the script still runs: %s", name, "; ".join(where))
 
     async def end(self) -> None:
         """Kill those that still run, and return once all have ended."""
@@ -354,21 +358,3 @@ class Ranks:
             rank.told = rank.told or told
             # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
             self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
-
-    # Stacks ---------------------------------------------------------------------------------------------------------
-
-    async def show_stacks(self) -> None:
-        if self.knows_us:  # they write them down themselves
-            for local_rank, pid in self.server.pids.items():
-                if pid and has_handler(pid, signal.SIGUSR2):
-                    self.server.signal(local_rank, signal.SIGUSR2)
-            return
-        for line in await self._where():
-            log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
-
-    async def _where(self) -> Sequence[str]:
-        running = [rank.number for rank in self.running]
-        with contextlib.suppress(OSError):  # a TimeoutError too
-            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S)
-        return ["nobody knows where"]
