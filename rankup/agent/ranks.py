@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,12 @@ log = logging.getLogger("rankup")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `rankup launch` was asked for, see its help. `advice` and `where` are of layers above."""
+    """What `rankup launch` was asked for, see its help. `advice` is of a layer above."""
 
     node: NodeEnv  # as the agent was started
     script: Script
     run_dir: Path
     advice: Callable[[str], str] = lambda tail: ""  # on a script's last lines
-    # Asks these ranks of a run for their stacks, and returns a line for each place where they are
-    where: Callable[[Path, Collection[int]], list[str]] = lambda run_dir, ranks: []
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address where all nodes can write
     max_restarts: int = 3
@@ -310,15 +308,6 @@ class Ranks:
             log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
         await self.end()
 
-    async def _say_where_they_are(self, name: str) -> None:
-        """Every NOTICE_S, as long as the script runs that was asked to stop."""
-        while not await self.ended_within(timing.NOTICE_S):
-            look = functools.partial(self.options.where, self.run_dir, [rank.number for rank in self.running])
-            where = ["nobody knows where"]
-            with contextlib.suppress(OSError):  # a TimeoutError too
-                where = await in_thread(look, timeout_s=timing.NOTICE_S)
-            log.warning("after %s the script still runs: %s", name, "; ".join(where))
-
     async def end(self) -> None:
         """Kill those that still run, and return once all have ended."""
         for rank in self.running:
@@ -347,7 +336,6 @@ class Ranks:
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
-            self.begin(self._say_where_they_are(name))
 
     def _signal(self, name: str, *, told: bool) -> None:
         """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was

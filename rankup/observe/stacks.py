@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,20 +98,15 @@ def _gone(answer: Answer) -> str:
     return what + (f"; last stacks{when}: {answer.place}" if answer.text else "; no stacks were written")
 
 
-def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
-    """Ask these ranks of this machine, and say where they are, a line for each place."""
-    return compare({answer.rank: answer.place for answer in ask(run_dir, ranks=ranks) if answer.rank in ranks})
-
-
-def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
-    """Have the ranks of this run on this machine (of `ranks` alone) write their stacks, and return what all ranks have
-    written. Takes ANSWER_STACKS_S at most, beside what the disk takes."""
+def ask(run_dir: Path) -> list[Answer]:
+    """Have the ranks of this run on this machine write their stacks, and return what all ranks have written. Takes
+    ANSWER_STACKS_S at most, beside what the disk takes."""
     answers = {answer.rank: answer for answer in written(run_dir)}
 
     def one(asked: Answer) -> None:
         answers[asked.rank] = _ask(asked)
 
-    chosen = [answer for answer in answers.values() if answer.alive and (ranks is None or answer.rank in ranks)]
+    chosen = [answer for answer in answers.values() if answer.alive]
     # Not a pool: its threads would keep this process from its end where a disk hangs
     threads = [threading.Thread(target=one, args=(answer,), daemon=True) for answer in chosen]
     for thread in threads:
