@@ -287,12 +287,11 @@ def tell_torchrun(error: BaseException) -> None:
     # Only the first error: a failing rank waits for the others, and a later error is a consequence
     if "RANKUP_AGENT" in os.environ or path == Path() or path.exists() or not isinstance(error, Exception):
         return
-    victim, text = isinstance(error, JoinError | PeerLost), f"{type(error).__name__}: {error}"
-    # Of a victim our text says more than where in this program the loss was noticed
-    stack = text if victim or error.__traceback__ is None else "".join(traceback.format_exception(error))
-    more = {"py_callstack": stack, "timestamp": str(int(time.time()) + (VICTIM_LATER_S if victim else 0))}
+    later_s = VICTIM_LATER_S if isinstance(error, JoinError | PeerLost) else 0
+    stack = "".join(traceback.format_exception(error))
+    more = {"py_callstack": stack, "timestamp": str(int(time.time()) + later_s)}
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-        write_json(path, {"message": {"message": text, "extraInfo": more}})
+        write_json(path, {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}})
 
 
 def what_next(run_dir: Path) -> str:

@@ -210,11 +210,10 @@ class _Handler(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         with contextlib.suppress(Exception):
-            self.emit(record)
+            self._write(record, self.format(record))
         return True
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+    def _write(self, record: logging.LogRecord, text: str) -> None:
         is_library = LIBRARY.search(record.pathname) is not None and record.name.split(".")[0] != "rankup"
         lines = (f"{record.name}: {text}" if is_library else text).splitlines()
         warns = record.levelno >= logging.WARNING

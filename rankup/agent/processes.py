@@ -47,10 +47,10 @@ def _stat_of(pid: int) -> list[str]:
     return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
-def has_handler(pid: int, number: int) -> bool | None:
-    """Whether it has a handler for that signal; None where nobody knows."""
+def has_handler(pid: int, number: int) -> bool:
+    """Whether it has a handler for that signal."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read(f"/proc/{pid}/status"), re.MULTILINE)
-    return bool(int(caught[1], 16) >> (number - 1) & 1) if caught else None
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def die_with_parent(parent: int) -> None:
@@ -65,7 +65,7 @@ def die_with_parent(parent: int) -> None:
 
 def send_signal(pid: int, number: int) -> None:
     """To the process alone, which is not reaped yet; SIGTERM in place of a SIGUSR1 that it has no handler for."""
-    if number == signal.SIGUSR1 and has_handler(pid, number) is False:
+    if number == signal.SIGUSR1 and not has_handler(pid, number):
         number = signal.SIGTERM
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have changed its user
         os.kill(pid, number)
@@ -170,11 +170,6 @@ def cpu_quota(root: Path = ROOT) -> float:
         if quota != "max":
             found.append(int(quota) / int(period))
     return min(found)
-
-
-def memory_limit(root: Path) -> int | None:
-    """Bytes that this process may use, the least of its groups' limits; None where there is no limit."""
-    return min((limit for limit, _ in memory(root)), default=None)
 
 
 def memory_available() -> int:

@@ -46,7 +46,7 @@ def test_process_is_known_whatever_its_name_until_it_is_gone() -> None:
             process.kill()
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert (state_of(pid), start_of(pid)) == ("Z", "")
-    assert (state_of(pid), start_of(pid), has_handler(pid, signal.SIGUSR1)) == ("", "", None)
+    assert (state_of(pid), start_of(pid), has_handler(pid, signal.SIGUSR1)) == ("", "", False)
     send_signal(pid, signal.SIGTERM)
 
 
