@@ -164,9 +164,8 @@ class Record(ctypes.Structure):
 
     def extend(self, timeout_s: float) -> None:
         """Move the deadline of the same phase to `timeout_s` seconds from now."""
-        now = self.read()
-        entered_s = now._phase.entered_s if now.timeout_s < NO_LIMIT else now.entered_s
-        self._write(entered_s, time.monotonic() - entered_s + timeout_s, now.phase)
+        entered_s = self._phase.entered_s
+        self._write(entered_s, time.monotonic() - entered_s + timeout_s, self.phase)
 
     def _write(self, entered_s: float, timeout_s: float, phase: str) -> None:
         self.entered = (phase, timeout_s)
