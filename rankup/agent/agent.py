@@ -50,14 +50,13 @@ async def id_of(shared_dir: str) -> str:
     """The same on all nodes that share that place. Raises UserError, PeerLost and JoinError."""
 
     def read() -> str:
-        place, found = Place.open(shared_dir, warn=log.debug), ""
+        place = Place.open(shared_dir, warn=log.debug)
         for _ in range(2):
             first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
         if first:  # twice: two nodes would both own what follows
             raise UserError(f"--shared-dir must know conditional writes, got {shared_dir}. Name another place.")
-        while not found:
-            found = str(place.read_json("shared.json").get("id", ""))  # "" while it is being written
-            time.sleep(timing.PAUSE_S)
+        while not (found := str(place.read_json("shared.json").get("id", ""))):
+            time.sleep(timing.PAUSE_S)  # it is being written
         return found
 
     try:
