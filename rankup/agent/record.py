@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -77,6 +78,8 @@ class Record(ctypes.Structure):
         file = os.memfd_create(NAME)
         os.ftruncate(file, ctypes.sizeof(cls))
         record = cls._map(file)
+        record._file = file
+        weakref.finalize(record, os.close, file)
         record.rank, record.stop, record.confirmed = rank, NO_STOP, NO_STOP
         record.enter("start")
         return record
@@ -87,19 +90,19 @@ class Record(ctypes.Structure):
         # In another namespace of processes the same path may be somebody's file, which must stay as it is
         if f"memfd:{NAME}" not in os.readlink(path):
             raise FileNotFoundError(path)
-        return cls._map(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        with open(path, "r+b") as file:
+            return cls._map(file.fileno())
 
     @classmethod
     def _map(cls, file: int) -> "Record":
         record = cls.from_buffer(mmap.mmap(file, 0))
         record.clock, record.entered = PhaseClock("start"), ("", NO_LIMIT)
-        record._file = os.fdopen(file, "r+b")  # closed with the record
         return record
 
     @property
     def path(self) -> str:
         """Where other processes find it, as long as this one has it."""
-        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        return f"/proc/{os.getpid()}/fd/{self._file}"
 
     # What others read -----------------------------------------------------------------------------------------------
 
