@@ -23,9 +23,12 @@ class _Phase(ctypes.Structure):
 
 
 class PhaseClock:
-    """Adds up seconds by phase: where the time of an attempt went. One thread enters phases, any thread may read."""
+    """Adds up seconds by phase: where the time of an attempt went. One thread enters phases, any thread may read.
+
+    What steps have waited for their batches counts as a phase of its own, "data"."""
 
     def __init__(self, phase: str) -> None:
+        self._data_s = 0.0
         # In one tuple, as a reader may come between two assignments: seconds by phase, the present one, and its begin
         self._now: tuple[dict[str, float], str, float] = {}, phase, time.monotonic()
 
@@ -34,20 +37,16 @@ class PhaseClock:
         now_s = time.monotonic()
         self._now = self._until(now_s), phase, now_s
 
-    def move(self, phase: str, taken_s: float) -> None:
-        """So many of the present phase's last seconds were another one's. A phase in between keeps its own."""
-        seconds, present, since_s = self._now
-        taken_s = min(taken_s, time.monotonic() - since_s)
-        self._now = {**seconds, phase: seconds.get(phase, 0.0) + taken_s}, present, since_s + taken_s
-
-    def present(self) -> tuple[str, float]:
-        """The present phase, and how many seconds ago it was entered."""
-        _, phase, since_s = self._now
-        return phase, time.monotonic() - since_s
+    def wait_for_data(self, taken_s: float) -> None:
+        """A step has just waited so long for its batch. A phase in between keeps its own time."""
+        _, _, since_s = self._now
+        self._data_s += min(taken_s, time.monotonic() - since_s)
 
     def seconds(self) -> dict[str, float]:
         """The seconds so far by phase, the present phase included. They add up to the age of this clock."""
-        return self._until(time.monotonic())
+        found = self._until(time.monotonic())
+        data_s = min(self._data_s, found.get("step", 0.0))
+        return {**found, "step": found.get("step", 0.0) - data_s, "data": data_s}
 
     def _until(self, now_s: float) -> dict[str, float]:
         seconds, phase, since_s = self._now
@@ -147,7 +146,6 @@ class Record(ctypes.Structure):
         """The same, and that the phase begins anew with it, see `enter`. In every step, so in one call."""
         self.waiting, self.step, now_s = False, step, time.monotonic()
         self._phase.entered_s = self.began_s = now_s
-        self.clock.enter(self.entered[0])
 
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again
