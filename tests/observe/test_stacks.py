@@ -107,7 +107,7 @@ def test_any_machine_that_sees_the_disk_reads_the_answers_and_no_agent_dies_of_t
     order = probe("data", 6, rank=1, tell=str(arrived), sleep_s=1000)
     with launched(forks, MAIN, *settings(run), env=order, nodes=3) as (process, output):
         wait_for("hang", lambda: arrived.exists() or process.code is not None, log=output)
-        shown_at_last(run, WAITING)
+        shown_at_last(run, WAITING, "rank 1: data: next of a DataLoader")
 
         process.signal("SIGUSR2")
         # On a machine that shares the disk and sees none of the processes
