@@ -1,5 +1,4 @@
 """Every time constant of the library in one table, in seconds. What a user may set is an option or a setting instead.
-rankup/agent/record.py has those of the health check, as it also runs alone.
 
 A constant that follows from another one is written as that. Tests change a constant where it is used.
 """

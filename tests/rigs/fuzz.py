@@ -234,7 +234,7 @@ def words() -> Files:
             encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
                    job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
-            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"), encode("stacks"), encode("leave", n=1),
+            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"), encode("leave", n=1),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
             encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
     end = End(1, "", 1, "x", 7).message()
