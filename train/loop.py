@@ -66,8 +66,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
     group, run = job.group, job.run
     log, device = group.log, group.device
     group.watch.enter("setup", config.setup_timeout_s)
-    # What is likely to be slow, or to fail later
-    job.warn_of_limits(num_threads=config.num_threads, one_device_per_rank=method.one_device_per_rank)
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)
@@ -141,10 +139,7 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     if len(workload.train) < config.batch_size:
         most = f"the number of training samples, {len(workload.train)}"
         raise UserError(f"batch_size must be at most {most}, got {config.batch_size}. Set a smaller --batch-size.")
-    return Order(
-        len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None),
-        config.length_pool,
-    )
+    return Order(len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None))
 
 
 def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:

@@ -74,8 +74,6 @@ class Group:
             return self.stop.requested or self.record.may_begin(step) is False
         while (may_begin := self.record.may_begin(step)) is None:
             time.sleep(STOP_S)
-        if not may_begin:
-            self.watch.settle()
         return not may_begin
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -100,7 +98,7 @@ class Group:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.watch.report(FINISHED, "finished", together=True)
-            self.record.finish()
+            self.record.finished = True
             self.watch.end()
         except BaseException as error:
             if (failure := self.fail(error)) is error:
@@ -147,9 +145,9 @@ class Group:
 
     def collective(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
-        self.record.wait(True)
+        self.record.waiting = True
         result = call()
-        self.record.wait(False)
+        self.record.waiting = False
         return result
 
     def barrier(self) -> None:
