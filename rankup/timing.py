@@ -85,6 +85,7 @@ PRINT_S = 5.0  # a reader that does not read holds up who prints: after that lin
 HURRY_S = 3.0  # for parts of a copy that are nearly done, when a rank was lost
 VISIBLE_S = 10.0  # NFS caches directories: a node may see another node's new file this much later
 SHARE = 0.005  # no seconds but a share of the time: for comparisons of states, and for parts in memory
+ABANDONED_S = 7 * 24 * 3600.0  # what no run went on with for so long is removed from memory
 
 # Places ---------------------------------------------------------------------------------------------------------------
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then

@@ -158,16 +158,17 @@ def _alarm_is_free() -> bool:
     return signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
-# What is granted: control groups (v2) say it; os.cpu_count() and psutil see the whole machine -------------------------
+# What is granted: control groups (v1 and v2) say it; os.cpu_count() and psutil see the whole machine ------------------
 # `root` takes the place of the file system's root
 
 
 def cpu_quota(root: Path = ROOT) -> float:
     """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
     found = [float(len(os.sched_getaffinity(0)))]
-    for group in _groups(root):
-        quota, period = read(group / "cpu.max").split() or ["max", "1"]
-        if quota != "max":
+    for group in _groups("cpu", root):
+        v1 = [read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        quota, period = read(group / "cpu.max").split() or v1
+        if quota.isdigit():  # "max" in v2 and -1 in v1 are no limit
             found.append(int(quota) / int(period))
     return min(found)
 
@@ -182,16 +183,18 @@ def memory_available() -> int:
 def memory(root: Path) -> Iterator[tuple[int, int]]:
     """The limit in bytes of each group that has one, and how many are left. Files that were not touched of late count
     as free, as in Kubernetes' "working set": a data set that was read once would fill any limit."""
-    for group in _groups(root):
-        if (limit := read(group / "memory.max").strip()).isdigit():
-            cached = re.search(r"^inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
-            used = int(read(group / "memory.current") or 0) - (int(cached[1]) if cached else 0)
-            yield int(limit), max(0, int(limit) - used)
+    for group in _groups("memory", root):
+        limit = (read(group / "memory.max") or read(group / "memory.limit_in_bytes")).strip()
+        if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
+            cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+            used = int(read(group / "memory.current") or read(group / "memory.usage_in_bytes") or 0)
+            yield int(limit), max(0, int(limit) - used + int(cached[-1] if cached else 0))
 
 
 def oom_kills(root: Path = ROOT) -> int:
     """How many processes of this container or job the kernel has killed for memory so far; 0 where it does not say."""
-    counted = (read(group / "memory.events") for group in _groups(root))
+    names = ("memory.events", "memory.oom_control")
+    counted = (read(group / name) for group in _groups("memory", root) for name in names)
     found = re.search(r"^oom_kill (\d+)$", next(filter(None, counted), ""), re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -204,12 +207,14 @@ def explain_sigkill(before: int) -> str:
     return "if nobody sent it, the memory was not enough, or the limit of the container or job"
 
 
-def _groups(root: Path) -> list[Path]:
+def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Where this process's own group and each of its parents may lie, the own first. Inside a container the path may be
     the host's, and does not exist: the mount point is then the container's own group."""
-    found = re.search("^0::(.*)$", read(root / "proc/self/cgroup"), re.MULTILINE)
-    own = PurePosixPath(found[1].strip("/") if found else "")
-    return [root / "sys/fs/cgroup" / group for group in (own, *own.parents)]
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):  # v2 names none
+            own = PurePosixPath(path.strip("/"))
+            yield from (root / "sys/fs/cgroup" / controllers / group for group in (own, *own.parents))
 
 
 def read(path: str | Path) -> str:

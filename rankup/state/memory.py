@@ -41,7 +41,7 @@ from rankup.state.copies import MANIFEST, STATE, Check, Content, Damaged, find_p
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
 from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
-from rankup.timing import HURRY_S, SHARE
+from rankup.timing import ABANDONED_S, HURRY_S, SHARE
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
 FIRST = 10  # steps from the first part to the second, which is the first to say what one costs
@@ -75,10 +75,10 @@ def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = ma
     raise UserError("; ".join(problems))
 
 
-def _folders(parts: bool) -> Iterator[Path]:
-    """Those of this user's runs on this node, of rescues or of parts."""
+def _folders(*kinds: bool) -> Iterator[Path]:
+    """Those of this user's runs on this node. `kinds`: True for those of parts, False for those of rescues."""
     for home in filter(_is_ours, homes()):  # nearly always there is none
-        yield from (folder for folder in home.glob("*") if ("." in folder.name) == parts)
+        yield from (folder for folder in home.glob("*") if ("." in folder.name) in kinds)
 
 
 def list_held(*, parts: bool = False) -> Iterator[Path]:
@@ -98,6 +98,14 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
                 if step_of(path) not in keep:
                     shutil.rmtree(path, ignore_errors=True)
             if not list_copies(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove what no run went on with for long: it takes memory from all users of the node."""
+    for folder in _folders(True, False):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -123,6 +131,7 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
         copies.remove_unfinished(home / run)
         copies.save(home / run, files, step=step, keep=1)
 
+    remove_abandoned()
     with in_memory(open_lock) as lock:
         # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one that
         # is killed while it writes
@@ -218,6 +227,7 @@ class Parts:
         self._peer = peers[group.rank]
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)
+        remove_abandoned()
         try:
             # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
             needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)

@@ -128,7 +128,12 @@ def files(root: Path, contents: dict[str, str]) -> Path:
       "sys/fs/cgroup/job/memory.stat": "anon 290\nfile 700\ninactive_file 600\n",
       "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "9\n"}, 610),
     ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, None),
-])
+    ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": "990\n",
+      "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 600\n"}, 610),
+    ({"proc/self/cgroup": "1:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n"}, None),
+], ids=["v2", "v2-unlimited", "v1", "v1-unlimited"])
 def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str, str], expected: int | None) -> None:
     assert min((left for _, left in memory(files(tmp_path, contents))), default=None) == expected
 
@@ -140,8 +145,12 @@ def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str
       "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
     # In a container: the path is the host's
     ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 8, 2.0),
+    ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
+      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
+    ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, 3, 3.0),
     ({}, 4, 4.0),
-], ids=["quota", "affinity-less", "parent", "container", "no-cgroup"])
+], ids=["quota", "affinity-less", "parent", "container", "v1", "v1-unlimited", "no-cgroup"])
 def test_cpu_quota_is_the_least_granted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], affinity: int, expected: float
 ) -> None:
@@ -152,6 +161,8 @@ def test_cpu_quota_is_the_least_granted(
 @pytest.mark.parametrize(("contents", "expected"), [
     ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 5\noom_kill 3\n",
       "sys/fs/cgroup/memory.events": "oom 9\noom_kill 9\n"}, 3),
+    ({"proc/self/cgroup": "4:memory:/docker/abc\n", "sys/fs/cgroup/memory/memory.oom_control":
+      "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
     ({"proc/self/cgroup": "0::/\n"}, 0),
 ])
 def test_memory_kills_are_counted_in_the_own_group(

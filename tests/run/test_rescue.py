@@ -105,6 +105,15 @@ def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep
     assert list(memory.glob("*/*")) == []
 
 
+def test_what_nobody_went_on_with_is_removed_after_a_week(memory: Path) -> None:
+    other = f"{OTHER}.rank-00001"
+    for run, days in ((OTHER, 8), (other, 8), ("0000000000000000", 6)):
+        write_rescue(run, 7, lambda: files(7))
+        os.utime(memory / f"rankup-{os.getuid()}" / run, (0, time.time() - days * 24 * 3600))
+    write(7)
+    assert {path.name for path in memory.glob("*/*")} == {RUN, "0000000000000000"}
+
+
 def test_ranks_of_a_node_remove_it_at_the_same_time(memory: Path) -> None:
     with ThreadPoolExecutor(4) as ranks:
         for step in range(1, 60):
