@@ -1,7 +1,7 @@
 """The doctor: is this machine, and this group of machines, fit to train? No torch here.
 
 First what it finds, the verdict that follows from that, and how both are shown. Then the checks of one machine: limits,
-memory, disks. The limits take milliseconds to check: every training looks at them first.
+memory, disks.
 """
 
 import contextlib
@@ -127,15 +127,6 @@ class Report:
 
 
 # One machine ----------------------------------------------------------------------------------------------------------
-
-
-def before_training(*, ranks: int | None, threads: int, devices: int) -> list[str]:
-    """A line for each limit that will be in the way of a training with `threads` in each rank, and for accelerators
-    that none will use. `ranks`, `devices`: on this node, None where that is not known."""
-    found = [each for each in limits(ranks=ranks or 1, threads=threads) if each.level == WARNING]
-    if ranks is not None and devices > ranks:  # somebody may have given the number of nodes for that of ranks
-        found.append(problem("idle", devices=devices, ranks=ranks, idle=devices - ranks))
-    return [f"{each.seen}: {each.why} {each.remedy}" for each in found]
 
 
 def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Finding]:

@@ -180,7 +180,7 @@ class Reporter:
             return replace(self._last, finished=self._finished)
         course, watch, seconds = self.course, self.group.watch, spent(self.group)
         now = time.time()  # after `seconds`, which are never more than what has passed
-        progress, (phase, open_s) = course.progress, watch.clock.present()
+        progress, here = course.progress, watch.record.read()
         step, done = progress.step, progress.step - course.first_step
         remaining_s = None
         if done and course.total is not None:
@@ -196,6 +196,6 @@ class Reporter:
             unit=course.unit, per_s=round(speed(self.group, course, step), 1),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
-            ranks=watch.signs_of_life(), open_s=round(open_s, 3) if phase == "step" else 0.0,
-            nodes=watch.nodes,
+            ranks=watch.signs_of_life(), nodes=watch.nodes,
+            open_s=round(time.monotonic() - here.entered_s, 3) if here.phase == "step" else 0.0,
         )
