@@ -24,7 +24,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
 from rankup.agent.processes import read, within
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, Finding, Report, disk, limits, problem, shared_memory
+from rankup.doctor import OK, Finding, Report, disk, limits, problem, shared_memory
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -99,12 +99,11 @@ class Doctor:
                 self._check(group, "repetition", repetition(group.device))
                 if group.world_size > 1:
                     self._check(group, "joined", self._join(group))
-                    self._check(group, "versions", versions(group))
                     self._check(group, "collective", collective(group))
                     self._check(group, "links", links(group))
                 else:
                     alone = "a single process: nothing was checked that needs several ranks"
-                    report.add(Finding("joined", NOTE, alone))
+                    report.add(Finding("joined", OK, alone))
                 self._check(group, "report", ())
                 return report.end(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
@@ -165,23 +164,6 @@ def repetition(device: torch.device) -> Iterator[Finding]:
             yield problem("two-results", device=device, times=len(digests), host=host_name(), kind=device.type.upper())
             return
     yield Finding("repetition", OK, f"the same computation gave the same bits {len(digests)} times on {device}")
-
-
-def versions(group: Group) -> Iterator[Finding]:
-    """What joining does not compare. Wheels of nccl differ with equal torch; CUDA comes with torch."""
-    on_gpu = group.device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
-    gathered = group.gather({
-        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(),
-        "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
-    })
-    for name in gathered[0] if group.rank == 0 else ():
-        found = holders((rank, each[name]) for rank, each in enumerate(gathered))
-        seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in found.items())
-        if len(found) > 1 and name in ("CPU", "GPU"):
-            yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
-        elif len(found) > 1:
-            yield problem("differs", seen=seen)
 
 
 def cpu_model() -> str:
