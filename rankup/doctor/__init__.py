@@ -82,10 +82,12 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 class Report:
-    """The findings of this rank. `json_out`: takes the JSON in place of the table."""
+    """The findings of this rank. `json_out`: takes the JSON in place of the table. `stage`: which one this rank is in:
+    a failure is reported as that one's."""
 
     def __init__(self, log: logging.Logger, *, rank: int = 0, json_out: TextIO | None = None) -> None:
         self.findings: list[Finding] = []
+        self.stage = "environment"
         self._log, self._rank, self._json_out, self._began_s = log, rank, json_out, time.monotonic()
 
     def add(self, *findings: Finding) -> None:
