@@ -98,7 +98,7 @@ class Group:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.watch.report(FINISHED, "finished", together=True)
-            self.record.finish()
+            self.record.finished = True
             self.watch.end()
         except BaseException as error:
             if (failure := self.fail(error)) is error:
@@ -145,9 +145,9 @@ class Group:
 
     def collective(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
-        self.record.wait(True)
+        self.record.waiting = True
         result = call()
-        self.record.wait(False)
+        self.record.waiting = False
         return result
 
     def barrier(self) -> None:
