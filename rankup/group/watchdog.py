@@ -233,8 +233,7 @@ class Watchdog:
         waiting = now.waiting or now.phase == "join"
         # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
         gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
-        # Without a keeper the checkpoint that this rank writes is all that will be left
-        if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
+        if gone or self._lost.get("alive"):
             return 0.0
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
