@@ -42,7 +42,7 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            job.write("config.yaml", to_yaml(config))
+            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(to_yaml(config)))
         yield job
 
 
