@@ -76,11 +76,6 @@ class Watchdog:
     def connected(self) -> bool:
         return self._line is not None
 
-    @property
-    def at_step(self) -> str:
-        """For messages: where this rank stands."""
-        return f" at step {self.record.read().step}"
-
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, by rank; what is known where nobody answers. See `Record.sign`;
         also host, and seen, in seconds of `time.time()`. Not for the thread of `hear`."""
@@ -259,7 +254,7 @@ class Watchdog:
         set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
         overdue = now.until_s < time.monotonic()
-        what = f"lost a peer{self.at_step}"
+        what = f"lost a peer at step {now.step}"
         if overdue:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
         if self._leaving is None:
