@@ -15,7 +15,7 @@ from rankup.group.group import Group
 from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, Progress, entry
 from rankup.observe.stragglers import RankReports, StepClock
-from rankup.observe.tracker import Facts, address_of
+from rankup.observe.tracker import Facts
 from rankup.places.files import write_json
 from rankup.places.lease import RESULT
 from rankup.state.copies import STATE
@@ -164,10 +164,10 @@ class Figures:
         own = [number_of(value) for value in values.values()]  # this waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
-        means, seen = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        means = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.course, number)
-        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen
+        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s})
 
     def result(self, **values: Any) -> dict[str, Any]:
         """Write `result.json` of a run that came to its end: `values`, beside what every run says. Returns all of it.
@@ -180,8 +180,6 @@ class Figures:
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": versions(),
             "goodput": self.reporter.goodput(), **values,
         }
-        if address := address_of(group.run_dir, run.lineage.run):
-            result["tracker"] = address
         self.metrics.flush()
         run.owner.check()
         try:
