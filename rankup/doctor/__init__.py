@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import host_name
-from rankup.agent.processes import cpu_quota, memory_limit, oom_kills
+from rankup.agent.processes import cpu_quota, memory, oom_kills
 from rankup.env.rank_env import holders, ranges
 from rankup.places.files import write_json
 
@@ -139,11 +139,11 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
         yield problem("cpus", ranks=ranks, threads=threads, cpus=f"{cpus:g}")
     else:
         yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
-    memory = memory_limit(root)
-    if memory is not None and memory < LEAST_MEMORY * ranks:
-        yield problem("memory", mib=memory / MIB, ranks=ranks)
+    least = min((limit for limit, _ in memory(root)), default=None)
+    if least is not None and least < LEAST_MEMORY * ranks:
+        yield problem("memory", mib=least / MIB, ranks=ranks)
     # Without a limit the kernel counts for the whole machine: any process, at any time
-    if memory is not None and (killed := oom_kills(root)):
+    if least is not None and (killed := oom_kills(root)):
         yield problem("killed", count=killed)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:

@@ -332,10 +332,10 @@ class Job:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around the backward pass of `loss`, in a loop whose module `job.track` can't find in DDP: a rank that waits
         there for the others is not taken for a slow one."""
-        self.group.record.wait(True)
+        self.group.record.waiting = True
         self.clock.split_backward(loss)
         yield
-        self.group.record.wait(False)
+        self.group.record.waiting = False
         self.clock.mark(WAITING)
 
     # Beside the loop ------------------------------------------------------------------------------------------
