@@ -137,7 +137,7 @@ class Program:
 
     def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
         """Check whether the machines are fit for a training, in place of one. Returns the exit code: 0, 10 with
-        warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.Doctor`. Raises Stopped."""
+        warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.doctor`. Raises Stopped."""
         from rankup.doctor.stages import doctor
 
         return doctor(self.found, run_dir, stop=self.stop, log=self.log, as_json=as_json, **plan)

@@ -135,7 +135,7 @@ class Group:
     def peer_lost(self, suspects: list[Suspect]) -> PeerLost:
         """What to raise where these were lost, the likeliest first."""
         return PeerLost(
-            f"lost a peer{self.watch.at_step}: {describe(suspects, self.hosts)}",
+            f"lost a peer at step {self.record.step}: {describe(suspects, self.hosts)}",
             code=root_exit_code(suspects, PEER_LOST),
             suspect=suspects[0].rank if suspects else None,
             nobody_died=all(suspect.alive for suspect in suspects),

@@ -76,11 +76,6 @@ class Watchdog:
     def connected(self) -> bool:
         return self._line is not None
 
-    @property
-    def at_step(self) -> str:
-        """For messages: where this rank stands."""
-        return f" at step {self.record.step}"
-
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, by rank; what is known where nobody answers. See `Record.sign`;
         also host, and seen, in seconds of `time.time()`. Not for the thread of `hear`."""
@@ -233,8 +228,7 @@ class Watchdog:
         waiting = now.waiting or now.phase == "join"
         # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
         gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
-        # Without a keeper the checkpoint that this rank writes is all that will be left
-        if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
+        if gone or self._lost.get("alive"):
             return 0.0
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
@@ -260,7 +254,7 @@ class Watchdog:
         set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
         overdue = now.until_s < time.monotonic()
-        what = f"lost a peer{self.at_step}"
+        what = f"lost a peer at step {now.step}"
         if overdue:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
         if self._leaving is None:

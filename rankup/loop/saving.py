@@ -256,7 +256,8 @@ class Saving:
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
         where = f"saved at step {step}" if step else "at step 0, nothing to save,"
-        return f"{why}: {where}{'' if total is None else f' of {total}'}. {self.settings.again} goes on from it."
+        again = f"The same command{' without fresh' if self.settings.fresh else ''} goes on from it."
+        return f"{why}: {where}{'' if total is None else f' of {total}'}. {again}"
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 
