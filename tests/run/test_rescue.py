@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
