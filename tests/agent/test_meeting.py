@@ -17,6 +17,7 @@ from rankup import timing
 from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
 from rankup.agent.protocol import Member, describe_missing, differences
+from rankup.agent.votes import claims, outvoted
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -54,6 +55,15 @@ async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: t
             await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
             said = await puppets[0].hears("waiting")
             assert said["text"].startswith(f"{len(here)} of the {voters} nodes of membership 7 are here, no majority")
+
+
+@pytest.mark.parametrize("here", [(0, 1), (2, 3)])
+def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tuple[int, int]):
+    half = [f"token{node}" for node in here]
+    assert outvoted(basis(4, 4), half, shared=True) == ""
+    assert claims(basis(4, 4), half) == [7]
+    assert claims(basis(4, 4), [*half, f"token{3 - here[0]}"]) == []
+    assert outvoted(basis(4, 4), half[:1], shared=True)
 
 
 @asynchronous
