@@ -5,12 +5,10 @@ import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from tests.rigs.jobs import ROOT, environment
 from train.workloads import classification
@@ -20,15 +18,19 @@ SMALLEST = 15.5  # of WIDTH; a phone shows a figure at about a third of it
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
-def texts(figure: Figure) -> list[Text]:
+def texts(figure: Any) -> list[Any]:
     """Those that are drawn."""
+    from matplotlib.text import Text  # not by each process that collects tests
+
     to_tensor(figure)
     found = figure.findobj(lambda each: isinstance(each, Text) and each.get_visible() and bool(each.get_text().strip()))
     return [text for text in found if isinstance(text, Text)]
 
 
-def assert_legible(figure: Figure) -> list[str]:
+def assert_legible(figure: Any) -> list[str]:
     """All its texts are inside it, none over another, none too small. Returns them."""
+    from matplotlib.transforms import Bbox
+
     found = texts(figure)
     boxes = {text: text.get_window_extent() for text in found}
     whole = figure.bbox
@@ -65,7 +67,7 @@ def test_matrix_of_few_classes_has_all_names(
     drawn: list[list[str]] = []
     usual = classification.to_tensor
 
-    def record(figure: Figure) -> torch.Tensor:
+    def record(figure: Any) -> torch.Tensor:
         drawn.append(assert_legible(figure))
         return usual(figure)
 
