@@ -28,14 +28,21 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.attendance import Attendance
-from rankup.agent.elastic import ElasticLeader, elect, who_leads
+from rankup.agent.attendance import Attendance, elect, who_leads
 from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
-from rankup.agent.network import Link, choose_interface, chosen_address, foreign_address, in_thread, listen, open_port
+from rankup.agent.network import (
+    Link,
+    chosen_address,
+    in_thread,
+    interface_variables,
+    is_this_machine,
+    listen,
+    open_port,
+)
 from rankup.agent.processes import within
-from rankup.agent.protocol import AGENTS, ARGUMENTS, CHANGING, KILLED, VERSION, Member
+from rankup.agent.protocol import ARGUMENTS, KILLED, SHARED, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.votes import same_job
 from rankup.env.launchers import free_port
@@ -43,7 +50,6 @@ from rankup.errors import LEFT_OUT, STOPPED, JoinError, PeerLost, UserError
 from rankup.places.place import Place
 
 log = logging.getLogger("rankup")
-MOST = 1 << 16  # characters of a script's arguments that other nodes are told
 
 
 async def id_of(shared_dir: str) -> str:
@@ -73,19 +79,18 @@ class Lead:
         options = self.options = agent.options
         self.agent, self.node, self.limits = agent, agent.node, agent.limits
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
-        me, limits, elastic = agent.attendance.me, agent.limits, None
-        how: dict[str, Any] = {"say": log.info, "prepare": self._prepare, "hear": self._hear}
-        if limits is not None:
-            elastic = ElasticLeader(me, limits=limits, outdone=agent.yield_to, claim=self._claim, **how)
-        self.elastic = elastic
-        self.leader = elastic or Leader(me, **how)
+        me = agent.attendance.me
+        self.leader = Leader(
+            me, say=log.info, prepare=self._prepare, hear=self._hear, limits=agent.limits, outdone=agent.yield_to,
+            claim=self._claim if me.settings.get(SHARED) else None,
+        )
         self.status = None if options.knows_us else ScriptStatus(options.run_dir)
         self.job = new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
-        works = [self.leader.watch(master="" if agent.alone or self.node.node_rank else self.node.master_addr)]
+        works = [self.leader.watch()]
         works += [self._report(self.status)] if self.status is not None else []
-        works += [self._call(self.elastic)] if self.elastic is not None else []
+        works += [self._call()] if self.limits is not None else []
         self._tasks = [agent.begin(work) for work in works]
 
     def give_up(self) -> None:
@@ -111,16 +116,17 @@ class Lead:
                 report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
-    async def _call(self, leader: ElasticLeader) -> None:
+    async def _call(self) -> None:
         """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
         that is started anew where it was before, and does not find node 0, hears of this leader too."""
         while True:
             await asyncio.sleep(timing.CALL_S)
-            here = {(member.ip, member.serves) for member in leader.seats.members}
+            here = {(member.ip, member.serves) for member in self.leader.seats.members}
             known = {(self.node.master_addr, self.node.master_port), *self.agent.places.values()}
-            await asyncio.gather(*(self._call_one(leader, *place) for place in known - here))
+            await asyncio.gather(*(self._call_one(*place) for place in known - here))
 
-    async def _call_one(self, leader: ElasticLeader, ip: str, port: int) -> None:
+    async def _call_one(self, ip: str, port: int) -> None:
+        leader = self.leader
         other = await who_leads(ip, port, answer={**leader.greeting(), "port": leader.me.serves})
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
             self.agent.yield_to(ip, port)
@@ -151,8 +157,8 @@ class Lead:
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if self.elastic is not None:  # whoever leads counts the attempts the same way
-            self.job, self.ends.restarts = self.elastic.basis["job"] or self.job, n - 1
+        if self.limits is not None:  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
         if self.status is not None:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.status.owner is None:
@@ -167,16 +173,16 @@ class Lead:
 
     async def _blame(self, verdict: Verdict) -> Verdict:
         """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
-        leader, most = self.elastic, self.options.max_failures
-        if most is None or leader is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
+        most = self.options.max_failures
+        if most is None or self.limits is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
             return verdict
-        token = leader.basis["ran"][rank // self.node.nproc]
+        token = self.leader.basis["ran"][rank // self.node.nproc]
         self.failures[token] += 1
         if self.failures[token] < most:
             return verdict
         why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
         self.ends.without_progress = 0
-        if leader.leave_out(token, why):
+        if self.leader.leave_out(token, why):
             await asyncio.Event().wait()  # until this is cancelled
         return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
 
@@ -214,7 +220,6 @@ class Agent:
         self.ranks = Ranks(options, say=self.say, hear_stop=self._hear_signal, begin=self.begin, finish=self.finish)
         self.lead: Lead | None = None
         self.port = 0  # where this agent leads, or says who does
-        self._given = dict(os.environ)
         self.places = dict[str, tuple[str, int]]()  # where each node was last, which may be started there anew
         self._leaves = False  # for good, and the others go on
         self._listener: asyncio.Server | None = None
@@ -255,14 +260,16 @@ class Agent:
 
     def _introduce(self, place: str) -> Attendance:
         """`place`: the id of what it shares with other nodes."""
-        node, limits, arguments = self.node, self.limits, self.options.script.arguments
-        if len(arguments) > MOST:  # a message has room for no more
-            arguments = f"{len(arguments)}-characters-{hashlib.sha256(os.fsencode(arguments)).hexdigest()[:16]}"
-        settings = self.options.script.must_match() | {ARGUMENTS: arguments}
+        node, limits, words = self.node, self.limits, self.options.script.words
+        # A digest: arguments may be long, and may hold a secret
+        settings = self.options.script.must_match()
+        settings[ARGUMENTS] = hashlib.sha256(os.fsencode("\0".join(words))).hexdigest()[:16]
+        if self.options.shared_dir:
+            settings[SHARED] = place
         if limits is not None:
             settings |= {"--nnodes": f"{limits.least}:{limits.most}"}
         me = Member(
-            place=place, token=secrets.token_hex(8), first_rank=node.first_rank, num_ranks=node.nproc,
+            token=secrets.token_hex(8), first_rank=node.first_rank, num_ranks=node.nproc,
             world_size=node.world_size, host=host_name(), pid=os.getpid(), left_s=self.options.join_timeout_s,
             ip="" if self.alone else chosen_address(os.environ), serves=self.port if limits is not None else 0,
             settings=settings,
@@ -271,7 +278,6 @@ class Agent:
             me, self._find_leader, notice=log.warning,
             records=self.ranks.running_records, warm=self.ranks.server.ready.is_set,
             silent_s=limits.silent_s if limits is not None else timing.SILENT_S,
-            commit=AGENTS | (CHANGING if limits is not None else {}),
         )
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -301,7 +307,7 @@ class Agent:
         port = self.node.master_port
         if self.node.node_rank:
             try:  # node 0, or another agent, may be on this machine too
-                port = port if await foreign_address(self.node.master_addr) else 0
+                port = 0 if await is_this_machine(self.node.master_addr) else port
                 open_port("", port).close()
             except OSError:
                 port = 0
@@ -315,8 +321,8 @@ class Agent:
         basis, link = self.attendance.basis, Link(reader, writer)
         with contextlib.suppress(OSError, LookupError, TypeError, ValueError, asyncio.CancelledError):
             link.send(
-                "leader", version=VERSION, over="this node does not lead", token=self.attendance.me.token,
-                n=basis["n"], at=self.attendance.at, job=basis["job"],
+                "leader", over="this node does not lead", token=self.attendance.me.token, n=basis["n"],
+                at=self.attendance.at, job=basis["job"],
             )
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
@@ -351,7 +357,7 @@ class Agent:
         if kind == "propose":
             self.begin(self._get_ready(event))
         elif kind == "commit":
-            known = event["basis"]["known"] if self.limits is not None else []
+            known = self.attendance.basis["known"]
             self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
             if self.ranks.server.ready.is_set() or self.limits is not None:
                 self.ranks.start(event, token=self.attendance.me.token)
@@ -385,8 +391,8 @@ class Agent:
         await self.ranks.all_ended.wait()
         if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
-        mistake = "" if self.alone else choose_interface(os.environ, event["ip"], given=self._given)
-        self.attendance.ready(event["n"], mistake=mistake)
+        self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
+        self.attendance.ready(event["n"])
 
     async def _start_later(self, commit: dict[str, Any]) -> None:
         await self.ranks.server.ready.wait()

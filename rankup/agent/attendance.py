@@ -2,26 +2,27 @@
 
 import asyncio
 import contextlib
-import errno
+import itertools
 import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import Link, greeting, interface_of, open_port, read_secret
-from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
+from rankup.agent.network import Link, greeting, open_port, read_secret
+from rankup.agent.protocol import KILLED, LEADERS, Member, fits
 from rankup.agent.record import Record
-from rankup.agent.votes import NONE, Basis, age
+from rankup.agent.votes import NONE, Basis, age, same_job
+from rankup.env.node_env import NodeEnv
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
 
+ASKED = 4  # members that are asked at once who leads
 CROWD = 8  # a job with more ranks tries less often: one machine takes all connections
-HINT = "MASTER_ADDR and MASTER_PORT have to name the machine and port of rank 0 on all ranks."
-NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+HINT = "MASTER_ADDR and MASTER_PORT, or the file, have to be rank 0's on all ranks."
 
 
 class Attendance:
@@ -33,26 +34,24 @@ class Attendance:
     def __init__(
         self, me: Member, find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-        records: Callable[[], Mapping[int, Record]] = dict, hint: str = HINT, silent_s: float = timing.SILENT_S,
-        commit: Mapping[str, Any] | None = None, warm: Callable[[], bool] = lambda: True,
+        records: Callable[[], Mapping[int, Record]] = dict, silent_s: float = timing.SILENT_S,
+        warm: Callable[[], bool] = lambda: True,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
-        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of
-        this member's ranks that run, by rank. `hint`: what has to be right, for the message of a failure.
-        `silent_s`: the leader is lost where it gives no sign of life for so long. `commit`: the form of what it says
-        besides as it commits. `warm`: whether this member's ranks would start without a wait for imports."""
+        yet. `notice`: prints a line, every NOTICE_S, that says what is waited for. `records`: of those of this member's
+        ranks that run, by rank. `silent_s`: the leader is lost where it gives no sign of life for so long. `warm`:
+        whether this member's ranks would start without a wait for imports."""
         self.basis: Basis = NONE
-        self._silent_s, self._commit, self._warm = silent_s, dict(commit or {}), warm
-        self._records, self._hint = records, hint
+        self._silent_s, self._warm, self._records = silent_s, warm, records
         self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
         self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
         self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
         self._leader, self.at = "", list[Any]()  # where it was found; as host and port while this is a member
-        self._chosen_ip, self._cannot_listen = me.ip, ""
+        self._chosen_ip = me.ip
         self._listener: socket.socket | None = None
-        self._route: asyncio.Task[str] | None = None
+        self._next_member: list[Any] | None = None  # ip, port and name
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def say(self, kind: str, **values: Any) -> bool:
@@ -61,12 +60,11 @@ class Attendance:
             self._link.send(kind, **values)
         return self._link is not None
 
-    def ready(self, n: int, *, mistake: str = "") -> None:
+    def ready(self, n: int) -> None:
         """This member's ranks are gone, and it can be in membership `n`. Returns at once; the leader is told when the
-        route to the next member has been tried, which began when the proposal came. `mistake`: of the user, why it
-        can't be in any."""
-        if self._link is not None and self._route is not None and n == self.n:
-            self._start(self._say_ready(self._link, n, self._route, mistake))
+        route to the next member has been tried."""
+        if self._link is not None and n == self.n:
+            self._start(self._say_ready(self._link, n))
 
     async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
         """Be a member until `hear` returns something true. It gets what the leader decides: propose, commit, lost,
@@ -89,11 +87,9 @@ class Attendance:
                 link.close()
                 self._link, self.at = None, []
                 if self._clock() > self._until_s:
-                    if (silent_s := self._clock() - self._heard_s) > timing.BUSY_S:
-                        self.problem = (
-                            f"rank 0 at {self._leader} has said nothing for {silent_s:.0f} s: its process is stopped, "
-                            "or the network between is cut"
-                        )
+                    if "code" not in lost:
+                        stopped = "its process is stopped, or the network between is cut"
+                        self.problem = f"rank 0 at {self._leader} {lost['why']}: {stopped}"
                     raise self._failure()
                 self._leave_membership()
                 if hear({"is": "gone", **lost}):
@@ -106,7 +102,7 @@ class Attendance:
         """The leader's next message, None where there will be none."""
         with contextlib.suppress(ConnectionError):
             message = await link.receive()
-            if fits(message, LEADERS.get(message["is"], {}) | (self._commit if message["is"] == "commit" else {})):
+            if fits(message, LEADERS.get(message["is"], {})):
                 self._heard_s = self._clock()
                 return message
         return None
@@ -133,9 +129,7 @@ class Attendance:
             self._notice(f"still waiting: {self.problem}")
         elif kind == "propose":
             self.n, self.basis = message["n"], message.get("basis") or self.basis
-            if self._route is not None:
-                self._route.cancel()
-            self._route = self._start(self._try_route(message.get("next")))
+            self._next_member = message.get("next")
         elif kind in ("commit", "spare", "basis"):
             self._until_s = self._until_s if kind == "basis" else math.inf
             basis = message.get("basis") or self.basis
@@ -168,13 +162,12 @@ class Attendance:
 
     def _failure(self) -> JoinError:
         who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
-        text = f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {self._hint}"
-        return JoinError(text)
+        return JoinError(f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {HINT}")
 
     # The connection -----------------------------------------------------------------------------------------------
 
     async def _connect(self) -> Link:
-        crowd, begun_s, refused = min(10.0, max(1.0, self.me.world_size / CROWD)), self._clock(), ""
+        crowd, begun_s = min(10.0, max(1.0, self.me.world_size / CROWD)), self._clock()
         while True:
             try:
                 host, port = await self._find_leader()
@@ -183,13 +176,10 @@ class Attendance:
             else:
                 try:
                     return await self._introduce(host, port)
-                except _NoLeaderError as error:
+                except JoinError as error:
                     self.problem = str(error)
                 except OSError as error:
-                    now = explain(error, host, port)
-                    # When rank 0 gives up, its container goes, and with it the name: the refusal was the cause
-                    refused = now if isinstance(error, ConnectionRefusedError) else refused
-                    self.problem = f"{refused}. By now {now}" if refused and refused != now else now
+                    self.problem = explain(error, host, port)
             now_s = self._clock()
             if now_s > self._until_s:
                 raise self._failure()
@@ -199,7 +189,8 @@ class Attendance:
             await asyncio.sleep(crowd * (timing.EARLY_PAUSE_S if now_s - begun_s < timing.EARLY_S else timing.PAUSE_S))
 
     async def _introduce(self, host: str, port: int) -> Link:
-        """Raises OSError where nothing is reached, and _NoLeaderError where that is no leader who takes members."""
+        """Raises OSError where nothing is reached, and JoinError where that is no leader who takes members."""
+        self._listen()
         secret = read_secret(os.environ)
         link = await Link.connect(host, port)
         try:
@@ -215,9 +206,9 @@ class Attendance:
             )
         if over:
             link.close()
-            raise _NoLeaderError(over)
-        self._listen(self._chosen_ip or link.local_ip)
-        link.send("hello", **asdict(self.me), version=VERSION, n=self.n, basis=self.basis, warm=self._warm())
+            raise JoinError(over)
+        self.me = replace(self.me, ip=self._chosen_ip or link.local_ip)
+        link.send("hello", **asdict(self.me), n=self.n, basis=self.basis, warm=self._warm())
         self._link, self._heard_s = link, self._clock()
         self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
         self.problem = f"rank 0 at {self._leader} is still waiting for others"
@@ -241,61 +232,40 @@ class Attendance:
 
     # The route to the next member ---------------------------------------------------------------------------------
 
-    def _listen(self, ip: str) -> None:
-        """Listen as gloo will, on the own address; beside the leader, which one that is is known only later.
+    def _listen(self) -> None:
+        """At any high port, as gloo will. Raises OSError.
 
         Nobody accepts: the kernel completes connections by itself, and not one byte of a stranger is read.
         """
-        if self._listener is not None:
-            if ip == self.me.ip:
-                return
-            self._listener.close()
-        alone = self.me.num_ranks == self.me.world_size  # nobody tries the way to it
-        at = "" if is_loopback(ip) and not alone else ip
-        port, self._listener, self._cannot_listen = 0, None, ""
-        try:
-            self._listener = open_port(at, 0, backlog=128)
+        if self._listener is None and self.me.num_ranks < self.me.world_size:  # else nobody tries the way to it
+            self._listener = open_port("", 0, backlog=128)
             self._listener.setblocking(False)
-            port = self._listener.getsockname()[1]
-        except OSError as error:
-            self._cannot_listen = f"{self.me.name} can't listen on {ip} ({error.strerror})"
-        self.me = replace(self.me, ip=ip, port=port, interface=interface_of(ip))
+            self.me = replace(self.me, port=self._listener.getsockname()[1])
 
-    async def _try_route(self, to: list[Any] | None) -> str:
+    async def _say_ready(self, link: Link, n: int) -> None:
+        link.send("ready", n=n, problem=await self._try_route())
+
+    async def _try_route(self) -> str:
         """The problem with it, or ""."""
-        if self._listener is None:
-            return self._cannot_listen
         with contextlib.suppress(OSError):
-            while True:  # drop what was completed for earlier memberships: the queue must not fill
+            while self._listener is not None:  # drop what earlier memberships completed: the queue must not fill
                 self._listener.accept()[0].close()
-        if to is None:
+        if self._next_member is None:
             return ""
-        ip, port, name, interface = to
+        ip, port, name = self._next_member
         try:
             (await Link.connect(ip, port, timeout_s=timing.ROUTE_S)).close()
-            return ""
-        except TimeoutError:
-            what = "got no answer from"
-        except ConnectionRefusedError:
-            what = "was refused by"
         except OSError as error:
-            what = "has no route to" if error.errno in NO_ROUTE else f"failed ({error}) to connect to"
-        there = f" (interface {interface} there)" if interface else ""
-        return f"{self.me.name} {what} {name} at {ip}:{port}{there}"
-
-    async def _say_ready(self, link: Link, n: int, route: "asyncio.Task[str]", mistake: str) -> None:
-        link.send("ready", n=n, problem="" if mistake else await route, mistake=mistake)
-
-
-class _NoLeaderError(OSError):
-    """What answers there takes no members."""
+            why = os.strerror(error.errno) if error.errno else "no answer"
+            return f"{self.me.name} does not reach {name} at {ip}:{port} ({why})"
+        return ""
 
 
 def explain(error: OSError, host: str, port: int) -> str:
     """Why a connection failed, and what that usually means; one clause."""
-    address, detail = f"{host}:{port}", error.strerror or str(error)
+    address = f"{host}:{port}"
     if isinstance(error, socket.gaierror):
-        return f'the name "{host}" does not resolve here ({detail})'
+        return f'the name "{host}" does not resolve here ({error.strerror})'
     if isinstance(error, ConnectionRefusedError):
         own = ". A loopback address is each machine itself" if is_loopback(host) else ""
         return (
@@ -304,4 +274,59 @@ def explain(error: OSError, host: str, port: int) -> str:
         )
     if isinstance(error, TimeoutError):
         return f"{address} does not answer: a wrong address, a machine that is down, or a firewall that drops packets"
-    return f"no route to {host} ({detail})" if error.errno in NO_ROUTE else f"{address}: {detail}"
+    return f"{address}: {os.strerror(error.errno) if error.errno else error}"
+
+
+# Who leads, where the number of nodes may change ----------------------------------------------------------------------
+
+
+async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int] | None) -> tuple[str, int] | None:
+    """Where somebody leads; None where this member is to: the first of the last membership that answers leads.
+    `elsewhere`: where a leader has said that it leads. Raises OSError where that is to be waited for.
+
+    All members look at once. So each of them asks a few, those that may lead first, and only who is about to lead
+    itself asks all.
+    """
+    basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
+    said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
+    # No leader: a new node 0 that hears it knows that there is a job
+    words = {"n": basis["n"], "running": False, "token": me.token, "port": 0, "job": basis["job"]}
+
+    async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+        new = dict.fromkeys(place for place in places if place not in said)
+        while new:
+            found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
+            said.update(zip(new, found, strict=True))
+            told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
+            new = dict.fromkeys(place for place in told if place not in said)
+        for place, each in said.items():
+            leads = each is not None and not each["over"] and each["token"] != me.token
+            if each is not None and leads and each["n"] >= basis["n"] and same_job(each, basis):
+                return place
+        return None
+
+    known = [(token, (ip, port), name) for token, ip, port, name in basis["known"]]
+    before = list(itertools.takewhile(lambda each: each[0] != me.token, known))
+    for start in range(0, max(1, len(before)), ASKED):
+        few = before[start:start + ASKED]
+        if found := await ask([*(place for _, place, _ in few), master, elsewhere or master]):
+            return found
+        for token, place, name in few:
+            if (each := said[place]) and each["token"] == token:
+                raise ConnectionError(f"{name} is to lead, and does not yet")
+    if not basis["n"]:
+        return master  # which says why not
+    if len(before) == len(known):
+        raise ConnectionError("no leader of the job was found")
+    return await ask(place for token, place, _ in known if token != me.token)
+
+
+async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
+    connect = Link.connect(ip, port, timeout_s=timing.PROBE_S)
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError), contextlib.closing(await connect) as link:
+        async with asyncio.timeout(timing.PROBE_S):
+            said = await greeting(link, read_secret(os.environ))
+        link.send("leads", **answer)
+        return {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
+    return None

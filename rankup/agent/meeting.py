@@ -1,39 +1,36 @@
 """Who belongs to a job: the leader meets all members, names who is missing, and says when one is lost. No torch here.
 
 The kernel closes the connections of a process that ends, so a loss is known at once. A process that is stopped or cut
-off is found by its silence. The messages are in `protocol`, a member's side of them is in `attendance`, and what is
-added where the number of nodes may change is in `elastic`. How all ranks stop before the same step is in `record`.
+off is found by its silence. The messages are in `protocol`, a member's side of them is in `attendance`. How all ranks
+stop before the same step is in `record`.
 
-A newcomer that differs from the job is turned away alone, also where it is the one that is to lead, see `sameness`.
+Where the number of nodes may change, a node keeps its seat, and its ranks are numbered at each proposal: the leader's
+first, then those of the last membership in its order, then newcomers; who is beyond `most` is a spare. A newcomer that
+is needed has all ranks stop before one step, and save. Which part of a job that was cut goes on is in `votes`.
+
+Members that differ (see `differences`) are all refused as long as there was no membership. Later such a newcomer is
+turned away alone, also where it is the one that is to lead. Arguments count where all nodes began with the same.
 """
 
 import asyncio
 import contextlib
 import itertools
+import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rankup import timing
-from rankup.agent.network import Link, encode, foreign_address, interface_of
-from rankup.agent.protocol import (
-    ARGUMENTS,
-    HINT,
-    KILLED,
-    SIGNALS,
-    VERSION,
-    Member,
-    describe_claims,
-    describe_late,
-    describe_missing,
-)
+from rankup.agent.network import Link, encode
+from rankup.agent.protocol import ARGUMENTS, HINT, KILLED, SIGNALS, Member, by_host, describe_missing, differences
 from rankup.agent.record import StopAgreement
-from rankup.agent.sameness import differences, unlike
 from rankup.agent.seats import Seat, Seats
-from rankup.agent.votes import NONE
-from rankup.env.rank_env import is_loopback
-from rankup.errors import JOIN_FAILED, USER_MISTAKE, JoinError, PeerLost, UserError
+from rankup.agent.votes import NONE, Basis, age, claims, electorates, outvoted, recount, same_job, without
+from rankup.env.node_env import Limits
+from rankup.env.rank_env import is_loopback, ranges
+from rankup.errors import JOIN_FAILED, USER_MISTAKE, ExpectedError, reason
 
 ENDED = "its process has ended"
 
@@ -49,8 +46,9 @@ class Leader:
 
     def __init__(
         self, me: Member, *, say: Callable[[str], None], prepare: Callable[[int], Awaitable[Mapping[str, Any]]],
-        hear: Callable[[Member, Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic,
-        silent_s: float = timing.SILENT_S,
+        hear: Callable[[Member, Mapping[str, Any]], None], limits: Limits | None = None,
+        outdone: Callable[[str, int], None] = lambda ip, port: None,
+        claim: Callable[[str, int], Awaitable[bool]] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`me`: the member beside the leader; all are refused where they have not met `me.left_s` after the start, or
         after the last loss. `say`: prints a line. `prepare(n)`: what the commit of a membership says beside its
@@ -61,10 +59,12 @@ class Leader:
         committed one. A member's loss that the leader has found itself is {"is": "lost", "n", "why"}, after all have
         been told.
 
-        `silent_s`: a member that gives no sign of life for so long is lost.
+        `limits`: where the number of nodes may change. Then also `outdone(ip, port)`: there is a leader that knows a
+        newer membership; and `claim(job, n)`: whether this member owns what follows membership `n`, at the place that
+        all nodes share, if they do.
         """
-        self._silent_s = silent_s
         self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
+        self._limits, self._outdone, self._claim = limits, outdone, claim
         self.membership, self.running, self.changing = 0, False, False
         self.seats, self.basis = Seats(), NONE
         self._lost: dict[int, Seat] = {}  # by claim
@@ -77,7 +77,10 @@ class Leader:
         self._over = ""  # why there will be no membership any more
         self._model: Member | None = None  # whoever differs from this one is no part of the job; None before it began
         self._same_arguments = False  # all nodes have the same, as it began
+        self._next = NONE  # the basis that this leader has proposed last
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
+        self._beaten_s = -math.inf  # when another part of the job owned what is next
+        self._foreign_s = -math.inf  # when somebody called who knows a newer membership
 
     @property
     def chosen(self) -> list[Member]:
@@ -86,11 +89,30 @@ class Leader:
 
     def nodes(self) -> list[dict[str, Any]]:
         """For the user, where the number of nodes may change: each that was here since this leader leads."""
-        return []
+        if self._limits is None:
+            return []
+        now, now_s = time.time(), self._clock()
+        rows = {}
+        for seat in [*self._lost.values(), *self.seats.values()]:
+            used = self.running and seat in self._chosen and not seat.lost
+            votes = all(seat.member.token in each["voters"] for each in electorates(self.basis))
+            idle = "spare" if votes else "new"  # until the others know of it
+            state = "in use" if used else "left out" if seat.unfit else "lost" if seat.lost else idle
+            rows[seat.claim.start] = {
+                "host": seat.member.host, "state": state, "since": now - (now_s - seat.since_s),
+                "why": seat.unfit or seat.lost, "ranks": ranges(set(seat.member.ranks)) if used else "",
+            }
+        return [{"node": first // self.me.num_ranks, **rows[first]} for first in sorted(rows)]
 
     def signs(self) -> list[dict[str, Any]]:
-        """Where each rank is, see `Seats.signs`."""
-        return self.seats.signs(self._clock())
+        """Where each rank was when its member last said so, by rank: what it said, and `host`. How long ago it lived is
+        in `ago_s`, as the clocks of two machines may differ."""
+        now_s = self._clock()
+        rows = [
+            {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
+            for seat in self.seats.values() for sign in seat.signs
+        ]
+        return sorted(rows, key=lambda row: int(row["rank"]))
 
     # Who comes ----------------------------------------------------------------------------------------------------
 
@@ -101,20 +123,16 @@ class Leader:
             await self._attend(link)
 
     async def _attend(self, link: Link) -> None:
-        link.send("leader", version=VERSION, over=self._over, **self.greeting())
+        link.send("leader", over=self._over, **self.greeting())
+        why = ENDED
         try:
             async with asyncio.timeout(timing.HELLO_S):
                 hello = await link.receive()
-            member = self._read(link, hello)
-        except (ConnectionError, TimeoutError, LookupError, TypeError, ValueError, OverflowError):
-            return  # most likely a stranger
-        why = ENDED
-        try:
-            if member is not None:
+            if (member := self._read(link, hello)) is not None:
                 await self._seat(link, member, warm=hello.get("warm") is not False)
             while True:  # also for who was refused: an end of ours before its own may hide the reason
                 self._take(link, await link.receive())
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             pass
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
@@ -124,28 +142,33 @@ class Leader:
         """What this leader says of itself to whoever connects."""
         return {"token": self.me.token, "n": self.membership, "running": self.running, "job": self.basis["job"]}
 
+    def yields_to(self, other: Mapping[str, Any]) -> bool:
+        """Whether another leader of this job, which has said so much of itself, takes the place of this one."""
+        ours = (self.membership, self.running, self.me.token)
+        return same_job(other, self.basis) and (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
+
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
         """A newcomer introduces itself. None where it can't belong to this job."""
+        if hello["is"] == "leads" and self._limits is not None:
+            if not int(hello["port"]):  # a member of a job, which looks for its leader
+                self._foreign_s = self._clock() if int(hello["n"]) > self.membership else self._foreign_s
+            elif self.yields_to(hello):
+                self._outdone(link.remote_ip, int(hello["port"]))
         if hello["is"] != "hello" or self._over:
             raise ValueError(hello["is"])  # it may be early, and wait for the next leader
-        if hello["version"] != VERSION:
-            who = f"rank {hello['first_rank']!s:.20} on {hello['host']!r:.80}"
-            text = f"{who} has another version of rankup than {self.me.who}. Install the same on all nodes."
-            if int(hello["n"]) and self._model is None:  # the job is the other one's
-                if (own := self.seats.of(self.me.token)) is not None:
-                    self._send_back(own, text)
-                raise ValueError(text)
-            self._turn_away(link, who, text, code=USER_MISTAKE)
-            return None
         member = Member.read(hello)
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
             text = f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}"
-            self._turn_away(link, member.name, text)
+            self._turn_away(link, member, text)
             return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
         if int(hello["n"]) and self._model is None:
             self._model = member
+        if self._limits is not None and not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
+            self.basis = dict(hello["basis"])
+            self._same_arguments = bool(self.basis.get("same_arguments"))
+            self.membership = max(self.membership, self.basis["n"])  # a spare may not have heard its proposal
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
@@ -153,9 +176,6 @@ class Leader:
 
         Raises ConnectionError where the job is over before.
         """
-        def unfit() -> str:  # the leader's own member gets a seat first, and then gives way
-            return self._unlike(member) if member.token != self.me.token else ""
-
         known: dict[Seat, list[int]] = {}  # for each that has them: messages until now, and looks that are left
         while rivals := self.seats.claimed(member.ranks):
             for rival in rivals:
@@ -165,10 +185,11 @@ class Leader:
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
                 elif rival.num_heard > answer[0]:
-                    self._turn_away(link, member.name, describe_claims(rival.member, member))
+                    claims = f"rank {member.first_rank} was claimed twice: by {rival.member.who} and by {member.who}"
+                    hint = "Or another job uses this port, or an earlier attempt does not end."
+                    self._turn_away(link, member, f"{claims}. Give each process a RANK of its own. {hint}")
                     return
-                elif answer[1] < 0 and (text := unfit()):
-                    self._turn_away(link, member.name, text, code=USER_MISTAKE)
+                elif answer[1] < 0 and self._is_foreign(link, member):
                     return
                 elif answer[1] < 0:
                     self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
@@ -176,41 +197,43 @@ class Leader:
             await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
-        if text := unfit():
-            self._turn_away(link, member.name, text, code=USER_MISTAKE)
+        if self._is_foreign(link, member):
             return
         now_s = self._clock()
         self.seats[link] = Seat(link, member, member.ranks, now_s, now_s, warm)
         self._lost.pop(member.first_rank, None)
         self._judge()
+        if self.running and self._limits is not None:
+            link.send("spare", basis=self.basis)
 
-    def _turn_away(self, link: Link, who: str, text: str, *, code: int = JOIN_FAILED) -> None:
+    def _turn_away(self, link: Link, member: Member, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
         link.send("refused", code=code, text=text)
         if self._model is None:
             self.refuse(text, code=code)
-            return
-        self._say(f"{who} was turned away{', and the job goes on' * self.running}: {text}")
+        elif member.token != self.me.token:
+            self._say(f"{member.name} was turned away{', and the job goes on' * self.running}: {text}")
+        else:  # the others look for a leader that fits
+            self.tell("waiting", text=f"{member.name} was turned away: {text}")
+            self.dismiss()
+
+    def _is_foreign(self, link: Link, member: Member) -> bool:
+        """Turn away who is no part of this job. The leader's own member gets a seat first, and then gives way."""
+        if member.token == self.me.token or not (text := self._unlike(member)):
+            return False
+        self._turn_away(link, member, text, code=USER_MISTAKE)
+        return True
 
     def _unlike(self, member: Member) -> str:
         """How a member differs from the job; "" where it may belong to it."""
-        return unlike(member, self._model, arguments=self._same_arguments) if self._model is not None else ""
+        return differences(member, self._model, arguments=self._same_arguments) if self._model is not None else ""
 
     def _sort_out(self) -> None:
         """Turn away who came before it was known that this is not their job."""
         for seat in list(self.seats.values()):
             if not self._over and (text := self._unlike(seat.member)):
-                self._send_back(seat, text)
-
-    def _send_back(self, seat: Seat, text: str) -> None:
-        """Turn away a newcomer that has a seat. Where it is this leader's, the others look for one that fits."""
-        if seat.member.token != self.me.token:
-            self._turn_away(seat.link, seat.member.name, text, code=USER_MISTAKE)
-            del self.seats[seat.link]
-        else:
-            self.seats.tell("waiting", but=seat, text=f"{self.me.name} was turned away: {text}")
-            seat.link.send("refused", code=USER_MISTAKE, text=text)
-            self.dismiss()
+                del self.seats[seat.link]
+                self._turn_away(seat.link, seat.member, text, code=USER_MISTAKE)
 
     # What they say ------------------------------------------------------------------------------------------------
 
@@ -221,7 +244,10 @@ class Leader:
         seat.num_heard += 1
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
-                self._hear_ready(seat, str(message["problem"]), str(message.get("mistake", "")))
+                seat.problem = str(message["problem"])
+                seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
+                self._late.remove(seat)
+                self._judge()
         elif kind == "alive":
             seat.warm = message.get("warm") is not False
             seat.signed_s, seat.signs = seat.heard_s, [
@@ -231,6 +257,12 @@ class Leader:
             if not self._asking:
                 asyncio.get_running_loop().call_later(timing.POLL_S, self._answer)
             self._asking.add(link)
+        elif kind == "leaving":
+            self._let_go(seat)
+        elif kind == "has":
+            seat.has = age(message)
+        elif kind == "left":  # it has no say any more, and its ranks have ended for good
+            self._renew(**without(self.basis, seat.member.token))
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # only this leader says who is lost
         elif kind == "late":
@@ -250,18 +282,6 @@ class Leader:
         data = encode("ranks", ranks=self.signs(), nodes=self.nodes())
         for link in asked:
             link.write(data)
-
-    def _hear_ready(self, seat: Seat, problem: str, mistake: str) -> None:
-        seat.problem = problem
-        seat.warm = seat.warm or seat in self._chosen  # else it would not be ready
-        self._late.remove(seat)
-        if mistake:
-            if self._model is not None and not (seat.member.token == self.me.token and self._formed):
-                self._void()
-                self._send_back(seat, mistake)
-            else:
-                self.refuse(mistake, code=USER_MISTAKE)
-        self._judge()
 
     def take(self, kind: str, **values: Any) -> bool:
         """The member beside the leader says something. It is heard before this returns, where the process of both may
@@ -287,17 +307,15 @@ class Leader:
             self.lose(seat.member, why, node=True, **more)
             self._hear(seat.member, {"is": "lost", "n": self._formed, "why": why})
 
-    async def watch(self, *, master: str = "") -> None:
-        """Look at the clock from now on. `master`: MASTER_ADDR; a warning where it is no address of this machine."""
-        if master and (warning := await foreign_address(master)):
-            self._say(warning)
+    async def watch(self) -> None:
+        """Look at the clock from now on."""
         while True:
             await asyncio.sleep(timing.TICK_S)
             self.tick()
 
     def tick(self) -> None:
         """Signs of life, deadlines, and who is missing."""
-        now_s, silent_s = self._clock(), self._silent_s
+        now_s, silent_s = self._clock(), timing.SILENT_S if self._limits is None else self._limits.silent_s
         for seat in list(self.seats.values()):
             if now_s - self._ticked_s > min(timing.FROZEN_S, silent_s / 2):
                 seat.heard_s = now_s
@@ -308,11 +326,13 @@ class Leader:
             self._beat_s = now_s
             self.tell("alive")
         self._judge()
-        if self.running or self._over:
+        if self._over:
             return
-        if now_s - self._begun_s > self.me.left_s and self._preparing is None:
-            how = "with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
-            self.refuse(f"{self._missing()}. Was every process started, {how}?")
+        if self.running:
+            self._look_for_change()
+        elif now_s - self._begun_s > self.me.left_s + (timing.PREPARE_S if self._preparing is not None else 0.0):
+            hint = ". Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
+            self.refuse(self._missing() + hint * (not self._proposed))
         elif now_s - self._noticed_s >= timing.NOTICE_S:
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
@@ -347,8 +367,9 @@ class Leader:
             self._sort_out()
             if self._over or not (seats := self._choose()):
                 return
-            if text := differences(self.seats.members):
-                self.refuse(text, code=USER_MISTAKE)
+            first, *others = self.seats.members
+            if found := [text for each in others if (text := differences(each, first, arguments=False))]:
+                self.refuse("\n".join(found[:4]), code=USER_MISTAKE)
             else:
                 self._propose(seats)
         elif not self._late and self._preparing is None:
@@ -356,8 +377,25 @@ class Leader:
 
     def _choose(self) -> list[Seat]:
         """Who can be the next membership, by rank; nobody as long as that is to be waited for."""
-        seats = sorted(self.seats.values(), key=lambda seat: seat.claim.start)
-        return seats if sum(len(seat.claim) for seat in seats) == self.me.world_size else []
+        if self._limits is None:
+            seats = sorted(self.seats.values(), key=lambda seat: seat.claim.start)
+            return seats if sum(len(seat.claim) for seat in seats) == self.me.world_size else []
+        seats, now_s, founds = list(self.seats.values()), self._clock(), not self.basis["n"]
+        if any(seat.leaves and seat.unfit and seat.member.token == self.me.token for seat in seats):
+            return []  # this leader goes, and the next one chooses
+        # A new node 0 founds no job beside one that looks for its leader
+        if now_s - self._beaten_s < timing.NOTICE_S or (founds and now_s - self._foreign_s < timing.FOUND_S):
+            return []
+        order = {token: place for place, token in enumerate(self.basis["used"], 1)} | {self.me.token: 0}
+        # At the start all import torch. Later nobody waits for a node that does, other than the one that leads
+        fit = [seat for seat in seats if not seat.unfit and (founds or seat.warm or seat.member.token == self.me.token)]
+        # A new node 0 founds no second job: who leads the first one calls it
+        wait_s = max(self._limits.wait_s, timing.FOUND_S) if founds else self._limits.wait_s
+        enough = self._limits.least if now_s - self._begun_s >= wait_s else self._limits.most
+        if len(fit) < enough or self._outvoted():
+            return []
+        fit.sort(key=lambda seat: (order.get(seat.member.token, math.inf), seat.claim.start))
+        return fit[:self._limits.most]
 
     def _propose(self, seats: list[Seat]) -> None:
         self.membership = self._proposed = self.membership + 1
@@ -368,20 +406,31 @@ class Leader:
         ours = next((ip for ip in far if not is_loopback(ip)), "127.0.0.1")
         for seat in self.seats.values():
             if is_loopback(seat.member.ip):
-                seat.member = replace(seat.member, ip=ours, interface=interface_of(ours))
+                seat.member = replace(seat.member, ip=ours)
         if not self.basis["n"]:
             self._same_arguments = len({member.settings.get(ARGUMENTS) for member in self.seats.members}) == 1
-        more = self._terms()
+        more = {} if self._limits is None else {"basis": self._number()}
         # The ring crosses each border between nodes in both directions, at the price of one connection a member
         following = dict(zip(seats, [*seats[1:], seats[0]], strict=True))
         for seat in self._late:
             to = following.get(seat, seat).member
-            route = [to.ip, to.port, to.name, to.interface] if to.port and to is not seat.member else None
+            route = [to.ip, to.port, to.name] if to.port and to is not seat.member else None
             seat.link.send("propose", n=self._proposed, next=route, ip=seat.member.ip, **more)
 
-    def _terms(self) -> dict[str, Any]:
-        """What a proposal says besides."""
-        return {}
+    def _number(self) -> Basis:
+        """Give their numbers to the ranks of the proposal, where the number of nodes may change. Returns its basis."""
+        for place, seat in enumerate(self._chosen):
+            size = seat.member.num_ranks
+            seat.member = replace(seat.member, first_rank=place * size, world_size=len(self._chosen) * size)
+        self._late |= {seat for seat in self.seats.values() if not seat.leaves}  # spares know of it before it is so
+        known = self._known()
+        tokens = [token for token, *_ in known]
+        self._next = {
+            "job": self.basis["job"], "n": self._proposed, "v": 0, "known": known, "voters": tokens,
+            "used": tokens[:len(self._chosen)], "ran": self.basis.get("ran", self.basis["used"]),
+            "before": electorates(self.basis), "same_arguments": self._same_arguments,
+        }
+        return self._next
 
     def _void(self) -> None:
         """Somebody came or went: what was proposed will not be."""
@@ -394,31 +443,37 @@ class Leader:
         """A fault of ours in it must not look like a hang."""
         try:
             await self._agree(n)
-        except (UserError, JoinError, PeerLost) as error:
-            self.refuse(str(error), code=error.code)
         except Exception as error:
-            self.refuse(f"{type(error).__name__}: {error}")
+            self.refuse(reason(error), code=error.code if isinstance(error, ExpectedError) else JOIN_FAILED)
 
     async def _agree(self, n: int) -> None:
         """All are ready. Cancelled where one of them goes."""
+        for number in claims(self.basis, self.seats.tokens):
+            if self._claim is not None and not await self._claim(self.basis["job"], number):
+                self._beaten_s, self._preparing = self._clock(), None
+                self._void()
+                return
         if problems := sorted(seat.problem for seat in self._chosen if seat.problem):
             await asyncio.sleep(timing.ENDING_S)
             self._give_up(problems)
             return
-        try:
-            async with asyncio.timeout(timing.PREPARE_S) as patience:
-                more = dict(await self._prepare(n))
-        except TimeoutError:
-            if patience.expired():
-                raise JoinError(self._missing()) from None
-            raise
+        more = dict(await self._prepare(n))
         if not self._over:
             self._start(n, more)
 
     def _give_up(self, problems: list[str]) -> None:
-        """Members have no route to each other."""
-        first = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
-        self.refuse(f"all ranks reached the master, but not each other: {first}. {HINT}")
+        """Members have no route to each other. Where the number of nodes may change, go on without the one that most
+        routes concern which fail, and never without the leader."""
+        if self._limits is None:
+            self.refuse(f"all ranks reached the master, but not each other: {'; '.join(problems[:4])}. {HINT}")
+            return
+        pairs = zip(self._chosen, [*self._chosen[1:], self._chosen[0]], strict=True)
+        blame = Counter(each for pair in pairs if pair[0].problem for each in pair)
+        worst = max(reversed(self._chosen[1:]), key=lambda seat: blame[seat])
+        worst.unfit = next(seat.problem for seat in self._chosen if seat.problem)
+        self._say(f"{worst.member.who} is left out: {worst.unfit}")
+        self._preparing = None
+        self._void()
 
     def _start(self, n: int, more: dict[str, Any]) -> None:
         """Membership `n` runs from now on."""
@@ -431,11 +486,12 @@ class Leader:
             seat.finished.clear()
         on_hosts = itertools.groupby(self.chosen, key=lambda member: member.host)
         hosts = [[host, sum(member.num_ranks for member in members)] for host, members in on_hosts]
-        self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more, **self._agreed(more))
-
-    def _agreed(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """What a commit says besides."""
-        return {}
+        if self._limits is not None:
+            change = self._describe_change()
+            # Newer than a proposal of the same number, which another part of the job may have made
+            self.basis = {**self._next, "v": 1, "before": [], "ran": self._next["used"], "job": more["job"]}
+            more |= {"change": change, "basis": self.basis}
+        self.tell("commit", n=n, ip=self.chosen[0].ip, hosts=hosts, **more)
 
     def stop(self, name: str, **more: Any) -> None:
         """Somebody asks the job to stop, by the signal `name`: all are told, and agree on the step to stop at. With
@@ -458,7 +514,9 @@ class Leader:
 
     def tell(self, kind: str, **values: Any) -> None:
         """Tell all members something; after "over" they may go without being lost, and nobody else is taken."""
-        self.seats.tell(kind, **values)
+        data = encode(kind, **values)  # once for all
+        for seat in self.seats.values():
+            seat.link.write(data)
         if kind == "over":
             self._over = values.get("text") or "the job at this address has just ended"
 
@@ -471,7 +529,95 @@ class Leader:
 
     def _missing(self) -> str:
         waited_s = round(self._clock() - self._begun_s)
+        if self._beaten_s > self._begun_s:
+            return "another part of the job goes on, or --shared-dir does not answer"
         if self._proposed:
-            return describe_late(self.chosen, [seat.member for seat in self._late], waited_s=waited_s)
-        gone = [(seat.member, seat.lost) for _, seat in sorted(self._lost.items())]
-        return describe_missing(self.seats.members, gone, of=self.me, waited_s=waited_s)
+            late = f"not each is ready after {waited_s} s (late: {by_host(seat.member for seat in self._late)})"
+            what = late if self._late else f"rank 0 still imports torch after {waited_s} s"
+            return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
+        if self._limits is None:
+            text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)
+        else:
+            here = [seat for seat in self.seats.values() if not seat.unfit]
+            cold = sum(not seat.warm for seat in here)
+            text = self._outvoted() or f"{len(here)} of at least {self._limits.least} nodes are here"
+            text += f", {cold} of them without their imports yet" if cold else ""
+        lost = "; ".join(f"{seat.member.who}: {seat.unfit or seat.lost}" for seat in [*self._lost.values()][:4])
+        return text + (f" (lost: {lost})" if lost else "")
+
+    # Where the number of nodes may change -------------------------------------------------------------------------
+
+    def _let_go(self, seat: Seat) -> None:
+        """A node was asked to leave: the others go on without it, and if all leave, the job stops."""
+        seat.unfit, seat.leaves = "it was asked to leave", True
+        if all(each.leaves for each in self.seats.values()):
+            for each in self.seats.values():
+                each.unfit = ""  # all of them say how the job ends
+            self._hear(seat.member, {"is": "stop", "signal": "SIGTERM"})
+        elif seat in self._chosen and self.running:
+            self._change()
+        elif seat in self._chosen:
+            self._void()
+
+    def _change(self) -> None:
+        """Have the ranks stop, for another membership."""
+        if not self.changing:
+            self.changing = True
+            self.stop("SIGTERM", change=True)
+
+    def leave_out(self, token: str, why: str) -> bool:
+        """Go on without that node, for good; what is proposed is cancelled. Returns False where it is the last one that
+        is needed. It is told, and leaves as one that was asked to."""
+        seat = self.seats.of(token)
+        others = [each for each in self.seats.values() if each is not seat and not each.unfit]
+        if self._limits is None or seat is None or len(others) < self._limits.least:
+            return False
+        seat.unfit, seat.leaves = why, True
+        seat.link.send("left_out", why=why)
+        self._void()
+        return True
+
+    def _look_for_change(self) -> None:
+        """Have the ranks stop where a newcomer is needed; those that come together are taken together."""
+        if self.changing or self._limits is None:
+            return
+        spares = [seat.member.token for seat in self.seats.values() if seat not in self._chosen and not seat.leaves]
+        knowing = {seat.member.token for seat in self.seats.values() if seat.has >= age(self.basis)}
+        if changes := recount(self.basis, spares, knowing):
+            self._renew(**changes)
+        new = [seat for seat in self.seats.values() if seat not in self._chosen and not seat.unfit and seat.warm]
+        room = len(self._chosen) < self._limits.most and new
+        if room and self._clock() - max(seat.since_s for seat in new) >= timing.GATHER_S:
+            self._change()
+
+    def _renew(self, **more: Any) -> None:
+        self.basis = {**self.basis, "v": self.basis["v"] + 1, "known": self._known(), **more}
+        self.tell("basis", basis=self.basis)
+
+    def _known(self) -> list[list[Any]]:
+        """Token, address, port and name of all, in the order in which they lead, without those that leave alone."""
+        return [
+            [each.member.token, each.member.ip, each.member.serves, each.name]
+            for each in dict.fromkeys([*self._chosen, *self.seats.values()]) if not (each.leaves and each.unfit)
+        ]
+
+    def _outvoted(self) -> str:
+        return outvoted(self.basis, self.seats.tokens, shared=self._claim is not None)
+
+    def _describe_change(self) -> str:
+        """What the membership changes that was proposed, "" where it has the same nodes."""
+        old, new = set(self._next["ran"]), set(self._next["used"])
+        if old == new:
+            return ""
+        unseen = "is lost: it is not here"
+        found = {token: (name, unseen) for token, _, _, name in self.basis["known"]}
+        for seat in [*self.seats.values(), *self._lost.values()]:
+            became = "is a spare now" if seat.warm else "has to import torch anew"
+            became = f"is lost: {seat.lost}" if seat.lost else became
+            found[seat.member.token] = seat.name, f"is left out: {seat.unfit}" if seat.unfit else became
+        parts = [" ".join(found.get(token, ("the node that led", unseen))) for token in sorted(old - new)]
+        parts += [f"{found[token][0]} joins" for token in sorted(new - old)] if old else []
+        spares = len(self.seats) - len(self._chosen)
+        parts += [f"{spares} spare"] if spares else []
+        what = f"membership {self._next['n']}: {len(new)} node{'s' * (len(new) > 1)}"
+        return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"

@@ -24,7 +24,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import psutil
@@ -114,7 +114,7 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
     """Accept connections for `attend` on that port, of those alone who know the job's secret, if it has one. 0: a port
     that the system picks. `ip`: "" for all addresses.
 
-    Raises JoinError, naming who holds the port, and UserError where nobody may have it.
+    Raises JoinError where it is in use, and UserError where nobody may have it.
     """
     until_s, attend = time.monotonic() + PORT_S, guard(attend, read_secret(os.environ))
     while True:
@@ -126,11 +126,10 @@ async def listen(attend: Attend, *, ip: str, port: int) -> asyncio.Server:
                 way_out = "Choose one from 1024 to 32767."
                 raise UserError(f"MASTER_PORT={port} can't be opened: {why}. {way_out}") from None
         if time.monotonic() > until_s:
-            holder = port_holder(port)
             raise JoinError(
-                f"MASTER_PORT={port} is in use on {socket.gethostname()}{f' by {holder}' if holder else ''}: another "
-                "job, one that has not ended, or a second process with RANK=0. End it, or set another MASTER_PORT on "
-                "all nodes."
+                f"MASTER_PORT={port} is in use on {socket.gethostname()}: another job, one that has not ended, or a "
+                "second process with RANK=0 (`ss -ltnp` lists who listens). End it, or set another MASTER_PORT on all "
+                "nodes."
             )
         await asyncio.sleep(PAUSE_S)
 
@@ -146,79 +145,42 @@ def open_port(ip: str, port: int, *, backlog: int = 4096) -> socket.socket:
     return socket.create_server((ip, port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
-def port_holder(port: int) -> str:
-    """ "pid 4711 (python -m http.server)" for the process that listens on `port` or connects from it. "" where the
-    system does not show it: other users' processes, and those of other containers."""
-    try:
-        connections = [c for c in psutil.net_connections(kind="tcp") if c.pid and c.laddr and c.laddr.port == port]
-    except (psutil.Error, OSError):
-        return ""
-    for connection in sorted(connections, key=lambda c: c.status != psutil.CONN_LISTEN):
-        try:
-            # The program and its first two words only: later arguments may hold a password or a token
-            command = " ".join(psutil.Process(connection.pid).cmdline()[:3])
-        except psutil.Error:
-            command = "?"
-        return f"pid {connection.pid} ({command})"
-    return ""
-
-
 def address_of(interface: str) -> str:
     """The address that gloo takes: the interface's first of IPv4, else its first of IPv6; "" where it has none."""
-    addresses = psutil.net_if_addrs().get(interface, [])
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for address in addresses:
-            if address.family == family:
-                return str(address.address)
-    return ""
+    found = {address.family: str(address.address) for address in reversed(psutil.net_if_addrs().get(interface, []))}
+    return found.get(socket.AF_INET) or found.get(socket.AF_INET6, "")
 
 
 def chosen_address(environ: Mapping[str, str]) -> str:
-    """The address of the interface that the user has named; "" where none is."""
+    """The address of the interface that the user has named; "" where none is. Raises UserError where it has none."""
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    return address_of(named) if named else ""
+    if named and not address_of(named):
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME must name an interface of {socket.gethostname()} that has an address, got {named}. "
+            f"There are: {', '.join(name for name in psutil.net_if_addrs() if address_of(name))}. "
+            "Unset, the one that routes to the master is taken."
+        )
+    return address_of(named)
 
 
-async def foreign_address(host: str) -> str:
-    """What to say where MASTER_ADDR=`host` is no address of this machine, where rank 0 runs; else ""."""
-    try:
-        found = await addresses_of(host)
-    except OSError:
-        return ""  # nobody can say
-    if any(is_loopback(ip) or interface_of(ip) for ip in found):
-        return ""
-    return (
-        f"MASTER_ADDR={host} is no address of this machine ({socket.gethostname()}), where rank 0 runs and listens. "
-        "Right behind a Service or NAT, a mistake elsewhere."
-    )
-
-
-def choose_interface(
-    environ: MutableMapping[str, str], own_ip: str, *, given: Mapping[str, str] | None = None
-) -> str:
+def interface_variables(environ: Mapping[str, str], own_ip: str) -> dict[str, str]:
     """Have gloo, nccl and tensorpipe use the interface of `own_ip`, which routes to the others, unless one is named.
 
     By default gloo takes the address that the host's own name resolves to: 127.0.1.1 on a Debian machine, where no
-    other node can reach it. Returns what is wrong where the user's choice has no address here, else "".
-    `given`: `environ` before the first call, where there are several.
+    other node can reach it.
     """
-    given = environ if given is None else given
-    named = given.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if named and not address_of(named):
-        known = psutil.net_if_addrs()
-        problem = "that has an address" if named in known else "that exists"
-        return (
-            f"GLOO_SOCKET_IFNAME must name an interface {problem} on {socket.gethostname()}, got {named}. There are: "
-            f"{', '.join(name for name in known if address_of(name))}. "
-            "Unset, the one that routes to the master is taken."
-        )
-    if routed := interface_of(own_ip):
-        # To nccl a bare eth1 means every interface whose name begins so, eth10 too
-        for name, value in (
-            ("GLOO_SOCKET_IFNAME", routed), ("NCCL_SOCKET_IFNAME", f"={routed}"), ("TP_SOCKET_IFNAME", routed),
-        ):
-            environ[name] = given.get(name) or value
-    return ""
+    if not (routed := interface_of(own_ip)):
+        return {}
+    # To nccl a bare eth1 means every interface whose name begins so, eth10 too
+    values = {"GLOO_SOCKET_IFNAME": routed, "NCCL_SOCKET_IFNAME": f"={routed}", "TP_SOCKET_IFNAME": routed}
+    return {name: environ.get(name) or value for name, value in values.items()}
+
+
+async def is_this_machine(host: str) -> bool:
+    """False where nobody can say."""
+    with contextlib.suppress(OSError):
+        return any(is_loopback(ip) or interface_of(ip) for ip in await addresses_of(host))
+    return False
 
 
 async def in_thread(call: Callable[[], Found], *, timeout_s: float) -> Found:
@@ -256,10 +218,8 @@ async def addresses_of(host: str, *, timeout_s: float = CONNECT_S) -> list[str]:
 
 def interface_of(ip: str) -> str:
     """The name of this machine's interface that carries `ip`, or ""."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(_plain(address.address) == ip for address in addresses):
-            return name
-    return ""
+    carried = ((_plain(each.address), name) for name, found in psutil.net_if_addrs().items() for each in found)
+    return next((name for address, name in carried if address == ip), "")
 
 
 def _plain(ip: str) -> str:

@@ -6,21 +6,21 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 
 | from a member                                      | from the leader                                            |
 |----------------------------------------------------|------------------------------------------------------------|
-| hello: a Member, version, n (last known membership)| leader(version, over, ...): it speaks first                |
+| hello: a Member, n (last known membership)         | leader(over, ...): it speaks first                         |
 |   basis: of that one, see `rankup.agent.votes`     | leads(n, running, token, port): in place of a hello, from  |
 |                                                    | the leader of a job whose number of nodes may change; port |
 |                                                    | 0: from a member that looks for the leader                 |
 | alive(ranks, warm): where its ranks are, see       | alive                                                      |
 | `Record.sign`; whether it has imported torch       |                                                            |
 | ask: where is everybody?                           | ranks(ranks, nodes): the newest sign of each, see          |
-|                                                    | `Seats.signs`; nodes as `Leader.nodes` has them            |
-| ready(n, problem, mistake): my ranks are gone, the | propose(n, ip, next=[ip, port, name, interface]): its own  |
-| route works if problem is ""; a mistake: of a user | address as others see it, the next member's listener       |
+|                                                    | `Leader.signs`; nodes as `Leader.nodes` has them           |
+| ready(n, problem): my ranks are gone, the route    | propose(n, ip, next=[ip, port, name]): its own address as  |
+| works if problem is ""                             | others see it, the next member's listener                  |
 | leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
 | has(n, v): the newest basis that I know            |                                                            |
 | standing, late: see `rankup.agent.record`          | prepare, confirm, leave                                    |
-| all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], **more): `ip` is |
-|                                                    | rank 0's, where the store listens                          |
+| all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
+|                                                    | restarts, **more): where rank 0's store listens            |
 |                                                    | lost(n, ranks, host, why, node): membership n is over; with|
 |                                                    | node its whole node is lost                                |
 |                                                    | waiting(text): who is missing                              |
@@ -38,7 +38,6 @@ import asyncio
 import os
 import re
 import secrets
-import shlex
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -54,26 +53,24 @@ HINT = (
     "node and open that range; or name another interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
 )
 KILLED = 137  # the code of a process that SIGKILL has ended, as a shell writes it
-VERSION = 7  # of the messages; hello and refused stay as they are
+ARGUMENTS, SHARED = "digest of the arguments", "--shared-dir"  # among the settings
 
 INT = range(-(2**63), 2**63)
-ARGUMENTS = "arguments"  # of the script, among the settings
 JOB = re.compile(r"[\w.-]{0,200}")  # a part of a file's name
 SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGUSR1"})
 BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
-    "same_arguments?": bool, "tie?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str], "tie?": bool}],
+    "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
 }
-# What the leader of agents says besides as it commits, and that of ranks which another launcher started
-AGENTS = {"why": str, "port": range(65536), "job": JOB, "store": bool, "again": bool, "restarts": INT}
-CHANGING = {"basis": BASIS, "change": str}  # where the number of nodes may change
-RANKS = {"store": range(65536), "token": str, "attempt": JOB, "restarts": INT}
 # What a member takes from a leader's message. A form is a type, a range, a choice of texts, a pattern, a list of one
 # form, a row of forms, or values by name; a name with ? may be absent or null
 LEADERS: dict[str, dict[str, Any]] = {
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
-    "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str, str), "basis?": BASIS},
-    "commit": {"n": INT, "ip": str, "hosts": [(str, INT)], "basis?": BASIS},
+    "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str), "basis?": BASIS},
+    "commit": {
+        "n": INT, "ip": str, "hosts": [(str, INT)], "port": range(65536), "job": JOB, "restarts": INT, "why?": str,
+        "store?": bool, "again?": bool, "change?": str, "basis?": BASIS,
+    },
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
     "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [{"ago_s": float}]},
     "left_out": {"why": str},
@@ -101,7 +98,7 @@ def fits(value: Any, form: Any) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself. `ip`, `port` and `interface` are those of its listener, see `Attendance`."""
+    """What a member says of itself. `ip` and `port` are those of its listener, see `Attendance`."""
 
     token: str  # of this process
     first_rank: int
@@ -113,11 +110,8 @@ class Member:
     restarts: int = 0
     ip: str = ""  # given where the user chose an interface, else its own address on the route to the leader
     port: int = 0
-    interface: str = ""
-    local_world_size: int = 0  # ranks of its node in all, where it knows; they may have members of their own
-    place: str = ""  # the id of what it shares with all that have the same
     serves: int = 0  # the port where it leads, or says who does; 0 where the number of nodes is fixed
-    settings: dict[str, str] = field(default_factory=dict)  # what must be the same for all, see `sameness`
+    settings: dict[str, str] = field(default_factory=dict)  # what must be the same for all, see `differences`
 
     @property
     def ranks(self) -> range:
@@ -148,49 +142,20 @@ class Member:
             raise ValueError("ranks beyond the world size")
         if not all(isinstance(text, str) for text in member.settings.values()):
             raise TypeError("settings")
-        shlex.split(member.settings.get(ARGUMENTS, ""))  # a ValueError: no shell would print that
         return member
 
 
 # What the leader says of them, for users ------------------------------------------------------------------------------
 
 
-def describe_missing(present: list[Member], gone: list[tuple[Member, str]], *, of: Member, waited_s: float) -> str:
-    """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)".
-
-    `gone`: who had joined and left, and why. `of`: a member like the others.
-    """
-    missing = sorted(set(range(of.world_size)) - {rank for member in present for rank in member.ranks})
-    which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranges(missing)}"
-    where = ""
-    each = max(of.num_ranks, of.local_world_size)
-    if 1 < each < of.world_size:
-        nodes = sorted({rank // each for rank in missing})[:MOST_HOSTS]
-        where = f" (on {', '.join(f'node {node} of {-(-of.world_size // each)}' for node in nodes)})"
-    verb = "has" if len(missing) == 1 else "have"
-    left = [f"; {member.who} had joined, but {why}" for member, why in gone if member.first_rank in missing]
-    joined = f"(joined: {_by_host(present) or 'none'}){''.join(left[:4])}"
-    return f"{which} of {of.world_size}{where} {verb} not joined after {waited_s:g} s {joined}"
+def describe_missing(present: list[Member], *, of: int, waited_s: float) -> str:
+    """Who has not joined: "rank 3 of 4 has not joined after 120 s (joined: 0-1 on node0; 2 on node1)"."""
+    missing = sorted(set(range(of)) - {rank for member in present for rank in member.ranks})
+    which = f"rank {missing[0]} of {of} has" if len(missing) == 1 else f"ranks {ranges(missing)} of {of} have"
+    return f"{which} not joined after {waited_s:g} s (joined: {by_host(present) or 'none'})"
 
 
-def describe_late(chosen: list[Member], late: list[Member], *, waited_s: float) -> str:
-    """What the membership of the `chosen` waits for."""
-    what = f"not each is ready after {waited_s:g} s (late: {_by_host(late)})"
-    what = what if late else f"rank 0 still imports torch after {waited_s:g} s"
-    return f"all {sum(member.num_ranks for member in chosen)} ranks have joined, but {what}"
-
-
-def describe_claims(one: Member, other: Member) -> str:
-    """Two living processes have one rank."""
-    places = " and by ".join(f"{member.host} (pid {member.pid})" for member in (one, other))
-    rank = max(one.first_rank, other.first_rank)
-    return (
-        f"rank {rank} was claimed twice: by {places}. Give each process a RANK of its own, 0 to WORLD_SIZE-1. Or "
-        "another job uses this port, or an earlier attempt does not end."
-    )
-
-
-def _by_host(members: Iterable[Member]) -> str:
+def by_host(members: Iterable[Member]) -> str:
     """ "0-1 on node0; 2 on node1"."""
     ranks: dict[str, set[int]] = {}
     for member in members:
@@ -198,6 +163,26 @@ def _by_host(members: Iterable[Member]) -> str:
     named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items(), key=lambda item: min(item[1]))]
     more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
     return "; ".join(named[:MOST_HOSTS] + more)
+
+
+def differences(member: Member, model: Member, *, arguments: bool) -> str:
+    """How the settings of a member differ from another one's, in one line; "" where they do not. `arguments`: whether
+    those of the script count.
+
+    Different code or settings give wrong numbers, not errors: an all-reduce of different sizes returned garbage on one
+    rank without a word.
+    """
+    theirs, ours = member.settings, model.settings
+    if theirs == ours:  # of all members, whenever one comes
+        return ""
+    names = {*theirs, *ours} - (set() if arguments else {ARGUMENTS})
+    found = []
+    for name in sorted(name for name in names if theirs.get(name) != ours.get(name))[:8]:
+        row = name, ours.get(name, "absent"), theirs.get(name, "nothing")
+        # Another node has sent it: it may hold anything, and as much as it likes
+        found.append("{} must be {}, got {}".format(*(text[:200].encode("unicode_escape").decode() for text in row)))
+    way_out = "Start all nodes of a job with the same program, arguments and settings, and another job at another port."
+    return f"{member.who} differs from {model.who}: {'; '.join(found)}. {way_out}" if found else ""
 
 
 # An agent and its ranks ----------------------------------------------------------------------------------------------

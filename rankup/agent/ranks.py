@@ -23,6 +23,7 @@ from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_o
 from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Record
 from rankup.agent.script import Script
+from rankup.agent.votes import NONE
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
 
@@ -88,6 +89,7 @@ class Ranks:
             on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
             on_warning=log.warning, on_gone=self._forget_server,
         )
+        self.interface: dict[str, str] = {}  # variables that name it
         self.all_ended = asyncio.Event()
         self.all_ended.set()
         self._commit: dict[str, Any] = {}
@@ -135,13 +137,13 @@ class Ranks:
 
     def start(self, commit: dict[str, Any], *, token: str) -> None:
         """`token`: this member's."""
-        for text in (commit["why"], commit.get("change")):
+        for text in (commit.get("why"), commit.get("change")):
             if text:
                 log.warning("%s", text)
         if self._for_change:
             self._passed_on, self._for_change = "", False
         if self.node.limits is not None:
-            used = commit["basis"]["used"]
+            used = (commit.get("basis") or NONE)["used"]
             if token not in used:  # its last ranks may still run: their ends are no news of this membership
                 log.info("this node is a spare: it waits until a node is needed")
                 return
@@ -160,7 +162,7 @@ class Ranks:
         if self.options.stop_after is not None:
             rank.record.ask_to_stop(self.options.stop_after)
             rank.record.confirmed = self.options.stop_after
-        words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit["again"] else ())]
+        words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit.get("again") else ())]
         env, outputs = self._environment(rank), list[int]()
         if not self.knows_us:
             rank.record.enter("script")
@@ -201,7 +203,7 @@ class Ranks:
             "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts, "TORCHELASTIC_RUN_ID": commit["job"],
             # A script's @record (torch) writes its error there, for the user: nothing here reads it
             "TORCHELASTIC_ERROR_FILE": (self.run_dir / f"logs/error-rank-{rank.number}.json").absolute(),
-            "TORCHELASTIC_USE_AGENT_STORE": commit["store"],  # else the script's rank 0 opens one at that port
+            "TORCHELASTIC_USE_AGENT_STORE": commit.get("store"),  # else the script's rank 0 opens one at that port
         }
         ours = {}
         if self.knows_us:
@@ -211,7 +213,8 @@ class Ranks:
                 "commit": commit, "record": rank.record.path, "socket": self.links.address,
                 "local_rank": rank.local_rank,
             })
-        return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
+        values = {**by_default, **given, **self.interface, **set_by_torchrun, **ours}
+        return {name: str(value) for name, value in values.items()}
 
     def _announce(self, local_rank: int, pid: int) -> None:
         if not self.knows_us:

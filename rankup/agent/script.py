@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,11 +74,6 @@ class Script:
             f"script {self.name}": _digest(self.file) if self.file else "a module that Python itself finds",
             **{f"imported {os.path.relpath(file, root)}": _digest(file) for file in self._neighbours},
         }
-
-    @property
-    def arguments(self) -> str:
-        """As a shell would take them."""
-        return shlex.join(self.words)
 
     def command(self, *, local_rank: int) -> list[str]:
         """Python's words for it, with the local rank where it declares such an argument."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankup.agent.network import Link, encode
+from rankup.agent.network import Link
 from rankup.agent.protocol import Member
 
 
@@ -50,19 +50,3 @@ class Seats(dict[Link, Seat]):
     def claimed(self, ranks: range) -> list[Seat]:
         """Whoever came with one of these."""
         return [seat for seat in self.values() if seat.claim.start < ranks.stop and ranks.start < seat.claim.stop]
-
-    def signs(self, now_s: float) -> list[dict[str, Any]]:
-        """Where each rank was when its member last said so, by rank: what it said, and `host`. How long ago it lived is
-        in `ago_s`, as the clocks of two machines may differ."""
-        rows = [
-            {**sign, "host": seat.member.host, "ago_s": sign["ago_s"] + now_s - seat.signed_s}
-            for seat in self.values() for sign in seat.signs
-        ]
-        return sorted(rows, key=lambda row: row["rank"])
-
-    def tell(self, kind: str, *, but: Seat | None = None, **values: Any) -> None:
-        """Tell all of them something, but that one."""
-        data = encode(kind, **values)  # once for all
-        for seat in self.values():
-            if seat is not but:
-                seat.link.write(data)

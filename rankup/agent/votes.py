@@ -7,7 +7,7 @@ the job may not know of the newest voters, those `before` have to agree too, unt
 proposal until it is committed, and where a spare has come or gone (as in Raft's joint consensus).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 Basis = dict[str, Any]
@@ -25,31 +25,28 @@ def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def electorates(basis: Basis) -> list[dict[str, Any]]:
-    """Whose majority is needed: `voters`, by token, of each membership `n` that may be the last one. `tie`: these two
-    share a place."""
-    newest = {"n": basis["n"], "voters": basis["voters"], "tie": basis.get("tie", False)}
-    return [newest, *basis.get("before", [])]
+    """Whose majority is needed: `voters`, by token, of each membership `n` that may be the last one."""
+    return [{"n": basis["n"], "voters": basis["voters"]}, *basis.get("before", [])]
 
 
-def outvoted(basis: Basis, here: Collection[str]) -> str:
-    """Why those that are here must not go on: the others might do so too. "" where they may."""
+def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
+    """Why those that are here must not go on: the others might do so too. "" where they may. `shared`: all nodes share
+    a place."""
     ended = basis.get("left") or any(token in here for token in basis["used"])
     for each in electorates(basis):
         voters = each["voters"]
         present = [token for token in voters if token in here]
-        half = 2 * len(present) == len(voters) and (present[:1] == voters[:1] or each["tie"])
+        half = 2 * len(present) == len(voters) and (present[:1] == voters[:1] or shared)
         if voters and not ((_is_majority(present, voters) or half) and ended):
             which = f"the {len(voters)} nodes of membership {basis['n']}"
             return f"{len(present)} of {which} are here, no majority"
     return ""
 
 
-def claims(basis: Basis, here: Collection[str]) -> Iterator[int]:
+def claims(basis: Basis, here: Collection[str]) -> list[int]:
     """The memberships whose succession those that are here must own. Of two equal halves the one with the leader goes
-    on; of two nodes that share a place the one that is the first to write there that it does."""
-    for each in electorates(basis):
-        if each["tie"] and not _is_majority(here, each["voters"]):
-            yield each["n"]
+    on; where they share a place, the one that is the first to write there that it does."""
+    return [each["n"] for each in electorates(basis) if each["voters"] and not _is_majority(here, each["voters"])]
 
 
 def without(basis: Basis, token: str) -> dict[str, Any]:
@@ -62,18 +59,15 @@ def without(basis: Basis, token: str) -> dict[str, Any]:
 
 
 def recount(basis: Basis, spares: Collection[str], knowing: Collection[str]) -> dict[str, Any]:
-    """What changes where a spare that has come gets a vote, or a lost one's ends; {} where nothing does. One at a time:
-    `knowing` is who knows of the last change."""
+    """What changes where spares that have come get a vote, or lost ones' end; {} where nothing does. One change at a
+    time: `knowing` is who knows of the last one."""
     if not all(_is_majority(knowing, each["voters"]) for each in electorates(basis)):
         return {}
     if basis.get("before"):
         return {"before": []}
     voters, wanted = basis["voters"], [*basis["used"], *spares]
-    new = [token for token in wanted if token not in voters][:1]
-    gone = [token for token in voters if token not in wanted][:1] if not new else []
-    if not (new or gone):
-        return {}
-    return {"voters": [token for token in [*voters, *new] if token not in gone], "before": electorates(basis)}
+    changed = [token for token in dict.fromkeys([*voters, *wanted]) if token in wanted]
+    return {"voters": changed, "before": electorates(basis)} if changed != voters else {}
 
 
 def _is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:

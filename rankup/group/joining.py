@@ -34,8 +34,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 import rankup
 from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
-from rankup.agent.network import address_of, choose_interface, chosen_address, in_thread, listen, open_port
-from rankup.agent.protocol import HINT, RANKS, Member
+from rankup.agent.network import address_of, chosen_address, in_thread, interface_variables, listen, open_port
+from rankup.agent.protocol import HINT, Member
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv, is_loopback
 from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
@@ -124,12 +124,11 @@ def meet(group: Group, *, timeout_s: float) -> None:
     if (agent := group.launch.agent) is not None:
         commit = agent["commit"]
         line = AgentLine(agent, group.watch.hear, group.stop)
-        group.store = connect_store(commit["ip"], group.launch.master_port, timeout_s=timeout_s)
+        group.store = connect_store(commit["ip"], commit["port"], timeout_s=timeout_s)
     else:
         line = MemberLine(group, timeout_s=timeout_s)
         commit = line.join()
-        group.store = line.open_store(commit)
-    group.status.attempt = commit.get("attempt") or group.attempt
+        group.store, group.status.attempt = line.open_store(commit), commit["job"]
     group.hosts = [host for host, count in commit["hosts"] for _ in range(count)]
     group.restarted = commit["restarts"] > 0
     group.watch.connect(line, group.hosts)
@@ -164,15 +163,11 @@ def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
 
 def check_settings(group: Group) -> None:
     """Raises UserError where ranks differ in code or settings. Without an agent their meeting has seen to that."""
-    if group.launch.agent is not None and len({*group.gather(digest(group.settings))}) > 1:
+    digest = hashlib.sha256(json.dumps(dict(group.settings), sort_keys=True).encode()).hexdigest()
+    if group.launch.agent is not None and len({*group.gather(digest)}) > 1:
         for name in dict.fromkeys(name for names in group.gather([*group.settings]) for name in names):
             value = group.settings.get(name, "nothing")
             group.must_match(name, value, remedy="Start all ranks with the same program and settings.")
-
-
-def digest(settings: Mapping[str, str]) -> str:
-    """Of what must be the same on all ranks."""
-    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_devices(group: Group) -> None:
@@ -232,7 +227,7 @@ class MemberLine:
         self._me = Member(
             token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
             host=host_name(), pid=os.getpid(), settings=dict(group.settings), left_s=timeout_s,
-            restarts=launch.restart_count, ip=chosen_address(os.environ), local_world_size=launch.local_world_size or 0,
+            restarts=launch.restart_count, ip=chosen_address(os.environ),
         )
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop
@@ -273,8 +268,8 @@ class MemberLine:
     def open_store(self, commit: Mapping[str, Any]) -> Store:
         """The store that the commit names."""
         if self._board is not None:
-            return PrefixStore(f"rankup/{commit['token']}", self._board)
-        return self._store or connect_store(commit["ip"], commit["store"], timeout_s=self.timeout_s)
+            return PrefixStore(f"rankup/{commit['job']}", self._board)
+        return self._store or connect_store(commit["ip"], commit["port"], timeout_s=self.timeout_s)
 
     def say(self, kind: str, **values: Any) -> bool:
         """To the leader. Any thread. Returns False where it reached nobody."""
@@ -303,23 +298,20 @@ class MemberLine:
         self._leader = Leader(self._me, say=self.log.warning, prepare=self._prepare, hear=self._hear_member)
         server = await listen(self._leader.attend, ip=self._ip, port=self._port)
         try:
-            # Only the user's own address can be wrong
-            master = self.launch.master_addr if self._port else ""
             self._port = server.sockets[0].getsockname()[1]
             await in_thread(self._publish, timeout_s=math.inf)
-            self._watch = asyncio.create_task(self._leader.watch(master=master))
+            self._watch = asyncio.create_task(self._leader.watch())
             await self._hear_events()
             await asyncio.Event().wait()  # the others still hear what it has to say
         finally:
             server.close()  # the end of the event loop does not
 
     async def _hear_events(self) -> None:
-        from rankup.agent import attendance
+        from rankup.agent.attendance import Attendance
 
-        hint = "All ranks have to name the same file." if self._file else attendance.HINT
-        self._attendance = attendance.Attendance(
+        self._attendance = Attendance(
             self._me, self._leader_at, notice=self.log.warning,
-            records=lambda: {self._me.first_rank: self.group.record}, hint=hint, commit=RANKS,
+            records=lambda: {self._me.first_rank: self.group.record},
         )
         member = False
 
@@ -328,7 +320,8 @@ class MemberLine:
             way."""
             nonlocal member
             if event["is"] == "propose":
-                self._attendance.ready(event["n"], mistake=choose_interface(os.environ, event["ip"]))
+                os.environ.update(interface_variables(os.environ, event["ip"]))
+                self._attendance.ready(event["n"])
             elif event["is"] == "commit":
                 member = True
                 self._commit.put(event)
@@ -358,7 +351,7 @@ class MemberLine:
             ), timeout_s=math.inf)
         # Where one rank was started again the job goes on, whatever rank 0 knows of that
         restarts = max(member.restarts for member in self._leader.seats.members)
-        return {"store": port, "token": secrets.token_hex(8), "attempt": self.group.attempt, "restarts": restarts}
+        return {"port": port, "job": self.group.attempt, "restarts": restarts}
 
     def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
         """Each rank is a process that is started anew by somebody else: a bad end is the end of all, this leader among
@@ -398,14 +391,11 @@ class MemberLine:
             raise ConnectionError(f"nothing was heard from rank 0 at {where}") from None
 
     def _publish(self) -> None:
-        """On rank 0. Raises UserError for a file of somebody else, JoinError for one in use."""
+        """On rank 0. Raises UserError for a file of somebody else; one of an earlier run is replaced."""
         if self._board is not None:
             self._board.set(LEADER, str(self._port))
         elif self._file:
-            if (found := read_place(self._file)) is not None:
-                with contextlib.suppress(OSError), socket.create_connection(found, timeout=CONNECT_S):
-                    raise JoinError(f"{self._file} is in use by another job. Name another file, or end that job.")
-                self.log.info(f"{self._file} was left by an earlier run that did not come together: replaced")
+            read_place(self._file)
             reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
             write_atomically(self._file, json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], self._port]}))
 

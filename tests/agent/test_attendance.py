@@ -11,9 +11,11 @@ import pytest
 from rankup import timing
 from rankup.agent.attendance import Attendance
 from rankup.agent.network import Link
-from rankup.agent.protocol import VERSION, Member
+from rankup.agent.protocol import Member
 from rankup.errors import JoinError
 from tests.rigs.meeting_room import Puppet, asynchronous, member
+
+COMMIT = {"ip": "", "hosts": [], "port": 1, "job": "job", "restarts": 0}
 
 
 class Listening:
@@ -78,7 +80,7 @@ async def fake_leader() -> AsyncIterator[tuple[Callable[[], int], "asyncio.Queue
 async def greeted(links: "asyncio.Queue[Link]") -> tuple[Link, dict[str, Any]]:
     """The next one that comes, with its hello."""
     link = await links.get()
-    link.send("leader", version=VERSION, over="")
+    link.send("leader", over="")
     return link, await link.receive()
 
 
@@ -99,7 +101,7 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
-        link.send("commit", n=1, ip="", hosts=[])
+        link.send("commit", n=1, **COMMIT)
         await one.hears("commit")
         clock.now_s += 1000.0
         if loss == "lost":
@@ -121,7 +123,7 @@ async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_wh
                 clock.now_s += 1.0
                 await link.receive()
                 await asyncio.sleep(0)
-        with pytest.raises(JoinError, match=r"has said nothing for \d s: its process is stopped, or the network"):
+        with pytest.raises(JoinError, match=r"gave no sign of life for \d s: its process is stopped, or the network"):
             await one.running
 
 
@@ -131,7 +133,7 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
         link.send("propose", n=5, ip="", next=None)
-        link.send("commit", n=5, ip="", hosts=[])
+        link.send("commit", n=5, **COMMIT)
         await one.hears("propose"), await one.hears("commit")
         while one.events.empty():
             clock.now_s += 1.0
@@ -161,7 +163,7 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
     clock = Steps(monkeypatch)
     async with fake_leader() as (port, links), attending(member(1), port=port, clock=clock) as (one,):
         link, _ = await greeted(links)
-        link.send("commit", n=1, ip="", hosts=[])
+        link.send("commit", n=1, **COMMIT)
         await one.hears("commit")
         for _ in range(5):
             clock.now_s += 10 * timing.SILENT_S
@@ -177,7 +179,7 @@ async def test_connections_of_earlier_memberships_do_not_fill_the_listener(monke
         link, hello = await greeted(links)
         strangers = [socket.create_connection(("127.0.0.1", hello["port"])) for _ in range(100)]
         for n in range(1, 150):
-            link.send("propose", n=n, ip="", next=["127.0.0.1", hello["port"], "rank 1 on node1", ""])
+            link.send("propose", n=n, ip="", next=["127.0.0.1", hello["port"], "rank 1 on node1"])
             said = await Puppet(link, member(1)).hears("ready")
             assert (said["n"], said["problem"]) == (n, "")
             await one.hears("propose")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent import elastic
+from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
-from rankup.agent.protocol import VERSION, Member, describe_missing
-from rankup.agent.sameness import describe_arguments, differences
+from rankup.agent.protocol import Member, describe_missing, differences
+from rankup.agent.votes import claims, outvoted
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -57,11 +57,20 @@ async def test_at_most_one_part_of_a_job_goes_on(voters: int, used: int, here: t
             assert said["text"].startswith(f"{len(here)} of the {voters} nodes of membership 7 are here, no majority")
 
 
+@pytest.mark.parametrize("here", [(0, 1), (2, 3)])
+def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tuple[int, int]):
+    half = [f"token{node}" for node in here]
+    assert outvoted(basis(4, 4), half, shared=True) == ""
+    assert claims(basis(4, 4), half) == [7]
+    assert claims(basis(4, 4), [*half, f"token{3 - here[0]}"]) == []
+    assert outvoted(basis(4, 4), half[:1], shared=True)
+
+
 @asynchronous
 async def test_proposal_that_was_not_committed_counts_together_with_the_membership_before_it():
     """Nodes 2 to 4 may not know of it, and be the majority of that one."""
     async with room(member(0, of=5), ANY) as there:
-        last = basis(3, 3, before=[{"n": 6, "voters": [f"token{node}" for node in range(5)], "tie": False}])
+        last = basis(3, 3, before=[{"n": 6, "voters": [f"token{node}" for node in range(5)]}])
         puppets = [await there.enter(member(node, of=5), n=7, basis=last) for node in (0, 1)]
         await there.pass_time(ANY.wait_s + NOTICE_S, *puppets)
         for puppet in puppets:
@@ -193,7 +202,7 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
         prepared.set()
         said = await wrong.hears("refused")
         assert said["code"] == USER_MISTAKE
-        assert f"script must be a, got \\x1b{'b' * 199}. Start it" in said["text"]
+        assert f"script must be a, got \\x1b{'b' * 199}. Start all" in said["text"]
         assert (await first.hears("commit"))["basis"]["voters"] == ["token0"]
         await here.pass_time(3.0, first)
         await here.nothing_is_said_to(first)
@@ -279,7 +288,7 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         puppets[1].vanish()
         await puppets[0].hears("lost"), await new.hears("lost")
         await here.pass_time(NOTICE_S, puppets[0], new)
-        text = "2 of at least 2 nodes are here, 1 of them without their imports yet (lost: node1: "
+        text = "2 of at least 2 nodes are here, 1 of them without their imports yet (lost: rank 1 on node1 (pid 1001): "
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"].startswith(text)
         new.say("alive", ranks=[], warm=True)
@@ -303,14 +312,14 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
         said = {"token": alive.get(ip), "over": "this node does not lead", "n": 7, "at": [], "job": "job"}
         return said if ip in alive else None
 
-    monkeypatch.setattr(elastic, "who_leads", who_leads)
+    monkeypatch.setattr(attendance, "who_leads", who_leads)
     known = [[f"token{node}", f"10.0.0.{node}", 1, f"node {node}"] for node in range(64)]
     last = {"known": known, "n": 7, "job": "job"}
 
     def elect(node: int) -> tuple[str, int] | None:
         asked.clear()
         one = SimpleNamespace(basis=last, me=member(node, of=64))
-        return asyncio.run(elastic.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
+        return asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
 
     for node in (3, 63):
         with pytest.raises(ConnectionError, match="node 2 is to lead, and does not yet"):
@@ -406,8 +415,6 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
     ("newcomer", "more", "code", "text"),
     [
         (member(1, of=9, token="new"), {}, 170, "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on "),
-        (member(1, token="new"), {"version": VERSION + 1, "unheard_of": 3}, USER_MISTAKE,
-         "rank 1 on 'node1' has another version of rankup than rank 0 on node0 (pid"),
     ],
 )
 @asynchronous
@@ -425,26 +432,14 @@ async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was
         assert here.leader.running
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "text"),
-    [
-        (["a", "--lr", "1", "b"], ["a", "--lr", "2", "b"], "--lr 2, got --lr 1"),
-        (["--lr=2"], [], "nothing, got --lr=2"),
-        (["--api-key=A", "--token", "b c", "x"], ["--api-key=B", "--token", "c"],
-         "--api-key=*** --token ***, got --api-key=*** --token *** x"),
-        ([f"{'x' * 400}1"], [f"{'x' * 400}2"], f"{'x' * 100}2, got {'x' * 100}1"),
-    ],
-)
-def test_what_differs_between_arguments_is_shown_and_no_secret(theirs: list[str], ours: list[str], text: str):
-    assert describe_arguments(theirs, ours) == f"arguments must be {text}"
-
-
 @asynchronous
-async def test_new_leader_of_another_version_leaves_the_job_to_the_others():
+async def test_new_leader_that_differs_leaves_the_job_to_the_others():
     async with room() as here:
         own = await here.enter(member(0))
-        other = await here.enter(member(1), version=VERSION + 1, n=3)
+        other = await here.enter(member(1), settings={"rankup's code": "newer"}, n=3)
         assert (await own.hears("refused"))["code"] == USER_MISTAKE
+        said = (await other.hears("waiting"))["text"]
+        assert said.startswith("rank 0 on node0 was turned away: rank 0 on node0 (pid 1000) differs from rank 1 ")
         await other.is_cut()
 
 
@@ -637,7 +632,7 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
         gone.vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         await here.pass_time(10.0, *puppets)
-        left = "; rank 1 on node1 (pid 1001) had joined, but its process has ended"
+        left = " (lost: rank 1 on node1 (pid 1001): its process has ended)"
         assert (await puppets[0].hears("waiting"))["text"].endswith(left)
         await here.enter(member(1))
         for puppet in puppets:
@@ -668,15 +663,8 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
 
 
 @asynchronous
-async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone(monkeypatch: pytest.MonkeyPatch):
+async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
     """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
-    timeout, waits = asyncio.timeout, dict[float | None, asyncio.Timeout]()
-
-    def noted(delay_s: float | None) -> asyncio.Timeout:
-        waits[delay_s] = timeout(delay_s)
-        return waits[delay_s]
-
-    monkeypatch.setattr(asyncio, "timeout", noted)
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()
 
@@ -689,23 +677,24 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone(monkey
         puppets = await here.three()
         await get_ready(puppets)
         await asked.wait()
-        await here.pass_time(12.0, *puppets)
         what = "all 3 ranks have joined, but rank 0 still imports torch"
+        for waited_s in range(10, round(timing.PREPARE_S) + 1, 10):
+            await here.pass_time(10.0, *puppets)
+            assert await all_hear("waiting", puppets) == [{"is": "waiting", "text": f"{what} after {waited_s} s"}] * 3
+        await here.pass_time(6.0, *puppets)
         for puppet in puppets:
-            assert (await puppet.hears("waiting"))["text"] == f"{what} after 10 s"
-        waits[timing.PREPARE_S].reschedule(0.0)  # it is over
-        for puppet in puppets:
-            assert (await puppet.hears("refused"))["text"] == f"{what} after 12 s"
+            assert (await puppet.hears("refused"))["text"] == f"{what} after 306 s"
 
 
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_message_to_all_names_so_many_machines_and_no_more():
-    said = describe_missing([member(rank, of=1001) for rank in range(1000)], [], of=member(0, of=1001), waited_s=5)
+    said = describe_missing([member(rank, of=1001) for rank in range(1000)], of=1001, waited_s=5)
     assert said.endswith("; 7 on node7; and ranks on 992 more machines)")
 
 
 def test_a_setting_that_one_rank_does_not_know_is_a_difference():
-    said = differences([member(0, settings={"setting new": "1"}), member(1)])
-    assert said.startswith("setting new must be the same on all ranks, got 1 on rank 0 (node0) and nothing on rank 1")
+    said = differences(member(1), member(0, settings={"setting new": "1"}), arguments=True)
+    assert said.startswith("rank 1 on node1 (pid 1001) differs from rank 0 on node0 (pid 1000): ")
+    assert ": setting new must be 1, got nothing. Start" in said

@@ -209,18 +209,6 @@ def test_node_on_which_ranks_fail_again_and_again_is_left_out(bad: int, tmp_path
     assert f"(node {bad} on " in job.outputs[1]
 
 
-def test_newcomer_with_an_interface_that_does_not_exist_is_turned_away_alone(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5")
-    with ended(nodes.job) as job:
-        first = nodes.begin(2)
-        nodes.add(2, env={"GLOO_SOCKET_IFNAME": "eth99"})
-        assert job.processes[2].wait(100) == 2
-        nodes.attempt(2, after=first)
-        nodes.go()
-        assert job.wait() == [0, 0, 2], job.output
-    assert "GLOO_SOCKET_IFNAME must name an interface that exists" in job.outputs[2]
-
-
 def test_job_ends_where_a_bad_node_is_needed(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2:3", "--wait-for-node=0.5", "--max-failures-per-node=2")
     with ended(nodes.job) as job:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rankup.agent import network
-from rankup.agent.network import choose_interface, listen
+from rankup.agent.network import chosen_address, interface_variables, listen
 from rankup.errors import UserError
 
 MACHINE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "ib0": "192.168.50.5", "down0": ""}
@@ -23,16 +23,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_the_interface_that_routes_to_the_others_is_taken_by_all_libraries() -> None:
-    environ: dict[str, str] = {}
-    assert choose_interface(environ, "192.168.50.5") == ""
-    assert environ == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0", "TP_SOCKET_IFNAME": "ib0"}
+    found = interface_variables({}, "192.168.50.5")
+    assert found == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0", "TP_SOCKET_IFNAME": "ib0"}
 
 
 @pytest.mark.usefixtures("machine")
 def test_the_users_choice_stands_and_an_empty_one_is_none() -> None:
     environ = {"GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "^docker0", "TP_SOCKET_IFNAME": ""}
-    assert choose_interface(environ, "10.0.0.5") == ""
-    assert environ == {"GLOO_SOCKET_IFNAME": "ib0,eth0", "NCCL_SOCKET_IFNAME": "^docker0", "TP_SOCKET_IFNAME": "eth0"}
+    assert interface_variables(environ, "10.0.0.5") == {**environ, "TP_SOCKET_IFNAME": "eth0"}
+    assert chosen_address(environ) == "192.168.50.5"
+    assert chosen_address({"GLOO_SOCKET_IFNAME": ""}) == ""
+
+
+@pytest.mark.parametrize("name", ["eth99", "down0"])
+@pytest.mark.usefixtures("machine")
+def test_interface_without_an_address_is_the_users_mistake(name: str) -> None:
+    with pytest.raises(UserError, match=f"that has an address, got {name}. There are: lo, docker0, eth0, ib0[.] "):
+        chosen_address({"GLOO_SOCKET_IFNAME": name})
 
 
 @pytest.mark.parametrize("number", [1, 13])

@@ -18,7 +18,7 @@ import pytest
 
 from rankup.agent import network
 from rankup.agent.network import NONCE, SECRET_FILE, Link, encode, greeting, listen, prove, read_secret
-from rankup.agent.protocol import VERSION, Member
+from rankup.agent.protocol import Member
 from rankup.errors import UserError
 from tests.agent.test_attendance import fake_leader
 from tests.agent.test_launch import WAITS, add_node
@@ -45,7 +45,7 @@ class Leader:
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_let_in += 1
-        writer.write(encode("leader", version=VERSION, over=""))
+        writer.write(encode("leader", over=""))
         try:
             await reader.read()
         except (OSError, asyncio.CancelledError):
@@ -178,7 +178,7 @@ class Stranger:
 
     def __init__(self, port: int, recorded: bytes) -> None:
         hello = asdict(Member("stranger", 1, 1, 9, "nowhere", 1, 9.0))
-        hello = {**hello, "version": VERSION, "n": 10**6, "settings": {}}
+        hello = {**hello, "n": 10**6, "settings": {}}
         false = [encode("hello", **{**hello, "world_size": size}) for size in (2, 9)]
         orders = encode("over", code=0, text="") + encode("stop", signal="SIGTERM") + encode("lost", n=1, ranks=[0])
         self._said = [b"", b"\0", recorded, recorded + false[0], *false, orders, os.urandom(5000), b"[" * 100_000]

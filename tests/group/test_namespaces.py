@@ -155,14 +155,8 @@ def firewall(node: Node, action: str, ports: str = str(PORT)) -> None:
 # Interfaces and firewalls -------------------------------------------------------------------------------------
 
 
-@case(2, "GLOO_SOCKET_IFNAME must name an interface that exists on node1, got eth9. There are: lo, ")
-def no_such_interface(case: Case) -> None:
-    case.rank(0, 2, 0)
-    case.rank(1, 2, 1, GLOO_SOCKET_IFNAME="eth9")
-
-
 @case(
-    170, "rank 1 on node1 has no route to rank 0 on node0 at 172.30.0.9:", "(interface aux0 there)",
+    170, "rank 1 on node1 does not reach rank 0 on node0 at 172.30.0.9:", "(Network is unreachable)",
     "name another interface in GLOO_SOCKET_IFNAME",
 )
 def interface_to_nowhere(case: Case) -> None:
@@ -173,13 +167,13 @@ def interface_to_nowhere(case: Case) -> None:
 APART = "all ranks reached the master, but not each other: ", "gloo and nccl use any high port between the nodes"
 
 
-@case(170, "rank 0 on node0 got no answer from rank 1 on node1 at 192.168.77.2:", *APART)
+@case(170, "rank 0 on node0 does not reach rank 1 on node1 at 192.168.77.2:", "(no answer)", *APART)
 def ports_dropped_on_one_side(case: Case) -> None:
     firewall(case.nodes[1], "DROP")
     case.both()
 
 
-@case(170, "rank 1 on node1 was refused by rank 0 on node0 at 192.168.77.1:", *APART)
+@case(170, "rank 1 on node1 does not reach rank 0 on node0 at 192.168.77.1:", "(Connection refused)", *APART)
 def ports_rejected_on_both(case: Case) -> None:
     for node in case.nodes:
         firewall(node, "REJECT")
@@ -214,15 +208,6 @@ def no_resolver(case: Case) -> None:
 @case(170, ("rank 1 of 2 has not joined", "A loopback address is each machine itself"))
 def localhost(case: Case) -> None:
     case.both(addr="localhost", join_s=SHORT_S)
-
-
-@case(170, (
-    "rank 1 of 2 has not joined after ", " s (joined: 0 on node0)",
-    "MASTER_ADDR=192.168.77.1 is no address of this machine (node1), where rank 0 runs",
-))
-def two_rank_0(case: Case) -> None:
-    case.rank(0, 2, 0, join_s=SHORT_S)
-    case.rank(0, 2, 1, join_s=SHORT_S)
 
 
 # The cable ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.ends import End, Ends
 from rankup.agent.meeting import Leader
 from rankup.agent.network import LONGEST, Link, encode
-from rankup.agent.protocol import AGENTS, CHANGING, VERSION, Member
+from rankup.agent.protocol import Member
 from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
@@ -197,7 +197,7 @@ def read_run(folder: Path) -> None:
 def frames() -> Files:
     me = Member("t1", 0, 2, 2, "node0", 1, 9.0, settings={"a": "b"})
     end = End(1, "", 1, "x", 7).message()
-    said = [encode("hello", **asdict(me), version=VERSION, n=0),
+    said = [encode("hello", **asdict(me), n=0),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
             encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3), encode("late", n=1),
             encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
@@ -230,7 +230,7 @@ def words() -> Files:
     basis = {"n": 1, "v": 0, "job": "20260102T030405-ab", "used": ["t1", "t2"], "voters": ["t1", "t2"],
              "known": [["t2", "127.0.0.1", 1, "node0"]], "before": []}
     said = [encode("waiting", text="for node 0"), encode("propose", n=1, ip="127.0.0.1", next=None, basis=basis),
-            encode("propose", n=1, ip="127.0.0.1", next=["127.0.0.1", 1, "rank 0 on node0", "lo"]),
+            encode("propose", n=1, ip="127.0.0.1", next=["127.0.0.1", 1, "rank 0 on node0"]),
             encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
                    job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
@@ -258,9 +258,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     server = SimpleNamespace(start_rank=lambda *given, **more: None, signal=lambda *given: None, pids={}, ready=ready)
     agent.ranks.server = server  # type: ignore[assignment]
     me = Member("t1", 2, 2, 4, "node1", 1, 0.0)
-    records, form = agent.ranks.running_records, AGENTS | CHANGING
-    agent.attendance = Attendance(me, agent._find_leader, notice=str, records=records, commit=form)
-    agent.attendance._listen = lambda ip: None  # type: ignore[method-assign]
+    agent.attendance = Attendance(me, agent._find_leader, notice=str, records=agent.ranks.running_records)
     agent.ranks._signal = lambda name, told: getattr(signal, name)  # type: ignore[method-assign]
     heard = []
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.elastic import ElasticLeader
 from rankup.agent.meeting import Leader
 from rankup.agent.network import LONGEST, Link
-from rankup.agent.protocol import VERSION, Member
+from rankup.agent.protocol import Member
 from rankup.env.node_env import Limits
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
-HELLO = {"version": VERSION, "n": 0}
+HELLO = {"n": 0}
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -85,11 +84,10 @@ class Room:
         self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
         self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
         self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
-        how: dict[str, Any] = {
-            "say": self.said.append, "prepare": lambda n: self.prepared(n), "clock": lambda: self.now_s,
-            "hear": lambda member, message: self.heard.put_nowait((member, message)),
-        }
-        self.leader: Any = Leader(me, **how) if limits is None else ElasticLeader(me, limits=limits, **how)
+        self.leader = Leader(
+            me, say=self.said.append, prepare=lambda n: self.prepared(n), limits=limits, clock=lambda: self.now_s,
+            hear=lambda member, message: self.heard.put_nowait((member, message)),
+        )
         self.port, self.links, self.attended = 0, list[Link](), 0
 
     async def prepare_nothing(self, n: int) -> Mapping[str, Any]:
