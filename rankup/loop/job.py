@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankup.doctor import before_training
-from rankup.errors import Stopped, UserError, disk_error
+from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Source, Split, evaluation_batches, source_of
@@ -379,10 +379,8 @@ class Job:
         """Write a file in the folder of the run, whole or not at all. All ranks call this, rank 0 writes. Raises
         UserError on all ranks where it can't."""
         def write() -> None:
-            try:
+            with disk_errors(name, self.run_dir):
                 write_atomically(self.run_dir / name, text)
-            except OSError as error:
-                raise disk_error(name, self.run_dir, error) from None
 
         self.group.on_rank0(write)
 

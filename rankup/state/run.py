@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import Stopped, UserError, disk_error, reason
+from rankup.errors import Stopped, UserError, disk_errors, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
@@ -134,10 +134,8 @@ class Run:
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
-            try:
+            with disk_errors(FILE, self.folder):
                 self.lineage.write(self.folder, check=self.owner.check)
-            except OSError as error:
-                raise disk_error(FILE, self.folder, error) from None
             open_files()
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
