@@ -90,7 +90,7 @@ MISTAKES = {
     "launch --nnodes 2: x.py": "argument --nnodes: invalid nodes value: '2:'.",
     "launch --nnodes 3:2 x.py": "argument --nnodes: invalid nodes value: '3:2'.",
     "launch --max-failures-per-node 3 x.py": "--spares and --max-failures-per-node must come with --nnodes 2:4",
-    "launch --restart-on 2 x.py": "neither 0 (finished) nor 2 (a mistake) nor 143 (stopped) can be one of them.",
+    "launch --restart-on 1,x x.py": "argument --restart-on: invalid codes value: '1,x'.",
 }
 
 
