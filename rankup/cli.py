@@ -6,6 +6,7 @@ the program beside this library.
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import runpy
@@ -147,7 +148,6 @@ def nodes(text: str) -> tuple[int, int]:
     RUN_DIR,
     option("--no-fork", bool, "start fresh interpreters, not forks of a process that has torch"),
     option("--replay", "RUN", "train again as this run, whose nodes came and went: with as many ranks at each step"),
-    option("--preflight", bool, "check this machine first; if not fit, start nothing"),
     option("-m --module", bool, "SCRIPT is a module"),
     option("script", "SCRIPT", argparse.SUPPRESS),
     option("arguments", "ARGS", argparse.SUPPRESS, nargs=argparse.REMAINDER, default=None),
@@ -205,13 +205,6 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
         restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
     )
-    if given.preflight:
-        from rankup.doctor import preflight
-
-        code, why = preflight(options.run_dir, ranks=node.nproc, log=log)
-        if code:
-            log.error("%s (exit code %d)", why, code)
-            return code
     verdict = asyncio.run(Agent(options).run())
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
@@ -291,13 +284,13 @@ def stacks(given: argparse.Namespace) -> int:
 def explain(given: argparse.Namespace) -> int:
     """Say why a job failed, from its logs. Which rank failed first, why, and what to do, whoever started the job. Exit
     code 20 means that a fault was found, 0 that none was."""
-    from rankup.explain import FAULTY, explain_logs
+    from rankup.explain import diagnose_files, format_report
     from rankup.observe.logs import find_run
 
     paths = [Path(path) for path in given.paths] or [find_run(given.runs, "")]
-    text, faulty = explain_logs(paths, as_json=given.as_json, run_dir=given.runs)
-    print_whole(f"{text}\n")
-    return FAULTY if faulty else FINISHED
+    found = diagnose_files(paths, run_dir=given.runs)
+    print_whole((json.dumps([each.as_dict() for each in found]) if given.as_json else format_report(found)) + "\n")
+    return FINISHED if all(each.harmless for each in found) else 20
 
 
 @command(
@@ -308,7 +301,7 @@ def explain(given: argparse.Namespace) -> int:
     option("--num-threads", int, "CPU threads of each rank (1)", default=1),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
     option("--join-timeout-s", float, "wait for the other ranks (%(default)g)", default=120.0),
-    option("--stage-timeout-s", float, "longest time of a later check (%(default)g)", default=60.0), JSON,
+    JSON,
 )
 def doctor(given: argparse.Namespace) -> int:
     """Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also what
@@ -322,7 +315,7 @@ def doctor(given: argparse.Namespace) -> int:
     return program.doctor(
         given.runs / named, as_json=given.as_json,
         device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
-        join_timeout_s=given.join_timeout_s, stage_timeout_s=given.stage_timeout_s,
+        join_timeout_s=given.join_timeout_s,
     )
 
 

@@ -129,10 +129,7 @@ class Program:
         with contextlib.ExitStack() as unless_joined:
             unless_joined.push(group)
             if launch.world_size > 1:
-                joining.meet(group, timeout_s=timeout_s)
-                joining.form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
-                joining.check_settings(group)
-                joining.check_devices(group)
+                joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
             elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
                 store = distributed.HashStore()  # type: ignore[attr-defined]
                 distributed.init_process_group(group.backend, store=store, rank=0, world_size=1)

@@ -66,8 +66,6 @@ def build(config: Config, job: Job, method: Method) -> Training:
     group, run = job.group, job.run
     log, device = group.log, group.device
     group.watch.enter("setup", config.setup_timeout_s)
-    # What is likely to be slow, or to fail later
-    job.warn_of_limits(num_threads=config.num_threads, one_device_per_rank=method.one_device_per_rank)
 
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)

@@ -93,9 +93,12 @@ class Record:
 
 
 class PhaseClock:
-    """Adds up seconds by phase: where the time of an attempt went. One thread enters phases, any thread may read."""
+    """Adds up seconds by phase: where the time of an attempt went. One thread enters phases, any thread may read.
+
+    What steps have waited for their batches counts as a phase of its own, "data"."""
 
     def __init__(self, phase: str) -> None:
+        self._data_s = 0.0
         self._seconds: dict[str, float] = {}
         self._phase, self._since_s = phase, time.monotonic()
         # A reader between two of the assignments below would count the time of one phase twice
@@ -109,23 +112,17 @@ class PhaseClock:
             self._seconds[ended] = self._seconds.get(ended, 0.0) + now_s - self._since_s
             self._phase, self._since_s = phase, now_s
 
-    def move(self, phase: str, taken_s: float) -> None:
-        """So many of the present phase's last seconds were another one's. A phase in between keeps its own."""
-        with self._lock:
-            taken_s = min(taken_s, time.monotonic() - self._since_s)
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + taken_s
-            self._since_s += taken_s
-
-    def present(self) -> tuple[str, float]:
-        """The present phase, and how many seconds ago it was entered."""
-        with self._lock:
-            return self._phase, time.monotonic() - self._since_s
+    def wait_for_data(self, taken_s: float) -> None:
+        """A step has just waited so long for its batch. A phase in between keeps its own time."""
+        self._data_s += min(taken_s, time.monotonic() - self._since_s)
 
     def seconds(self) -> dict[str, float]:
         """The seconds so far by phase, the present phase included. They add up to the age of this clock."""
         with self._lock:
             running = {self._phase: self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since_s}
-            return self._seconds | running
+            found = self._seconds | running
+        data_s = min(self._data_s, found.get("step", 0.0))
+        return {**found, "step": found.get("step", 0.0) - data_s, "data": data_s}
 
 
 class Records:
@@ -186,7 +183,6 @@ class RecordWriter:
         cell, now_s = self._cell, time.monotonic()
         cell.waiting, cell.step = False, step
         cell.phase.entered_s = cell.began_s = now_s
-        self.clock.enter(self.entered[0])
 
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again

@@ -8,12 +8,12 @@ import contextlib
 import logging
 import os
 import platform
-import re
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,22 @@ import torch.distributed as dist
 
 from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
-from rankup.agent.processes import read
+from rankup.agent.processes import read, within
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, Finding, Report, check_machine, problem
+from rankup.doctor import NOTE, OK, Finding, Report, disk, limits, problem, shared_memory
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
-from rankup.group.joining import check_devices, check_settings, form, meet, start
+from rankup.group.joining import join, start
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Suspect
 
+DISK_S = 30.0  # a network disk may never answer
 STAGE_S = 60.0  # for all ranks together,
 STAGE_S_PER_RANK = 0.1  # and more with many
 SLOWEST_LINK = 12.5e6  # bytes/s: 100 Mbit/s. The gradients of a ResNet-50, 102 MB, take 16 s a step over it
 APART = 5.0  # times slower than the median of its kind
-PING_BYTES, PINGS = 8, 20  # latency: round trips of this size
-BULK_BYTES, BULKS = 2 * 2**20, 3  # bandwidth
+BULK_BYTES, BULKS = 2 * 2**20, 3  # over each link
 REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 
@@ -57,9 +57,7 @@ def doctor(
             report = Report(log, json_out=json_out)
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end()
-        report = Report(
-            log, rank=found.rank, json_out=json_out, world_size=found.world_size, hosts=[host_name()]
-        )
+        report = Report(log, rank=found.rank, json_out=json_out)
         return Doctor(found, run_dir, report, **plan).run(stop, log)
 
 
@@ -80,7 +78,6 @@ class Doctor:
     num_threads: int = 1
     num_workers: int = 0
     join_timeout_s: float = 120.0
-    stage_timeout_s: float = STAGE_S
     longest_phase_s: float = 1800.0
     stage: str = "environment"
 
@@ -88,12 +85,11 @@ class Doctor:
         """All stages."""
         launch, report = self.launch, self.report
         report.add(Finding("environment", OK, describe(launch)))
-        check_machine(
-            report, self.run_dir, ranks=launch.local_world_size or 1, threads=self.num_threads,
-            num_workers=self.num_workers, has_gpus=not (self.device or "").startswith("cpu"),
-            local_rank=launch.local_rank if launch.world_size > 1 else None,
-        )
-        report.add(*devices(launch))
+        report.add(*limits(ranks=launch.local_world_size or 1, threads=self.num_threads))
+        report.add(*shared_memory(num_workers=self.num_workers))
+        seen = within(DISK_S, lambda: [*disk(self.run_dir)])
+        report.add(*(seen or [problem("silent-disk", folder=self.run_dir, timeout_s=DISK_S)]))
+        report.add(devices())
         try:
             with start(
                 launch, settings=self.settings, device=self.device, backend=self.backend,
@@ -105,10 +101,10 @@ class Doctor:
                     self._check(group, "joined", self._join(group))
                     self._check(group, "versions", versions(group))
                     self._check(group, "collective", collective(group))
-                    self._check(group, "links", links(group, report.facts))
+                    self._check(group, "links", links(group))
                 else:
-                    seen = "a single process: nothing was checked that needs several ranks"
-                    report.add(Finding("joined", NOTE, seen))
+                    alone = "a single process: nothing was checked that needs several ranks"
+                    report.add(Finding("joined", NOTE, alone))
                 self._check(group, "report", ())
                 return report.end(group.gather, self.run_dir / "doctor" / "report.json")
         except Stopped:
@@ -124,24 +120,15 @@ class Doctor:
         return report.end()
 
     def _join(self, group: Group) -> Iterator[Finding]:
-        meet(group, timeout_s=self.join_timeout_s)
-        self.report.facts["hosts"] = list(group.hosts)
+        join(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
         places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
-        yield Finding("joined", OK, f"all {group.world_size} ranks: {places}")
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or "by host name"
-        yield Finding("connectivity", OK, f"each rank reaches the next over high ports ({interface})")
-        self.stage = "group"
-        form(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
-        yield Finding("group", OK, f"the process group is formed ({dist.get_backend()})")
-        self.stage = "versions"
-        check_settings(group)
-        yield Finding("versions", OK, f"torch {torch.__version__}, program and settings are the same on all")
-        self.stage = "devices"
-        check_devices(group)
+        by = f"{dist.get_backend()} by {os.environ.get('GLOO_SOCKET_IFNAME') or 'host name'}"
+        yield Finding("joined", OK, f"all {group.world_size} ranks: {places} ({by}); torch, program and settings are "
+                      "the same on all")
 
     def _check(self, group: Group, stage: str, findings: Iterable[Finding]) -> None:
         self.stage = stage
-        group.watch.enter(stage, min(STAGE_S, self.stage_timeout_s) + STAGE_S_PER_RANK * group.world_size)
+        group.watch.enter(stage, STAGE_S + STAGE_S_PER_RANK * group.world_size)
         self.report.add(*findings)  # a generator: the check runs here
 
     def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
@@ -155,15 +142,12 @@ class Doctor:
 # Each function that takes a group is collective: every rank calls it. Most findings are rank 0's
 
 
-def devices(launch: RankEnv) -> Iterator[Finding]:
-    """This process's own devices: how many, and for how many processes. Needs no group."""
+def devices() -> Finding:
+    """This process's own devices. Needs no group."""
     if not torch.cuda.is_available():
-        yield Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
-        return
-    count, local = torch.cuda.device_count(), launch.local_world_size or 1
-    yield Finding("devices", OK, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
-    if count < local:
-        yield problem("few-devices", local=local, count=count)
+        return Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    return Finding("devices", OK, f"{count} CUDA devices, {name}, CUDA {torch.version.cuda}")
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
@@ -188,8 +172,8 @@ def versions(group: Group) -> Iterator[Finding]:
     on_gpu = group.device.type == "cuda"
     nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
     gathered = group.gather({
-        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "GPU driver": driver_version(),
-        "CPU": cpu_model(), "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
+        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(),
+        "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
     })
     for name in gathered[0] if group.rank == 0 else ():
         found = holders((rank, each[name]) for rank, each in enumerate(gathered))
@@ -198,12 +182,6 @@ def versions(group: Group) -> Iterator[Finding]:
             yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
         elif len(found) > 1:
             yield problem("differs", seen=seen)
-
-
-def driver_version(root: Path = Path("/")) -> str:
-    """The version of NVIDIA's kernel driver, such as 570.124.06, also in a container; "" where there is none."""
-    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", read(root / "proc/driver/nvidia/version"))
-    return found[0] if found else ""
 
 
 def cpu_model() -> str:
@@ -231,68 +209,43 @@ def collective(group: Group) -> Iterator[Finding]:
 # Links --------------------------------------------------------------------------------------------------------------
 
 
-def links(group: Group, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Latency and bandwidth from each rank to the next, and the slowest link of each kind. All go to rank 0's `facts`:
-    two ranks, s of one way, bytes/s as the mean of both directions, and whether the link is between nodes."""
-    own = []
-    for links in rounds(group.hosts):
-        for low in links:
-            if group.rank in (low, low + 1):
-                own += measure(low, group)
-        group.barrier()
-    found = [link for part in group.gather(own) for link in part]
-    if group.rank == 0:
-        facts["links"] = found
-        for between, words in ((True, "between nodes"), (False, "inside a node")):
-            if kind := [link for link in found if link["between_nodes"] is between]:
-                yield judge(kind, words, group.hosts)
+def links(group: Group) -> Iterator[Finding]:
+    """The bandwidth from each rank to its neighbours, and of each kind of link the slowest.
 
-
-def rounds(hosts: Sequence[str]) -> list[list[int]]:
-    """The links of each rank to the next one, by the lower rank, in the order in which all ranks measure them.
-
-    In a round no rank has two links, and where the ranks of a node follow each other no node has two between nodes.
+    No rank does two things at once, and no two messages share a direction of a cable where the ranks of a node follow
+    each other.
     """
-    links = range(len(hosts) - 1)
-    kinds = [[low for low in links if (hosts[low] == hosts[low + 1]) is inside] for inside in (False, True)]
-    return [kind[first::2] for kind in kinds for first in (0, 1)]
+    message, own = torch.zeros(BULK_BYTES, dtype=torch.uint8, device=group.device), []
+    for step, parity in product((1, -1), (0, 1)):
+        sends = group.rank % 2 == parity
+        peer = group.rank + (step if sends else -step)
+        seconds = []
+        for _ in range(BULKS):
+            group.barrier()
+            began_s = time.perf_counter()
+            if 0 <= peer < group.world_size:
+                (dist.send if sends else dist.recv)(message, peer)
+            if message.device.type != "cpu":  # the call has only queued its work there
+                torch.accelerator.synchronize(message.device)
+            seconds.append(time.perf_counter() - began_s)
+        if 0 <= peer < group.world_size and not sends:
+            # The fastest one counts: what else uses the machine only makes one slower
+            own.append((BULK_BYTES / min(seconds), peer, group.rank))
+    found = [(bandwidth, sender, receiver) for part in group.gather(own) for bandwidth, sender, receiver in part]
+    for between, words in ((True, "between nodes"), (False, "inside a node")):
+        kind = [link for link in found if (group.hosts[link[1]] != group.hosts[link[2]]) is between]
+        if kind and group.rank == 0:
+            yield judge(kind, words, group.hosts)
 
 
-def measure(low: int, group: Group) -> list[dict[str, Any]]:
-    """The link from the rank `low` to the next. Both call this, and the lower one has the result.
-
-    The fastest of several round trips counts: what else uses the machine only makes one slower. No clock of two
-    machines is exact enough to time one way alone.
-    """
-    first, other, best_s = group.rank == low, 2 * low + 1 - group.rank, []
-    for size, count in ((PING_BYTES, PINGS), (BULK_BYTES, BULKS)):
-        message = torch.zeros(size, dtype=torch.uint8, device=group.device)
-        best_s.append(min(round_trip_s(message, other, first=first) for _ in range(count)))
-    ping_s, bulk_s = best_s
-    return [{
-        "ranks": [low, other], "between_nodes": group.hosts[low] != group.hosts[other],
-        "latency_s": ping_s / 2, "bandwidth": 2 * BULK_BYTES / max(bulk_s - ping_s, 1e-9),
-    }] if first else []
-
-
-def round_trip_s(message: torch.Tensor, other: int, *, first: bool) -> float:
-    """Seconds for `message` to the rank `other` and back; the one that is not `first` echoes it."""
-    began_s = time.perf_counter()
-    for call in (dist.send, dist.recv) if first else (dist.recv, dist.send):
-        call(message, other)
-    if message.device.type != "cpu":  # calls only queue work there, and return at once
-        torch.accelerator.synchronize(message.device)
-    return time.perf_counter() - began_s
-
-
-def judge(kind: Sequence[dict[str, Any]], words: str, hosts: Sequence[str]) -> Finding:
-    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow."""
-    slowest = min(kind, key=lambda link: link["bandwidth"])
-    bandwidth, (low, high) = slowest["bandwidth"], slowest["ranks"]
-    median = statistics.median(link["bandwidth"] for link in kind)
+def judge(kind: Sequence[tuple[float, int, int]], words: str, hosts: Sequence[str]) -> Finding:
+    """What to say of links of one kind: a warning if one is below SLOWEST_LINK, or far below the others and slow.
+    `kind`: of each link bytes/s, and the ranks that sent and received."""
+    bandwidth, sender, receiver = min(kind)
+    median = statistics.median(each for each, *_ in kind)
     seen = (
-        f"{len(kind)} {words}: slowest {_rate(bandwidth)}, ranks {low} on {hosts[low]} and {high} on {hosts[high]}; "
-        f"median {_rate(median)}; longest latency {max(link['latency_s'] for link in kind) * 1e6:.0f} us"
+        f"{len(kind)} {words}: slowest {_rate(bandwidth)}, from rank {sender} on {hosts[sender]} to rank {receiver} on "
+        f"{hosts[receiver]}; median {_rate(median)}"
     )
     # Beside a link inside one chip any cable looks slow
     if bandwidth >= max(SLOWEST_LINK, min(median / APART, 10 * SLOWEST_LINK)):

@@ -3,7 +3,6 @@
 The logs may be anybody's: of torchrun, a scheduler, containers or `rankup launch`. No torch here.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,6 @@ from rankup.errors import UserError
 from rankup.explain.diagnosis import WAITED, Diagnosis, Search, diagnose
 from rankup.explain.logs import find_logs
 
-FAULTY = 20  # exit code of the command where the logs show a fault
 MAX_OTHERS = 8
 NOTHING = """\
 nothing wrong was found: the run has finished, or these lines do not say what happened.
@@ -21,18 +19,11 @@ A process that is killed from outside says nothing: look at its exit code, and
 at what the launcher, the scheduler or the kernel (dmesg) said."""
 
 
-def explain_logs(paths: Sequence[Path], *, as_json: bool, run_dir: Path = Path()) -> tuple[str, bool]:
-    """What the command `explain` prints about logs, and whether they show a fault.
+def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
+    """The faults that these logs show, the root cause first, harmless ones last.
 
     `run_dir`: where a name that is no path is looked up. Raises UserError where there is nothing to read.
     """
-    found = diagnose_files(paths, run_dir=run_dir)
-    text = json.dumps([each.as_dict() for each in found]) if as_json else format_report(found)
-    return text, not all(each.harmless for each in found)
-
-
-def diagnose_files(paths: Sequence[Path], *, run_dir: Path = Path()) -> list[Diagnosis]:
-    """The faults that these logs show, the root cause first, harmless ones last. Raises UserError."""
     try:
         return Search(find_logs(paths, run_dir=run_dir)).result()
     except OSError as error:

@@ -92,7 +92,6 @@ PROGRESS = re.compile(
     r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,4}\d|\]\[ *\d+ *(?:/|of) *\d"
 )
 BAR = re.compile(r"%\|.*\| (\d+ */ *\d+)")  # of tqdm
-FINISHED = re.compile(r"(?i)\b(?:finished|completed?|done|successful(?:ly)?)\b")
 # torchrun's summary has a paragraph for each rank that failed, the first one under the words "Root Cause"
 SUMMARY_ROOT = "Root Cause (first observed failure)"
 SUMMARY_FIELD = re.compile(r"  (host|rank) +: (\S+(?: \(local_rank: \d+\))?)")
@@ -196,15 +195,15 @@ class Search:
         self._sources: dict[str, _Source] = {}
         self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
         self._failed = False  # somebody said so
-        # Of the log that is read: the line, the last one that has a time, the last ordinary one, the last progress
-        self._file, self._number, self._clock, self._last, self._progress = "", 0, "", "", 0
+        # Of the log that is read: the line, and the last one that has a time
+        self._file, self._number, self._clock = "", 0, ""
         for log in logs:
             self._read(log)
 
     def _read(self, log: Log) -> None:
         """A rank's log has lines of no other."""
         self._failed |= log.failed
-        self._file, self._clock, self._last, self._progress, begun = log.name, "", "", 0, len(self._findings)
+        self._file, self._clock = log.name, ""
         for self._number, raw in enumerate(log.lines, 1):
             line = split_prefixes(raw)
             line = line._replace(
@@ -219,10 +218,6 @@ class Search:
                 self._look_at(line, source)
             elif self._known(line, source) is None:
                 source.bad = self._finding(UNKNOWN, line, source)
-        # A job that was stopped, started again and finished
-        restarted = any(each.name == "torchrun-restarts" for each in self._findings[begun:])
-        for each in self._findings[begun:] if FINISHED.search(self._last) else ():
-            each.over |= each.line < self._progress and (restarted or each.fault.proof)
 
     def _source(self, line: LogLine) -> _Source:
         key = f"{self._file}\n{line.source}"
@@ -268,10 +263,10 @@ class Search:
         elif known is None and LOOKS_BAD.match(text):
             source.bad = self._finding(UNKNOWN, line, source)
         elif known is None and not NOISE.match(text):  # an ordinary line: the process went on
-            source.spoke, self._last = self._number, text
+            source.spoke = self._number
             bar = BAR.search(text)  # which is drawn once more after an exception
             if (bar[1] != source.bar) if bar else PROGRESS.search(text):
-                source.progressed = self._progress = self._number
+                source.progressed = self._number
             source.bar = bar[1] if bar else source.bar
 
     def _raise(self, finding: Diagnosis | None, line: LogLine, source: _Source) -> None:

@@ -74,8 +74,6 @@ class Group:
             return self.stop.requested or self.record.may_begin(step) is False
         while (may_begin := self.record.may_begin(step)) is None:
             time.sleep(STOP_S)
-        if not may_begin:
-            self.watch.settle()
         return not may_begin
 
     # The end ----------------------------------------------------------------------------------------------------

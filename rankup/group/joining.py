@@ -108,6 +108,14 @@ def pick_backend(wanted: str | None, device: torch.device) -> str:
 # The steps -----------------------------------------------------------------------------------------------------------
 
 
+def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
+    """All of them. For the arguments, and what it raises, see `Program.join`."""
+    meet(group, timeout_s=timeout_s)
+    form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+    check_settings(group)
+    check_devices(group)
+
+
 def meet(group: Group, *, timeout_s: float) -> None:
     """First step: find the others, and begin to watch each other. Raises JoinError naming who is missing or what is in
     the way, and UserError where ranks differ or the port cannot be used."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import announce_stacks
-from rankup.agent.processes import die_with_parent, leave
+from rankup.agent.processes import leave
 from rankup.agent.record import RecordWriter
 from rankup.env.rank_env import holders, ranges
 from rankup.errors import STOPPED
@@ -169,15 +169,6 @@ class StopRequest:
         leave(STOPPED, lambda: last_word(why), timeout_s=PARTING_S)
 
 
-def start_worker(parent: int) -> None:
-    """The first line of a worker process of a rank, a DataLoader's for one: it lives and dies with its parent alone.
-    A batch system signals the whole process group: if workers died of that, the loop could not save."""
-    for each in TAKEN:
-        signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    die_with_parent(parent)
-
-
 # The stacks of this process ------------------------------------------------------------------------------------------
 #
 # They stand in `stacks/rank-N.txt` of the run, once somebody asks, and at every deadline; a line `# {...}` before each
@@ -242,7 +233,6 @@ KNOWN = {
     "state/saver.py": "save",
     "torch/serialization.py": "",  # save, load
     "torch/autograd/__init__.py": "backward",
-    "torch/autograd/graph.py": "backward",
     "torch/optim/optimizer.py": "optimizer.step",
     "torch/cuda/__init__.py": "",  # synchronize
 }

@@ -99,14 +99,13 @@ class Agreement:
         self._earlier: dict[int, dict[str, Any]] = {}  # what the attempts before left in the record, by step
         self._compared, self._since_s, self._cost_s = -1, 0.0, 0.0
 
-    def begin(self, step: int, *, again: bool) -> None:
-        """The run stands at `step`. `again`: an earlier attempt may have left a record."""
+    def begin(self, step: int) -> None:
+        """The run stands at `step`."""
         self._since_s, self._compared = time.monotonic(), step
         if self._every == 0:
             return
-        if again:
-            earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
-            self._earlier = {row["step"]: row for row in earlier if row["step"] > step}
+        earlier = self.group.broadcast(self._read() if self.group.is_rank0 else None)
+        self._earlier = {row["step"]: row for row in earlier if row["step"] > step}
         self.next = step + (1 if self._earlier else self._every or FIRST)
 
     def _read(self) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ state, any other iterable by loading the earlier batches and dropping them. A ge
 
 import hashlib
 import json
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,19 +92,13 @@ class Source:
 
 
 class Split(Source):
-    """A DataLoader of a map-style data set. Its batch sampler is iterated here, in the main process."""
+    """A DataLoader that batches a map-style data set. Its batch sampler is iterated here, in the main process."""
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
-        """Raises UserError for a loader that takes sample by sample, where there are several ranks."""
         super().__init__(loader, rank)
         self.tells = self.seeds = False  # its order is drawn again
         self._share = (0, 1) if splits(loader) else (rank, world_size)
         self._fed, self._checked = _Fed(loader), False
-        if loader.batch_sampler is None and self._share[1] > 1 and not isinstance(loader.sampler, BatchSampler):
-            raise UserError(
-                f"batches: the loader must have a batch_size or a batch_sampler, got batch_size=None, whose samples "
-                f"can't be split among {world_size} ranks. Give it one, or a DistributedSampler."
-            )
 
     def open(self, seed: int, *, epoch: int, skip: int, state: Any) -> Iterator[tuple[Any, float]]:
         weights: deque[float] = deque()
@@ -112,18 +107,17 @@ class Split(Source):
 
     def _draw(self, seed: int, epoch: int) -> Iterator[Any]:
         """The samples' numbers, a global batch at a time."""
-        sampler, kinds = _sampler(self.loader), [type(each) for each in _samplers(self.loader)]
         _prepare(self.loader, seed, epoch)
-        drawn = drawn_apart(sampler, seed)
-        first = next(drawn)
-        if not self._checked and not all(each.__module__.startswith("torch.utils.data") for each in kinds):
+        drawn = drawn_apart(self.loader.batch_sampler, seed)
+        first, kinds = next(drawn), [type(each) for each in _samplers(self.loader)]
+        own = [kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.utils.data")]
+        if own and not self._checked:
             _prepare(self.loader, seed, epoch)
-            drawn = drawn_apart(sampler, seed)
+            drawn = drawn_apart(self.loader.batch_sampler, seed)
             if _digest(first) != _digest(next(drawn)):
                 raise UserError(
-                    f"batches: {' in '.join(dict.fromkeys(each.__name__ for each in reversed(kinds)))} must draw the "
-                    "same batches again under the same seed, got others. Draw from random, numpy.random or torch "
-                    f"without a generator of your own. {NO_ORDER}"
+                    f"batches: {own[-1]} must draw the same batches again under the same seed, got others. Draw from "
+                    f"random, numpy.random or torch without a generator of your own. {NO_ORDER}"
                 )
         self._checked = True
         self.fingerprint = "" if self._share[1] == 1 else _digest(first)
@@ -142,21 +136,20 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
     """How to read `loader`. Raises UserError, in one line, for what can't be replayed, and for what can't be split."""
     if any_order:
         return Source(loader, rank, replays=False)
-    map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    own_iteration = map_style and type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict")
-    if map_style and not own_iteration:
+    map_style, stateful = _is_map_style(loader), has_state(loader)
+    if map_style and loader.batch_sampler and (stateful or type(loader).__iter__ is DataLoader.__iter__):
         return Split(loader, rank, world_size)
-    if has_state(loader):
+    if stateful:
         return Source(loader, rank)
     if iter(loader) is loader:
         raise UserError(
             f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
             f"which can be neither replayed nor asked for its state. Give it state_dict and load_state_dict. {NO_ORDER}"
         )
-    if own_iteration and world_size > 1 and not splits(loader):
+    if map_style and world_size > 1 and not splits(loader):
         raise UserError(
             f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
-            "its own way. Give it a DistributedSampler, or use torch's DataLoader."
+            "its own way or has no batches. Give it a DistributedSampler, or use torch's DataLoader with a batch_size."
         )
     return Source(loader, rank)
 
@@ -168,33 +161,31 @@ def evaluation_batches(loader: Any, seed: int, rank: int, world_size: int, *, pa
     The ranks take batches in turn, so that a batch is the same for every number of ranks. An iterable that is no
     DataLoader of a map-style data set is read by all ranks, and each takes its turn.
     """
-    batches = _evaluation(loader, derive_seed(seed, EVALUATION), rank, world_size, pad=pad)
-    while True:
+    seed, num_own = derive_seed(seed, EVALUATION), math.inf
+    batches: Iterator[Any]
+    with host_state_kept():
+        seed_host(seed)
+        _prepare(loader, seed, EVALUATION)
+        if not _is_map_style(loader) or loader.batch_sampler is None:
+            batches = islice(Workers(loader), rank, None, world_size)
+        else:
+            sampler = loader.batch_sampler
+            if splits(loader):  # it may repeat samples, so that all ranks get as many
+                sampler = BatchSampler(range(len(loader.dataset)), loader.batch_size or 1, drop_last=False)
+            every = list(sampler)
+            own = every[rank::world_size]
+            num_own = len(own)
+            padding = every[-1:] if pad and num_own < -(-len(every) // world_size) else []
+            fed = _evaluating.get(loader) or _Fed(loader)
+            if loader.persistent_workers:
+                _evaluating[loader] = fed
+            batches = fed.read(iter([*own, *padding]), seed)
+    for number in count():
         with host_state_kept():
-            found = next(batches, None)
-        if found is None:
-            return
-        yield found
-
-
-def _evaluation(loader: Any, seed: int, rank: int, world_size: int, *, pad: bool) -> Iterator[tuple[Any, float]]:
-    seed_host(seed)
-    _prepare(loader, seed, EVALUATION)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        yield from ((batch, 1.0) for batch in islice(Workers(loader), rank, None, world_size))
-        return
-    sampler: Any = _sampler(loader)
-    if splits(loader):  # it may repeat samples, so that all ranks get as many
-        numbers = range(len(loader.dataset))  # type: ignore[arg-type]
-        sampler = BatchSampler(numbers, loader.batch_size or 1, drop_last=False)
-    every = list(sampler)
-    own = every[rank::world_size]
-    padding = every[-1:] if pad and len(own) < -(-len(every) // world_size) else []
-    fed = _evaluating.get(loader) or _Fed(loader)
-    if loader.persistent_workers:
-        _evaluating[loader] = fed
-    for number, batch in enumerate(fed.read(iter([*own, *padding]), seed)):
-        yield batch, 1.0 if number < len(own) else 0.0
+            seed_host(seed + number)  # loading may draw random numbers
+            if (batch := next(batches, END)) is END:
+                return
+        yield batch, 1.0 if number < num_own else 0.0
 
 
 # DataLoaders ---------------------------------------------------------------------------------------------------------
@@ -214,19 +205,17 @@ class _Fed:
     """A DataLoader as `loader`, of the parts that it is given, in place of those of its sampler."""
 
     def __init__(self, loader: Any) -> None:
-        self._given = _Given()
-        self._workers, self._whole = loader.num_workers > 0, loader.batch_sampler is None
+        self._given, self._workers = _Given(), loader.num_workers > 0
         dataset: Any = _Seeded(loader.dataset) if self._workers else loader.dataset
-        given: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
-        given |= {"batch_size": None, "sampler": self._given} if self._whole else {"batch_sampler": self._given}
+        alike: dict[str, Any] = {name: getattr(loader, name) for name in ALIKE}
         # The default generator would be drawn from, for the workers' seeds
-        self._own = DataLoader(dataset, generator=torch.Generator(), **given)
+        self._own = DataLoader(dataset, batch_sampler=self._given, generator=torch.Generator(), **alike)
 
     def read(self, parts: Iterator[Any], seed: int) -> Iterator[Any]:
         """The batches of these parts. Workers live longer than an epoch: the seed comes with the samples."""
         self._given.parts = parts
         if self._workers:
-            self._given.parts = ((seed, part) if self._whole else [(seed, index) for index in part] for part in parts)
+            self._given.parts = ([(seed, index) for index in part] for part in parts)
         self._own.generator.manual_seed(seed)
         return Workers(self._own)
 
@@ -245,7 +234,7 @@ class _Seeded:
 
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
         seed, index = numbered
-        seed_host(derive_seed(seed, *(index if isinstance(index, list) else [index])))
+        seed_host(derive_seed(seed, index))
         return self.dataset[index]
 
     def __getitems__(self, numbered: list[tuple[int, Any]]) -> list[Any]:
@@ -255,9 +244,8 @@ class _Seeded:
         return [self[each] for each in numbered]
 
 
-def _sampler(loader: Any) -> Any:
-    """What gives the loader's batches, or its samples where it makes no batches of them."""
-    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+def _is_map_style(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _samplers(loader: Any) -> list[Any]:
@@ -306,7 +294,6 @@ class Batches:
         skip, state = live.before[number] if number < len(live.before) else (0, None)
         live.streams.append(skip)
         live.sources.append(source)
-        live.tells |= source.tells
         seed = derive_seed(job.settings.seed, live.epoch, number)
         pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state)
         if order := source.fingerprint:
@@ -319,7 +306,7 @@ class Batches:
         job, source = self._job, self.source
         number, pairs = self._open()
         # What a step needs is looked up here: by then nothing of it is in the processor's caches
-        live, group, clock, move = job.live, job.group, job.clock, job.group.watch.clock.move
+        live, group, clock, waited = job.live, job.group, job.clock, job.group.watch.clock.wait_for_data
         position, streams = job.position, live.streams
         seeded = source.seeds and job.device.type == "cpu"  # it seeds no GPU
         live.running.append(self)
@@ -331,15 +318,15 @@ class Batches:
                     raise job.stopped()
                 clock.start()
                 found = next(pairs, None)
-                move("data", clock.has_batch())
+                waited(clock.has_batch())
                 if found is None:
                     return
                 batch, self.weight = found
-                live.newest = self
+                live.weight = self.weight
                 live.fetched += 1
                 streams[number] += 1
                 if not seeded:
-                    job.seed_batch()
+                    job.draw_anew()
                 yield batch
                 if self.weight != 1.0 and not live.weight_asked:
                     live.weight_asked = True  # said once

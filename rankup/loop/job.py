@@ -3,24 +3,22 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.doctor import before_training
 from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Batches, Source, Split, evaluation_batches, source_of
+from rankup.loop.batches import Batches, Source, evaluation_batches, source_of
 from rankup.loop.record import Figures, Live, Position, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, fix_bucket_order
 from rankup.observe.metrics import evaluation
 from rankup.observe.stragglers import COMPUTE, WAITING
 from rankup.places.files import write_atomically
-from rankup.seeds import derive_seed, seed_everything, seed_host
+from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
 
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
@@ -49,11 +47,8 @@ class Job:
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
         self._sources: dict[int, Source] = {}  # by the id of the loader; the same for each epoch
         self._begun = False
-        self._step_seed, self._seeds = 0, dict[int, int]()  # of the present step, and by step of those that follow
-        self._seed: Callable[[int], None] = seed_host  # all that there is to seed without a GPU
-        if group.device.type != "cpu":
-            self._seed = partial(seed_everything, device=group.device)
-        self._step = Step(self)
+        self._inside = False  # a block of `step` has begun, and not ended well
+        self._seeds: dict[int, int] = {}  # by step, of the next ones
 
     @property
     def epoch(self) -> int:
@@ -68,17 +63,10 @@ class Job:
     @property
     def weight(self) -> float:
         """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
-        of the global batch: 1.0 where all parts are equal. Raises UserError where the loop reads several loaders
-        together whose parts differ: each has its own `weight` then, see `batches`."""
-        live = self.live
-        live.weight_asked, newest = True, live.newest
-        together = [each for each in live.running if isinstance(each, Batches) and isinstance(each.source, Split)]
-        if newest in live.running and any(each.weight != live.weight for each in together):
-            raise UserError(
-                "weight: the batches that are read together must have one weight, got several. Keep what job.batches "
-                "returns, as in real = job.batches(loader), and multiply by real.weight."
-            )
-        return live.weight
+        of the global batch: 1.0 where all parts are equal. Of the newest batch: where a loop reads several loaders
+        together, what `batches` returned for each has its own `weight`."""
+        self.live.weight_asked = True
+        return self.live.weight
 
     # State ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +101,7 @@ class Job:
             if not tracked.split and run.newest is None:  # else all have restored the same
                 for name, digest in tracked.fingerprint().items():
                     group.must_match(f"track: {name}", digest, remedy="Build it equally on all ranks, or leave it out.")
-        self.seed_step()
+        self.draw_anew()
         group.record.begin(self.step_number)
 
     @contextlib.contextmanager
@@ -219,16 +207,16 @@ class Job:
         whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was. Raises Stopped where the job
         was asked to stop, with several ranks only if `pad`.
         """
-        evaluation = Batches(self, loader, None)
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
                 self.stop_here()
             elif pad and self.group.max(int(self.group.stop.requested)):
                 raise self.stopped()
-            evaluation.weight, self.live.newest = weight, evaluation
+            self.live.weight = weight
             yield batch
 
-    def step(self, **values: Any) -> "Step":
+    @contextlib.contextmanager
+    def step(self, **values: Any) -> Iterator[None]:
         """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
         schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
 
@@ -240,15 +228,37 @@ class Job:
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
         finished step, and the job can't go on.
         """
-        self._step.values = values
-        return self._step
+        self.begin()
+        position, clock, tracked = self.position, self.clock, self.tracked
+        if self._inside:
+            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        tracked.check_unchanged()
+        if position.step >= self.agreement.next:
+            self.agreement.compare(position.step)
+        clock.end_of_backward()
+        if tracked.shared:
+            self.group.collective(tracked.share_buffers)
+        line, number = None, position.step + 1
+        if number % self.settings.log_every_steps == 0 or number == self.course.total:
+            line = self.figures.line(number, values, weight=self.live.weight)
+        if tracked.shared or line is not None:
+            clock.mark(WAITING)
+        self._inside = True
+        with self.changing:  # all exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+            yield
+            position.step = number
+            if line is not None:
+                position.line = line
+            self.commit()
+        self._inside = False
+        self.after_step(line)
 
     def commit(self) -> None:
         """What the loop has done is the state from now on. Inside `self.changing`."""
         position, live = self.position, self.live
         position.epoch, position.streams = live.epoch, [*live.streams]
         position.changes = live.changes_to_repeat = 0
-        self.saving.loader_states = live.loader_states() if live.tells else []
+        self.saving.loader_states = live.loader_states()
         self.tracked.commit()
 
     def after_step(self, line: dict[str, Any] | None) -> None:
@@ -259,7 +269,7 @@ class Job:
         self._enter_step()
         if line is not None:
             self.figures.metrics.write(line)
-        self.seed_step()
+        self.draw_anew()
         if run.saver.step is not None:
             run.saver.look()
         if run.parts.wanted and run.parts.due(step):
@@ -278,7 +288,6 @@ class Job:
             return
         self._begun = True
         group, run, step = self.group, self.run, self.position.step
-        again = group.restarted or run.newest is not None
         commit = (group.launch.agent or {}).get("commit", {})
         changed = ("basis" in commit or bool(self.saving.ranks)) and self.saving.note_ranks()
         self.saving.begin()
@@ -290,8 +299,8 @@ class Job:
             self.tracked.warn_of_others(group.log.warning)
             group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
-        self.agreement.begin(step, again=again)
-        self.seed_step()
+        self.agreement.begin(step)
+        self.draw_anew()
         self._enter_step()
 
     def _enter_step(self) -> None:
@@ -301,18 +310,13 @@ class Job:
         else:
             group.watch.enter("step", timeout_s, step=self.position.step)
 
-    def seed_step(self) -> None:
-        """A random state of each step's and rank's own: a resumed run needs none of the past."""
+    def draw_anew(self) -> None:
+        """A random state of the step's, the newest batch's and the rank's own: a resumed run needs none of the past."""
         step = self.position.step
         if step not in self._seeds:
             ahead = range(step, step + SEEDS_AHEAD)
             self._seeds = {number: derive_seed(self.settings.seed, number, self.rank) for number in ahead}
-        self._step_seed = self._seeds[step]
-        self._seed(self._step_seed)
-
-    def seed_batch(self) -> None:
-        """A random state of the newest batch's own, whatever was drawn since the last step."""
-        self._seed(self._step_seed + self.live.fetched)
+        seed_everything(self._seeds[step] + self.live.fetched, self.device)
 
     def stop_here(self) -> None:
         """Raises Stopped, after a save, where all ranks stop before the next step."""
@@ -354,7 +358,7 @@ class Job:
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
         own = {name: number_of(value) for name, value in values.items()}
-        with contextlib.nullcontext() if self._step.inside else self.changing:
+        with contextlib.nullcontext() if self._inside else self.changing:
             position.metrics, position.evaluated = earlier | own, position.step
         self.figures.metrics.write(evaluation(position.step, own))
 
@@ -384,14 +388,6 @@ class Job:
 
         self.group.on_rank0(write)
 
-    def warn_of_limits(self, *, num_threads: int, one_device_per_rank: bool = True) -> None:
-        """Log which limit of this node will be in the way of its ranks, with `num_threads` threads in each."""
-        ranks, device = self.group.launch.local_world_size, self.device
-        if self.local_rank == 0:
-            devices = torch.accelerator.device_count() if device.type != "cpu" and one_device_per_rank else 0
-            for line in before_training(ranks=ranks, threads=num_threads, devices=devices):
-                self.group.log.warning(line)
-
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.
 
@@ -407,53 +403,3 @@ class Job:
                     f"finished after {self.step_number} steps: {self.run_dir}/; rankup status {self.run_dir}"
                 )
             self._ends.close()
-
-
-class Step:
-    """See `Job.step`. One object for all steps, and no generator: every step enters it, when no code is in the
-    processor's caches any more. `inside`: a block has begun, and not ended well."""
-
-    def __init__(self, job: Job) -> None:
-        self.values: dict[str, Any] = {}
-        self.inside = False
-        self._job = job
-        self._line: dict[str, Any] | None = None  # of training, where this step gets one
-
-    def __enter__(self) -> None:
-        job = self._job
-        position, tracked, clock = job.position, job.tracked, job.clock
-        if not job._begun:
-            job.begin()
-        if self.inside:
-            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        tracked.check_unchanged()
-        if position.step >= job.agreement.next:
-            job.agreement.compare(position.step)
-        clock.end_of_backward()
-        if tracked.shared:
-            job.group.collective(tracked.share_buffers)
-        line, number = None, position.step + 1
-        if number % job.settings.log_every_steps == 0 or number == job.course.total:
-            line = job.figures.line(number, self.values, weight=job.live.weight)
-        if tracked.shared or line is not None:
-            clock.mark(WAITING)
-        self._line, self.inside = line, True
-        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
-        job.changing.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        job, line = self._job, self._line
-        try:
-            if kind is None:
-                job.position.step += 1
-                if line is not None:
-                    job.position.line = line
-                job.commit()
-        except BaseException as error:
-            kind = type(error)
-            raise
-        finally:
-            job.changing.__exit__(kind)
-        if kind is None:
-            self.inside = False
-            job.after_step(line)

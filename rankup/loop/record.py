@@ -15,7 +15,7 @@ from rankup.group.group import Group
 from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, Progress, entry
 from rankup.observe.stragglers import RankReports, StepClock
-from rankup.observe.tracker import Facts, address_of
+from rankup.observe.tracker import Facts
 from rankup.places.files import write_json
 from rankup.places.lease import RESULT
 from rankup.state.copies import STATE
@@ -51,10 +51,10 @@ class Position(Progress):
 class Live:
     """Where the loop stands since the last commit, and what it has yet to do again after a resume.
 
-    `streams`: as in `Position`, `sources` the loaders of these passes, and `tells` whether one has a state. `before`:
-    of each pass that is gone on with the batches to skip, and what its loader said of itself. `running`: the loops over
-    batches or steps that have not ended. `fetched`: batches since the last commit. `newest`: what gave the last batch.
-    `changes_to_repeat`: blocks of `job.change` that a copy holds already.
+    `streams`: as in `Position`, and `sources` the loaders of these passes. `before`: of each pass that is gone on with
+    the batches to skip, and what its loader said of itself. `running`: the loops over batches or steps that have not
+    ended. `fetched`: batches since the last commit. `weight`: of the newest one. `changes_to_repeat`: blocks of
+    `job.change` that a copy holds already.
     """
 
     def __init__(self, position: Position, states: list[Any]) -> None:
@@ -62,25 +62,19 @@ class Live:
         self.epoch, self.has_epochs = position.epoch, False
         self.streams: list[int] = []
         self.sources: list[Any] = []
-        self.tells = False
         self.before = [*zip_longest(position.streams, states[: len(position.streams)])]
         self.running: list[Any] = []
-        self.newest: Any = None
-        self.fetched, self.weight_asked = 0, False
+        self.fetched, self.weight, self.weight_asked = 0, 1.0, False
         self.changes_to_repeat = position.changes
-
-    @property
-    def weight(self) -> float:
-        """Of the last batch, see `Job.weight`."""
-        return self.newest.weight if self.newest is not None else 1.0
 
     def begin_epoch(self) -> None:
         self.epoch += 1
-        self.streams, self.sources, self.before, self.tells = [], [], [], False
+        self.streams, self.sources, self.before = [], [], []
 
     def loader_states(self) -> list[Any]:
-        """By pass what the loaders say of themselves that can be asked."""
-        return [source.loader.state_dict() if source.tells else None for source in self.sources]
+        """By pass what the loaders say of themselves that can be asked; empty where none can."""
+        states = [source.loader.state_dict() if source.tells else None for source in self.sources]
+        return states if any(source.tells for source in self.sources) else []
 
 
 def versions() -> dict[str, str]:
@@ -107,7 +101,7 @@ class Settings(Options):
 
     `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
     rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings
-    `shown`. `begin_anew`, `again`: how the user begins a run anew, and goes on with one, in messages.
+    `shown`. `again`: how the user goes on with a run, in messages.
     """
 
     seed: int
@@ -119,7 +113,6 @@ class Settings(Options):
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
-    begin_anew: str = "set fresh=True to begin anew, or another run"
     again: str = "The same command"
 
 
@@ -172,10 +165,10 @@ class Figures:
         own = [number_of(value) for value in values.values()]  # this waits for the device
         if not self._reports.load:
             self._reports.load = self.group.gather(weight)
-        means, seen = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
+        means = self._reports.exchange(own, step=number, saving=self.run.saver.step is not None)
         named = {f"train/{name}": mean for name, mean in zip(values, means, strict=True)}
         per_s = speed(self.group, self.course, number)
-        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s}) | seen
+        return entry(number, {**named, f"train/{self.course.unit}_per_s": per_s})
 
     def result(self, **values: Any) -> dict[str, Any]:
         """Write `result.json` of a run that came to its end: `values`, beside what every run says. Returns all of it.
@@ -188,8 +181,6 @@ class Figures:
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": versions(),
             "goodput": self.reporter.goodput(), **values,
         }
-        if address := address_of(group.run_dir, run.lineage.run):
-            result["tracker"] = address
         self.metrics.flush()
         run.owner.check()
         with disk_errors(RESULT, group.run_dir):

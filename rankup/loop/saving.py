@@ -111,6 +111,7 @@ def beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
+WAY_OUT = "Begin anew (fresh), or give the run another name."
 LOADERS = "rankup_loaders"  # the states of loaders that can be asked for them, beside the tracked items
 
 
@@ -130,7 +131,6 @@ class Saving:
         self.changing = Changing(position, group.device)
         self.about: dict[str, Any] = {}
         self.loader_states: list[Any] = []
-        self._way_out = f"{settings.begin_anew[0].upper()}{settings.begin_anew[1:]}."
         self._place = f"{group.rank} of {group.world_size}"
         # What lies in rank 0's folder: a rescue, from which the run may go on, is in memory alone
         self._saved = Position.of(run.saved).key
@@ -152,14 +152,14 @@ class Saving:
         if missing := sorted({*names} - state.keys()):
             raise UserError(
                 f"track: {', '.join(missing)} must be in {newest.path}, got {', '.join(sorted(state))} there. "
-                + self._way_out
+                + WAY_OUT
             )
         for name in names:
             try:
                 self.tracked.load({name: state[name]})
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 why = f"{name}: {' '.join(str(error).split())[:300]}"
-                raise UserError(f"{newest.path} does not fit this {why}. {self._way_out}") from None
+                raise UserError(f"{newest.path} does not fit this {why}. {WAY_OUT}") from None
 
     def begin(self) -> None:
         """The run goes on: say from where. Raises UserError where the copy has items that nobody tracks."""
@@ -168,8 +168,7 @@ class Saving:
             return
         if (left := {*newest.tracked} - {*self.tracked.items, LOADERS}) and self.tracked.items:
             raise UserError(
-                f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. Track "
-                "them, or set another run or fresh=True to begin anew."
+                f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. {WAY_OUT}"
             )
         self.group.log.info(f"resumed from {self.run.origin.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
@@ -190,7 +189,7 @@ class Saving:
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
-        state, problem, way_out = dict[str, Any](), "", self._way_out
+        state, problem, way_out = dict[str, Any](), "", WAY_OUT
         if self.run.origin.kind == PARTS:
             way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
         try:
@@ -217,7 +216,7 @@ class Saving:
             self.agreement.compare(position.step)
             run.wait()  # before the state is put together
             state = self.group.collective(self.tracked.state)
-            if any(each is not None for each in self.loader_states):
+            if self.loader_states:
                 size = self.group.world_size
                 every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
                 state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
@@ -237,7 +236,7 @@ class Saving:
     def _own(self, *, gather: bool) -> dict[str, Any]:
         """What this rank holds of the last commit. Other ranks skip by count where its loader's state is not theirs."""
         state = self.tracked.state(gather=gather)
-        if any(each is not None for each in self.loader_states):
+        if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}
         return state
 

@@ -18,9 +18,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from rankup.agent.processes import has_handler
+from rankup.agent.processes import die_with_parent, has_handler
 from rankup.errors import PeerLost, UserError
-from rankup.group.stop import STOP_SIGNALS, start_worker
+from rankup.group.stop import STOP_SIGNALS, TAKEN
 
 SHM_FULL = (
     "/dev/shm must hold the batches of all DataLoader workers, got no space left on it. Enlarge it (docker run "
@@ -47,7 +47,7 @@ class Workers:
                 _all.update({*multiprocessing.active_children()} - before)
         self._workers = [*getattr(self._iterator, "_workers", ())]
         # CPython 3.11 can deadlock a child inside os.fork, on a lock that another thread held at that moment. A rank
-        # handles this signal, and so does what it forks until `start_worker` has run. Kept workers began without us
+        # handles this signal, and so does what it forks until `_begin` has run. Kept workers began without us
         until_s, new = time.monotonic() + START_S, [worker for worker in self._workers if worker not in before]
         while hanging := [each for each in new if each.is_alive() and has_handler(each.pid, signal.SIGUSR2)]:
             if time.monotonic() > until_s:
@@ -68,8 +68,8 @@ class Workers:
         except StopIteration:
             raise
         except Exception as error:
-            explained = self._explained(error) if self._workers else None
-            if explained is None and not (self._workers and str(error).startswith("Caught ")):
+            explained = self._explained(error)
+            if explained is None and not str(error).startswith("Caught "):
                 raise
             # Without torch's frames, which hold the iterator and its workers. A worker's own traceback is in the text
             found = (explained or error).with_traceback(None)
@@ -96,12 +96,8 @@ class Workers:
             return UserError(SHM_FULL)
         ended = [f"worker {number} (exit code {code})" for number, code in enumerate(codes) if code]
         who = ", ".join(ended) or (text.splitlines() or [type(error).__name__])[0]
-        if -signal.SIGKILL in codes:
-            return PeerLost(
-                f"a DataLoader worker was killed, most likely because memory ran out: {who}. Allow more, or set fewer "
-                "workers, or a smaller batch"
-            )
-        return PeerLost(f"a DataLoader worker died: {who}")
+        memory = ", most likely because memory ran out" if -signal.SIGKILL in codes else ""
+        return PeerLost(f"a DataLoader worker died{memory}: {who}")
 
 
 @atexit.register
@@ -120,11 +116,7 @@ def _prepared(loader: Any) -> Iterator[None]:
     before = dict[str, Any]()
     if isinstance(loader, DataLoader) and loader.num_workers:
         before = {"worker_init_fn": loader.worker_init_fn, "collate_fn": loader.collate_fn}
-        # Python 3.14 starts processes from a server by default, which is their parent then
-        context: Any = loader.multiprocessing_context or multiprocessing
-        method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]  # the default
-        parent = 0 if method == "forkserver" else os.getpid()
-        loader.worker_init_fn = functools.partial(_begin, parent, loader.worker_init_fn)
+        loader.worker_init_fn = functools.partial(_begin, loader.worker_init_fn)
         loader.collate_fn = functools.partial(_share, loader.collate_fn)
     # torch's handler of SIGCHLD raises the death of a worker wherever the loop is, even in a save. Whoever waits for
     # the workers notices the death within five seconds anyway
@@ -141,9 +133,15 @@ def _prepared(loader: Any) -> Iterator[None]:
             setattr(loader, name, value)
 
 
-def _begin(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
-    """Runs first in each worker. `then`: the user's own beginning."""
-    start_worker(parent or os.getppid())
+def _begin(then: Callable[[int], None] | None, worker: int) -> None:
+    """Runs first in each worker, which lives and dies with its parent alone. `then`: the user's own beginning.
+    A batch system signals the whole process group: if workers died of that, the loop could not save."""
+    for each in TAKEN:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    die_with_parent(os.getppid())  # Python 3.14 starts processes from a server by default, which is their parent then
+    if (loop := multiprocessing.parent_process()) is None or not loop.is_alive():  # it ended before the line above
+        os._exit(128 + signal.SIGKILL)
     if then is not None:
         then(worker)
 

@@ -134,7 +134,7 @@ class Reporter:
         what it has not got."""
         self.group, self.run, self.course, self._facts = group, run, course, facts
         self._began = began(os.getpid())
-        self._trains = self._finished = False
+        self._finished = False
         self._last: Report | None = None
         self._tracker: Tracker | None = None
         self._ended = threading.Event()
@@ -145,8 +145,7 @@ class Reporter:
             self._thread.start()
 
     def follow(self) -> None:
-        """From now on there are steps to report, and the tracker gets what it has not got."""
-        self._trains = True
+        """From now on the tracker gets what it has not got."""
         if self._facts is not None and self._tracker is None:
             self._tracker = Tracker(self._facts, self.group.log)
 
@@ -181,10 +180,10 @@ class Reporter:
             return replace(self._last, finished=self._finished)
         course, watch, seconds = self.course, self.group.watch, spent(self.group)
         now = time.time()  # after `seconds`, which are never more than what has passed
-        progress, (phase, open_s) = course.progress, watch.clock.present()
+        progress, here = course.progress, watch.record.read()
         step, done = progress.step, progress.step - course.first_step
         remaining_s = None
-        if self._trains and done and course.total is not None:
+        if done and course.total is not None:
             remaining_s = round(sum(seconds[kind] for kind in TRAINING) / done * (course.total - step), 1)
         # The watchdog's clock is younger than the process, which first imported what it needs
         seconds["start"] += max(0.0, now - self._began - sum(seconds.values()))
@@ -194,9 +193,9 @@ class Reporter:
             run=self.run, attempt=self.group.attempt, began=self._began, time=now,
             first_step=course.first_step, step=step, total_steps=course.total, finished=self._finished,
             seconds={kind: round(each_s, 3) for kind, each_s in seconds.items()},
-            unit=course.unit if self._trains else "", per_s=round(speed(self.group, course, step), 1),
+            unit=course.unit, per_s=round(speed(self.group, course, step), 1),
             remaining_s=remaining_s,
             metrics={name: value for name, value in metrics.items() if value is not None and math.isfinite(value)},
-            ranks=watch.signs_of_life(), open_s=round(open_s, 3) if phase == "step" else 0.0,
-            nodes=watch.nodes,
+            ranks=watch.signs_of_life(), nodes=watch.nodes,
+            open_s=round(time.monotonic() - here.entered_s, 3) if here.phase == "step" else 0.0,
         )

@@ -143,8 +143,8 @@ def newest_entries(progress: Progress) -> list[dict[str, Any]]:
 
 def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[dict[str, Any]]:
     """Cut the file before its first line of training after `step`, or of evaluation after step `evaluated`: a killed
-    attempt wrote it past the state that the run goes on from, and those steps are done again. Damaged lines go
-    too, also from the middle, where a power cut may leave one.
+    attempt wrote it past the state that the run goes on from, and those steps are done again. From a damaged line on,
+    as a kill or a power cut leaves one, nothing stays.
 
     What stands before a line of a step before `since` is neither read nor judged: a restart of a long run would wait
     for it. Returns the entries behind that line that stay. Raises OSError.
@@ -165,12 +165,10 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
         first, kept = max(before, default=0), []
         file.seek(begin + sum(map(len, lines[:first])))
         for line, entry in zip(lines[first:], found[first:], strict=True):
-            if entry is None:
-                continue
-            if entry["step"] > (evaluated if is_evaluation(entry) else step):
+            if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
                 break
             kept.append(entry)
-            file.write(line)
+            file.seek(len(line), os.SEEK_CUR)
         file.truncate()
     return kept
 

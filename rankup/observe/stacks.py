@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from rankup.timing import ANSWER_STACKS_S, ANSWER_TICK_S
 # By the letters that /proc has
 STATES = {
     "T": "it is stopped (SIGSTOP)", "D": "it waits for a disk or a driver", "R": "it computes, or waits for a CPU",
-    "S": "it waits",
+    "S": "it waits", "": "it has just ended",
 }
 LINE = re.compile(r"^# (\{.*\})\n", re.MULTILINE)
 HEAD = re.compile(r'^# (\{.*"pid".*\})\n', re.MULTILINE)
@@ -102,41 +101,33 @@ def _gone(answer: Answer) -> str:
 
 def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
     """Ask these ranks of this machine, and say where they are, a line for each place."""
-    return compare({answer.rank: answer.place for answer in ask(run_dir, ranks=ranks) if answer.rank in ranks})
+    return compare({answer.rank: answer.place for answer in ask(run_dir) if answer.rank in ranks})
 
 
-def ask(run_dir: Path, *, ranks: Collection[int] | None = None) -> list[Answer]:
-    """Have the ranks of this run on this machine (of `ranks` alone) write their stacks, and return what all ranks have
-    written. Takes ANSWER_STACKS_S at most, beside what the disk takes."""
+def ask(run_dir: Path) -> list[Answer]:
+    """Have the ranks of this run on this machine write their stacks, and return what all ranks have written. Takes
+    ANSWER_STACKS_S at most, beside what the disk takes."""
     answers = {answer.rank: answer for answer in written(run_dir)}
-
-    def one(asked: Answer) -> None:
-        answers[asked.rank] = _ask(asked)
-
-    chosen = [answer for answer in answers.values() if answer.alive and (ranks is None or answer.rank in ranks)]
-    # Not a pool: its threads would keep this process from its end where a disk hangs
-    threads = [threading.Thread(target=one, args=(answer,), daemon=True) for answer in chosen]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(answers.values())
-
-
-def _ask(asked: Answer) -> Answer:
-    """What one rank of this machine answers, or why it does not."""
-    size = asked.path.stat().st_size
+    waiting = {rank: answer for rank, answer in answers.items() if answer.alive}
+    sizes = {rank: asked.path.stat().st_size for rank, asked in waiting.items()}
     for number, patience_s in enumerate(ANSWER_STACKS_S):
-        _signal(asked, number)
-        until_s, before = time.monotonic() + patience_s, ""
-        while time.monotonic() < until_s:
+        for asked in waiting.values():
+            _signal(asked, number)
+        until_s, before = time.monotonic() + patience_s, dict[int, Answer | None]()
+        while waiting and time.monotonic() < until_s:
             time.sleep(ANSWER_TICK_S)
-            answer = read(asked.path, after=size)
-            # faulthandler's handler writes word by word: it is over once nothing has come since the last look
-            if answer is not None and answer.text and answer.text == before:
-                return replace(answer, fresh=True)
-            before = answer.text if answer is not None else ""
-    return replace(asked, text="", problem=f"does not answer: {_from_outside(asked)}", fresh=True)
+            for rank, asked in [*waiting.items()]:
+                answer = read(asked.path, after=sizes[rank])
+                # faulthandler's handler writes word by word: it is over once nothing has come since the last look
+                if answer is not None and answer.text and answer == before.get(rank):
+                    answers[rank] = replace(answer, fresh=True)
+                    del waiting[rank]
+                before[rank] = answer
+    for rank, asked in waiting.items():
+        state = state_of(asked.pid)
+        why = STATES.get(state, f"it is in state {state}")
+        answers[rank] = replace(asked, text="", problem=f"does not answer: {why}", fresh=True)
+    return list(answers.values())
 
 
 def _signal(asked: Answer, number: int) -> None:
@@ -149,16 +140,6 @@ def _signal(asked: Answer, number: int) -> None:
     with contextlib.suppress(OSError, IndexError):
         if has_handler(asked.pid, asked.signals[number]) and asked.alive:
             os.kill(asked.thread, asked.signals[number])
-
-
-def _from_outside(asked: Answer) -> str:
-    """What the kernel says of a process that does not answer."""
-    try:
-        state, owner = state_of(asked.pid), Path(f"/proc/{asked.pid}").stat().st_uid
-    except OSError:
-        return "it has just ended"
-    own = os.geteuid() in (0, owner)
-    return STATES.get(state, f"it is in state {state}") if own else "it belongs to another user"
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

@@ -23,11 +23,9 @@ from rankup.env.rank_env import ranges
 from rankup.errors import UserError, root_cause
 from rankup.observe.goodput import duration, goodput, one_line, read_reports
 from rankup.observe.logs import find_run, is_run
-from rankup.observe.tracker import address_of
 from rankup.places.files import read_json
 from rankup.timing import LONG_S, NOW_S, REPORT_S, RUN_SILENT_S
 
-MOST_ROWS = 16  # of ranks; with more of them those that stand alike share a row
 MOST_RESTARTS = 5
 
 
@@ -94,7 +92,6 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
-        "tracker": address_of(run_dir, read_json(run_dir / "run.json").get("run", "")),
     }
 
 
@@ -153,7 +150,7 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     facts = {
         "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": _attempt(run),
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items())),
-        "goodput": one_line(run["goodput"]) if run["goodput"] else "", "tracker": run["tracker"],
+        "goodput": one_line(run["goodput"]) if run["goodput"] else "",
     }
     top = Table.grid(padding=(0, 2, 0, 0))
     top.add_column(style="bold", no_wrap=True)
@@ -225,15 +222,14 @@ def _attempt(run: dict[str, Any]) -> str:
 
 
 def _rank_table(run: dict[str, Any], now: float) -> Table:
-    """Neighbours that stand alike share a row where there are many ranks."""
-    ranks, table = run["ranks"], _table("rank", "host", "step", "phase", "last sign of life")
+    """Neighbours that stand alike share a row."""
+    table = _table("rank", "host", "step", "phase", "last sign of life")
 
     def stands(rank: dict[str, Any]) -> tuple[Any, ...]:
-        alone = rank["rank"] if len(ranks) <= MOST_ROWS else None
         silent = now - rank.get("seen", now) > RUN_SILENT_S
-        return alone, rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
+        return rank["host"], rank.get("state"), rank.get("phase"), rank.get("waiting"), silent
 
-    for _, group in groupby(ranks, key=stands):
+    for _, group in groupby(run["ranks"], key=stands):
         alike = list(group)
         # Of several, the one that was heard of longest ago stands for all
         oldest = min(alike, key=lambda rank: float(rank.get("seen", now)))

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from rankup.group.group import Group
 
 DATA, COMPUTE, WAITING = range(3)
 PARTS = ("data", "compute", "waiting")
 LEAST = 0.08  # of the median's own time
-ROW = 10  # windows in a row until a rank is called slow, and until it is said to keep up again
+ROW = 10  # windows in a row until a rank is called slow
 WINDOW_S = 5.0  # of the reports that are looked at together: short ones say little of a busy machine
-WINDOW_S_PER_RANK = 0.05  # longer for many ranks: each has values to write, and TensorBoard takes 50 µs for a value
 
 
 # Measured by each rank ------------------------------------------------------------------------------------------------
@@ -95,19 +95,13 @@ class StepClock:
         """The same for each backward pass through `module`, whatever the loss is."""
 
         def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:  # what it returned would be the output
-            self._split_backward_of(output)
+            for each in tree_leaves(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    self.split_backward(each)
+                    return
 
         if self._compared:
             module.register_forward_hook(after_forward)
-
-    def _split_backward_of(self, output: Any) -> bool:
-        """Of the first tensor in what a module returned that has a gradient. Whether there is one."""
-        if isinstance(output, torch.Tensor):
-            if output.requires_grad:
-                self.split_backward(output)
-            return output.requires_grad
-        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-        return any(self._split_backward_of(value) for value in values)
 
     def end_of_backward(self) -> None:
         """All backward passes of the step are over: what came after the last one's own work was a wait."""
@@ -158,7 +152,7 @@ def _others(values: list[float]) -> list[float]:
 
 
 class RankReports:
-    """Sends what this rank measured, and on rank 0 makes entries for the metrics and words on slow ranks of it.
+    """Sends what this rank measured, and on rank 0 says which ranks are slow.
 
     `load`: how much more than its exact part of the batch each rank takes; of 4 samples for three ranks the first takes
     2, and is not slow for that. Empty: all take theirs.
@@ -172,36 +166,27 @@ class RankReports:
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
         self._began_s, self._first, self._saved = -math.inf, step + 1, False
         self._windows = deque[tuple[int, torch.Tensor]](maxlen=ROW)  # the newest: first step, seconds of a step
-        self._rows = [0] * group.world_size  # of each rank: for how many windows it has been what it is not called
+        self._rows = [0] * group.world_size  # of each rank: for how many windows it has been slow
         self._called = set[int]()  # slow, in a line
 
-    def exchange(
-        self, values: Sequence[float], *, step: int, saving: bool
-    ) -> tuple[list[float], dict[str, float]]:
+    def exchange(self, values: Sequence[float], *, step: int, saving: bool) -> list[float]:
         """All ranks call this at a report, with as many `values`, once these have come from the device. Returns the
-        ranks' means, and on rank 0 what the line of a window's end says of the ranks. `saving`: rank 0 writes a copy
-        beside the training. It works for two then, which would hide a slow rank."""
+        ranks' means. `saving`: rank 0 writes a copy beside the training. It works for two then, which would hide a slow
+        rank."""
         group, ranks = self.group, torch.zeros_like(self._seconds)
         ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
         numbers = group.sum(torch.cat([torch.tensor(values, dtype=torch.float64), ranks.flatten()]))
-        means = (numbers[: len(values)] / group.world_size).tolist()
-        if not group.is_rank0 or group.world_size == 1:
-            return means, {}
         self._seconds += numbers[len(values) :].view_as(ranks)
         self._saved |= saving
         now_s = time.monotonic()
-        if now_s - self._began_s < max(WINDOW_S, WINDOW_S_PER_RANK * group.world_size):
-            return means, {}
-        window = self._seconds / (step + 1 - self._first)
-        if not self._saved:
-            for line in self.look(self._first, window):
-                group.log.info(line)
-        self._seconds.zero_()
-        self._began_s, self._first, self._saved = now_s, step + 1, saving
-        return means, {
-            f"ranks/{name}_s/{rank}": round(own[part], 6)
-            for rank, own in enumerate(window.tolist()) for part, name in enumerate(PARTS)
-        }
+        if group.is_rank0 and group.world_size > 1 and now_s - self._began_s >= WINDOW_S:
+            if not self._saved:
+                for line in self.look(self._first, self._seconds / (step + 1 - self._first)):
+                    group.log.info(line)
+            self._seconds.zero_()
+            self._began_s, self._first, self._saved = now_s, step + 1, saving
+        means: list[float] = (numbers[: len(values)] / group.world_size).tolist()
+        return means
 
     def look(self, first: int, seconds: torch.Tensor) -> list[str]:
         """What there is to say after a window of steps from `first` on: nothing in a healthy job. `seconds`: see
@@ -212,12 +197,10 @@ class RankReports:
         self._windows.append((first, window))
         lines = []
         for rank, gap in enumerate(gaps(window)):
-            self._rows[rank] = self._rows[rank] + 1 if (gap >= LEAST) != (rank in self._called) else 0
-            if self._rows[rank] == ROW:
-                self._called ^= {rank}
-                self._rows[rank] = 0
-                now = self._how_slow(rank) if rank in self._called else "keeps up again"
-                lines.append(f"rank {rank} ({self.group.hosts[rank]}) {now}")
+            self._rows[rank] = self._rows[rank] + 1 if gap >= LEAST else 0
+            if self._rows[rank] == ROW and rank not in self._called:
+                self._called.add(rank)
+                lines.append(f"rank {rank} ({self.group.hosts[rank]}) {self._how_slow(rank)}")
         return lines
 
     def _how_slow(self, rank: int) -> str:

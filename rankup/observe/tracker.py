@@ -77,12 +77,6 @@ def check(name: str) -> None:
         )
 
 
-def address_of(run_dir: Path, run: str) -> str:
-    """Where a browser finds the run with that id; empty where no tracker has it."""
-    known = read_json(run_dir / FOLDER / "sent.json")
-    return str(known["address"]) if known.get("run") == run else ""
-
-
 class Tracker:
     """The sender of one attempt. It begins once `metrics.jsonl` is as this attempt goes on with it."""
 
@@ -106,8 +100,8 @@ class Tracker:
         if timeout_s := TRACKER_S[state]:
             self._listener.join(timeout_s)
             if self._process.poll() != 0:
-                self._log.warning(f"tracker {self._name}: not all could be sent within {timeout_s:g} s. "
-                                  "The same command again sends the rest.")
+                way_out = "The same command again sends the rest."
+                self._log.warning(f"tracker {self._name}: not all could be sent. {way_out}")
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
@@ -152,20 +146,15 @@ class MlflowRun:
         self.id = run.info.run_id
         self.address = f"{self.client.tracking_uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.id}"
         # As parameters, which MLflow never changes: a setting that a later attempt changed stays as it was
-        self._send("params", 100, [
+        self.client.log_batch(self.id, params=[
             Param(name, (value if isinstance(value, str) else json.dumps(value))[:6000])
             for name, value in facts.settings.items() if name not in run.data.params
         ])
 
-    def _send(self, kind: str, most: int, values: list[Any]) -> None:
-        """`most`: so many of a kind MLflow takes at once."""
-        for first in range(0, len(values), most):
-            self.client.log_batch(self.id, **{kind: values[first : first + most]})
-
     def log(self, lines: list[Line]) -> None:
         from mlflow.entities import Metric
 
-        self._send("metrics", 1000, [
+        self.client.log_batch(self.id, [
             # MLflow refuses a request for one character in a name that it does not know
             Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line["time"] * 1000), line["step"])
             for line in lines for name, value in line.items() if name.startswith(KINDS)
@@ -231,7 +220,6 @@ class Sender:
         try:
             if self.tracked is None:
                 self.tracked = RUNS[self.facts.tracker](self.facts)
-                self._note_sent([])
             while lines := list(islice(self._new_lines(), MOST_LINES)):
                 self.tracked.log(lines)
                 self._note_sent(lines)
@@ -242,11 +230,10 @@ class Sender:
             raise
 
     def _note_sent(self, lines: list[Line]) -> None:
-        """Keep on the disk how far that was: for `status` and the result, and for the next attempt."""
+        """Keep on the disk how far that was, for the next attempt."""
         self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
-        known = {"run": self.facts.run, "sent": self._sent, "address": without_secrets(self.tracked.address)}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
-            write_json(self._memory, known)
+            write_json(self._memory, {"run": self.facts.run, "sent": self._sent})
 
     def _new_lines(self) -> Iterator[Line]:
         """What stands behind that which was read before, and was not sent. Raises ValueError in the middle of a line:
@@ -306,17 +293,15 @@ def main() -> None:
         try:
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            why = f"{reason(error)[:200].rstrip('. ')}."
-            if state:
-                say("WARNING", f"{why} Not all of metrics.jsonl is there. The same command again sends the rest.")
-            elif works is not False:
-                say("WARNING", f"{why} Training goes on; what is missing is sent once this works.")
+            if works is not False:
+                why = reason(error)[:200].rstrip(". ")
+                say("WARNING", f"{why}. Training goes on; what is missing is sent once this works.")
             works, pause_s = False, SENDER_PAUSE_S
         else:
             if not works:
                 say("INFO", sender.tracked.address)
             works, pause_s = True, SENDER_LOOK_S
-    os._exit(0)  # past what the packages do at the end of a process
+    os._exit(0 if works else 1)  # past what the packages do at the end of a process
 
 
 if __name__ == "__main__":

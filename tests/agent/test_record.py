@@ -221,19 +221,18 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
     for phase, lasts_s in (("join", 2.0), ("step", 3.0), ("step", 4.0), ("save", 1.0)):
         clock.enter(phase)
         now_s += lasts_s
-    assert clock.seconds() == {"start": 0.0, "join": 2.0, "step": 7.0, "save": 1.0}
+    assert clock.seconds() == {"start": 0.0, "join": 2.0, "step": 7.0, "save": 1.0, "data": 0.0}
     now_s += 10
     assert clock.seconds()["save"] == 11.0  # the present phase counts before it ends
-    assert clock.present() == ("save", 11.0)
     clock.enter("step")
     now_s += 3
-    clock.move("data", 2.0)
-    assert (clock.present(), clock.seconds()["data"]) == (("step", 1.0), 2.0)
+    clock.wait_for_data(2.0)
+    assert (clock.seconds()["step"], clock.seconds()["data"]) == (8.0, 2.0)
     clock.enter("rollout")  # by who gives the next batch, for which the loop waits 7 s
     now_s += 6
     clock.enter("step")
     now_s += 1
-    clock.move("data", 7.0)
+    clock.wait_for_data(7.0)
     assert clock.seconds() == {"start": 0.0, "join": 2.0, "step": 8.0, "save": 11.0, "data": 3.0, "rollout": 6.0}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.fork_server import Forks
-from tests.rigs.injected_faults import LOOK
+from tests.rigs.injected_faults import LOOK, STAGE
 from tests.rigs.jobs import rank_env
 from tests.rigs.namespaces import Net, Node
 from tests.rigs.single_rank import Rank, Starter, starting
@@ -97,7 +97,7 @@ def test_doctor_names_the_machine_with_a_wrong_hosts_file(cases: dict[str, Case]
 
 @case
 def hangs(case: Case) -> None:
-    case.both("--step-timeout-s", "12", sick="tests.rigs.injected_faults:hangs_in_the_collective")
+    case.both(sick="tests.rigs.injected_faults:hangs_in_the_collective", **{STAGE: "12"})
 
 
 def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Case]) -> None:
@@ -105,7 +105,7 @@ def test_doctor_does_not_take_a_check_that_hangs_for_a_pass(cases: dict[str, Cas
     ends = ("NOT DONE collective collective (step 0) took longer than ", "NOT DONE collective lost a peer at step 0")
     assert any(end in first for end in ends)  # whichever rank's time is over first ends the other's too
     assert "suspected: rank 1 on node1" in first
-    assert "doctor: could not be completed (1 incomplete)" in first
+    assert "doctor: could not be completed: " in first
     assert "NOT DONE collective" in second
 
 
@@ -126,7 +126,7 @@ def slow_link(case: Case) -> None:
 
 @pytest.mark.parametrize(("name", "what"), [
     ("full_shm", r"WARNING memory rank 1 on node1: /dev/shm: "),
-    ("slow_link", r"WARNING links 1 between nodes: slowest \d MB/s, ranks 1 on node0 and 2 on node1;"),
+    ("slow_link", r"WARNING links 2 between nodes: slowest \d MB/s, from rank [12] on node[01] to rank [21] on node"),
 ])
 def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], name: str, what: str) -> None:
     case = cases[name]
@@ -135,7 +135,7 @@ def test_doctor_warns_of_what_is_wrong_on_one_machine(cases: dict[str, Case], na
     assert first.count("WARNING") == 1, first
     assert "why: " in first
     assert "mend: " in first
-    assert "doctor: fit to train, with warnings (1 warning): " in first
+    assert "doctor: fit to train, with warnings: " in first
 
 
 @case
@@ -156,12 +156,12 @@ def dies(case: Case) -> None:
 @pytest.mark.parametrize(("name", "code", "what"), [
     ("wrong_sum", 20, "NOT FIT collective rank 1 on node1: wrong result: all_reduce of 1000 numbers why: gradie"),
     ("flips_a_bit", 20, "NOT FIT repetition rank 1 on node1: the same computation gave two results on cpu, at "),
-    ("dies", -9, r"NOT FIT group lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
+    ("dies", -9, r"NOT FIT joined lost a peer at step 0: rank 1 on node1 \(its process has ended\)"),
 ])
 def test_doctor_refuses_the_rank_that_is_not_fit(cases: dict[str, Case], name: str, code: int, what: str) -> None:
     first, _ = cases[name].said(20, code)
     assert re.search(what, first), first
-    assert "doctor: not fit to train (1 unfit)" in first
+    assert "doctor: not fit to train: " in first
 
 
 def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
@@ -175,12 +175,10 @@ def test_doctor_finds_a_healthy_pair_fit_and_warns_of_nothing(
         case.both()
         first, second = case.said(0, 0)
     assert not any(word in first + second for word in ("WARNING", "NOT FIT", "NOT DONE")), first
-    stages = ["environment", "limits", "memory", "storage", "devices", "repetition", "joined",
-              "connectivity", "group", "versions", "collective", "links"]
+    stages = ["environment", "limits", "memory", "storage", "devices", "repetition", "joined", "collective", "links"]
     places = [first.index(f"ok {stage} ") for stage in stages]
     assert places == sorted(places), first
-    assert re.search(r"ok links 1 between nodes: slowest \S+ .B/s, ranks 0 on node0 and 1 on node1;", first)
+    assert re.search(r"ok links 2 between nodes: slowest \S+ .B/s, from rank [01] on node", first)
     assert "doctor: fit to train: " in first
     report = json.loads((tmp_path / "runs" / "job" / "doctor" / "report.json").read_text())
-    assert (report["exit_code"], report["verdict"], report["hosts"]) == (0, "fit to train", ["node0", "node1"])
-    assert [link["ranks"] for link in report["links"]] == [[0, 1]]
+    assert (report["exit_code"], report["verdict"]) == (0, "fit to train")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankup.errors import UserError
-from rankup.explain import diagnose_files, explain_logs, format_report
+from rankup.explain import diagnose_files, format_report
 from rankup.explain.diagnosis import FOLLOWED, Diagnosis, diagnose
 from rankup.explain.logs import time_of
 from train.main import main
@@ -115,10 +115,8 @@ def test_run_is_found_by_name_and_its_unstamped_lines_belong_to_the_line_before(
     write(run / "logs" / "rank-0.log", [f"{old}{FAILED[0]}", "ValueError: of an earlier attempt", f"{new}{FAILED[0]}",
                                         *FAILED[1:]])
     write(run / "status.json", ['{"attempt": "20261121T100000-abc123", "state": "failed", "world_size": 1}'])
-    text, faulty = explain_logs([Path("mine")], as_json=False, run_dir=tmp_path / "runs")
-    assert faulty
-    assert "KeyError: 'image_17'" in text
-    assert "earlier attempt" not in text
+    (found,) = diagnose_files([Path("mine")], run_dir=tmp_path / "runs")
+    assert (found.seen, found.harmless) == ("KeyError: 'image_17'", False)
 
 
 @pytest.mark.parametrize(("why", "name"), [

@@ -118,7 +118,7 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
     # Each worker of rank 1 ends at its own third sample: by the time of the message the second may have followed
     worker = r"worker [01] \(exit code -9\)"
     assert re.search(
-        f"a DataLoader worker was killed, most likely because memory ran out: {worker}(, {worker})?\\. ", output
+        f"a DataLoader worker died, most likely because memory ran out: {worker}(, {worker})?", output
     ), output
     assert "Traceback" not in output
 
@@ -154,15 +154,3 @@ def test_more_threads_than_cpus_are_said(
     finding = next(doctor.limits(ranks=ranks, threads=threads))
     assert said in finding.seen
     assert finding.is_problem == bool(said)
-
-
-def test_threads_beyond_the_cpus_are_said_by_a_job(forks: Forks, tmp_path: Path) -> None:
-    many = (os.cpu_count() or 1) + 1
-    output = forks.ends(*train(tmp_path / "run", "--max-steps", "1", "--num-threads", str(many)), world_size=2)
-    assert output.count(f"x {many} threads on this node, but only ") == 1
-
-
-@pytest.mark.parametrize(("ranks", "devices", "said"), [(1, 0, 0), (8, 8, 0), (None, 8, 0), (2, 4, 1)])
-def test_idle_devices_are_said(ranks: int | None, devices: int, said: int) -> None:
-    lines = doctor.before_training(ranks=ranks, threads=1, devices=devices)
-    assert len([line for line in lines if "2 will stay idle" in line and "--nproc-per-node 4" in line]) == said

@@ -77,7 +77,7 @@ def digits(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_scalars_are_those_of_the_run(digits: Path) -> None:
     written = assert_same(digits)
-    assert {name for name in written if not name.startswith("ranks/")} == SCALARS
+    assert written.keys() == SCALARS
     assert list(written["train/loss"]) == [10, 20, 30, 40, 44]
     assert list(written["eval/accuracy"]) == [22, 44]
     result = json.loads((digits / "result.json").read_text())
@@ -85,10 +85,6 @@ def test_scalars_are_those_of_the_run(digits: Path) -> None:
     found = digits.rglob("events.out.tfevents.*")
     assert [path.parent.name for path in found] == ["tensorboard"]  # each folder is a run in TensorBoard's list
     assert 0.5 < result["metrics"]["accuracy"] < result["metrics"]["accuracy_top5"] <= 1.0
-    # Ranks are measured at the first report, and then every few seconds
-    ranks = {name for name in written if name.startswith("ranks/")}
-    assert ranks == {f"ranks/{part}_s/{rank}" for part in ("data", "compute", "waiting") for rank in (0, 1)}
-    assert all(written[name][10] > 0 for name in ranks)
 
 
 def session(run: Path) -> dict[str, Any]:
@@ -170,12 +166,12 @@ def test_restart_reads_and_writes_the_end_of_the_lines_alone(tmp_path: Path, tor
         assert path.read_text() == "".join(lines[:60_099])
 
 
-def test_damaged_line_costs_no_other_line(tmp_path: Path) -> None:
+def test_nothing_stays_from_a_damaged_line_on(tmp_path: Path) -> None:
     lines = [made_up_line(step, "train") for step in range(1, 7)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join([*lines[:2], lines[2][:9] + lines[3], "\0\0\n", *lines[4:], '{"step"']))
-    assert [entry["step"] for entry in cut_after(path, 5, 5)] == [1, 2, 5]
-    assert path.read_text() == "".join([*lines[:2], lines[4]])
+    assert [entry["step"] for entry in cut_after(path, 5, 5)] == [1, 2]
+    assert path.read_text() == "".join(lines[:2])
 
 
 def made_up_line(step: int, kind: str) -> str:

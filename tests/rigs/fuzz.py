@@ -32,7 +32,7 @@ from rankup.agent.ranks import Options
 from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
-from rankup.explain import explain_logs
+from rankup.explain import diagnose_files, format_report
 from rankup.group.joining import read_place
 from rankup.loop.agreement import Agreement
 from rankup.observe.metrics import cut_after
@@ -184,7 +184,7 @@ def read_run(folder: Path) -> None:
     for as_json in (True, False):
         status(folder.parent, folder.name, as_json=as_json)
     with contextlib.suppress(UserError):
-        explain_logs([folder], as_json=False)
+        format_report(diagnose_files([folder]))
     Lineage.read(folder)
     two = SimpleNamespace(world_size=2)
     Agreement._read(SimpleNamespace(_path=folder / "disagreements.jsonl", _run="abc", group=two))  # type: ignore[arg-type]

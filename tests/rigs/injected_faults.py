@@ -15,6 +15,7 @@ from tests.rigs import namespaces
 
 # links: the test judges their speed, each by itself. Elsewhere it is not judged: on a busy machine it may be anything
 LOOK = "TEST_DOCTOR_LOOKS_AT"
+STAGE = "TEST_DOCTOR_STAGE_S"  # the longest time of a stage
 
 
 def healthy() -> None:
@@ -25,18 +26,9 @@ def _enter() -> None:
     from rankup.doctor import stages
 
     stages.SLOWEST_LINK, stages.APART = (3e6 if os.environ.get(LOOK) == "links" else 0.0), math.inf
+    stages.STAGE_S = float(os.environ.get(STAGE, stages.STAGE_S))
     if namespaces.NODE in os.environ:
         namespaces.enter()
-
-
-def broken_gpu() -> None:
-    """A GPU that NVML calls unfit, and which torch need not have: what NVML says has tests of its own."""
-    from rankup import doctor
-    from rankup.doctor import UNFIT, Finding
-
-    _enter()
-    broken = Finding("gpus", UNFIT, "GPU 0: does not answer: GPU is lost", "it hangs.", "Reset it.")
-    doctor.gpus = lambda local_rank: iter([broken])  # type: ignore[assignment]
 
 
 def hangs_in_the_collective() -> None:

@@ -214,7 +214,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 def is_comparable(name: str) -> bool:
     """Whether a value in the metrics must be the same when the run is done again."""
-    return name != "time" and not name.endswith("_per_s") and not name.startswith("ranks/")
+    return name != "time" and not name.endswith("_per_s")
 
 
 def environ_of(pid: int) -> dict[str, str]:

@@ -58,7 +58,7 @@ def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> i
     program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
     return program.doctor(
         run_dir, as_json=given.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
-        join_timeout_s=config.join_timeout_s, stage_timeout_s=config.step_timeout_s, **join_options(config),
+        join_timeout_s=config.join_timeout_s, **join_options(config),
     )
 
 

@@ -35,7 +35,7 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
         save_timeout_s=config.save_timeout_s, store=config.run_dir if rankup.urls.is_url(config.run_dir) else "",
         mirror=config.mirror or "", save=config.save, sharded=config.checkpoint_format == "sharded", share_all=True,
         can_rescue=method.every_rank_has_all, tracker=config.tracker, shown=config.model_dump(mode="json"),
-        begin_anew="set --fresh to start anew, or another --name", check=check,
+        check=check,
         again=f"The same command{' without --fresh' if config.fresh else ''}",
         fits=lambda path, record: _check_settings(path, record, config),
         finished=lambda newest, result: _is_finished(newest, result, config, group),

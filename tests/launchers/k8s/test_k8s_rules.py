@@ -13,7 +13,7 @@ from tests.rigs.kubeflow import OWNERS, Object, verdict
 
 OURS = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
 KILLED = 137
-VERDICTS = {code for code in CODES.values() if code > 10}  # of --preflight, in place of a rank's code
+VERDICTS = {code for code in CODES.values() if code > 10}  # of doctor
 COLUMNS = {
     "PyTorchJob": "pytorchjob.yaml", "Job": "job.yaml", "JobSet": "jobset.yaml", "TrainJob": "trainjob.yaml",
 }
