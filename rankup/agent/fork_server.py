@@ -291,6 +291,8 @@ class Server:
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
         if not self.fork:
+            if callable(signal.getsignal(signal.SIGINT)):  # Python's own, which would raise its error here
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
             os.execv(sys.executable, [sys.executable, *request["argv"]])
         vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script
