@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import runpy
 import shlex
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, Stopped, UserError
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, Stopped, UserError, disk_errors
 from rankup.places.files import runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
@@ -30,10 +29,6 @@ log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
-TYPES = {"int": "an integer", "seconds": "a number from 0", "split": "words as a shell splits them",
-         "nodes": "a number of nodes, or the fewest and the most as in 2:4",
-         "codes": "exit codes such as 1,75, and neither 0 (finished) nor 2 (a mistake) nor 143 (stopped on request)"}
-
 
 Run = Callable[[argparse.Namespace], int]
 Option = tuple[list[str], dict[str, Any]]
@@ -60,21 +55,12 @@ class Parser(argparse.ArgumentParser):
         """Raises UserError, and SystemExit once help has been printed."""
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
         given, unknown = self.parse_known_args(words) if takes_rest else self.parse_known_intermixed_args(words)
-        if unknown and unknown[0].startswith("-"):
-            self.error(_unknown("option", unknown[0].partition("=")[0], self.flags))
         if unknown:
-            self.error(f'unexpected argument "{unknown[0]}"')
+            self.error(_unknown("argument", unknown[0].partition("=")[0], self.flags))
         return given
 
     def error(self, message: str) -> NoReturn:
-        """In the words of all other mistakes."""
-        for theirs, ours in (
-            (r"^argument (\S+?)(?:/\S+)?: ", r"\1 "), ("expected one argument", "must be followed by a value"),
-            (r"the following arguments are required: (\w+).*", r"\1 must be given"),
-            (r"invalid (\w+) value: (.*)", lambda found: f"must be {TYPES[found[1]]}, got {found[2][1:-1]}"),
-        ):
-            message = re.sub(theirs, ours, message)
-        raise UserError(f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'} See {self.prog} --help.")
+        raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help.")
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> str:
@@ -88,6 +74,12 @@ def _unknown(what: str, word: str, known: Sequence[str]) -> str:
 def seconds(text: str) -> float:
     """Of all options that are times."""
     if not (found := float(text)) >= 0:  # nor nan
+        raise ValueError(text)
+    return found
+
+
+def positive(text: str) -> int:
+    if (found := int(text)) < 1:
         raise ValueError(text)
     return found
 
@@ -121,10 +113,7 @@ def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable
 
 def codes(text: str) -> frozenset[int]:
     """Of --restart-on."""
-    found = frozenset(int(code) for code in text.split(",") if code)
-    if not all(0 < code < 256 for code in found) or found & {USER_MISTAKE, STOPPED}:
-        raise ValueError(text)
-    return found
+    return frozenset(map(int, text.split(",")))
 
 
 def nodes(text: str) -> tuple[int, int]:
@@ -139,19 +128,19 @@ def nodes(text: str) -> tuple[int, int]:
 @command(
     "[OPTIONS] [-m] SCRIPT [ARGS...]",
     ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
-    option("--nproc --nproc-per-node", int, "ranks on this node (1)"),
+    option("--nproc --nproc-per-node", int, "ranks on this node (1)", type=positive),
     option("--nnodes", int, "nodes; 2:4 for any number between (WORLD_SIZE, or 1)", type=nodes),
     option("--spares", int, "nodes beyond that, which replace lost ones (0)", default=0),
     option("--wait-for-node", float, "go on with fewer nodes after (%(default)g)", default=10.0),
     option("--lost-after-s", float, "with 2:4 or spares, a silent node is lost after (%(default)g)", default=10.0),
     option("--shared-dir", "DIR", "shared folder or address: of two nodes cut apart, one goes on"),
-    option("--max-failures-per-node", int, "leave a node out after so many (no limit)"),
+    option("--max-failures-per-node", int, "leave a node out after so many (no limit)", type=positive),
     option("--node-rank", int, "which of the nodes this is, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
     option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)"),
     option("--join-timeout-s", float, "wait for the other nodes (%(default)g)", default=300.0),
     option("--max-restarts", int, "in a row without a new step, at most (3)", default=3),
-    option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes),
+    option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),
     option("--restart-args", "WORDS", "append these arguments at each restart", type=shlex.split),
     option("--stop-grace-s", float, "kill a script so long after SIGTERM or SIGINT (%(default)g)", default=110.0),
     option("--work-dir", "DIR", "run the script there; made if missing (here)"),
@@ -195,10 +184,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     least, most = given.nnodes or (0, 0)
     changing = least < most or bool(least and given.spares)
     limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if changing else None
-    if given.spares and not given.nnodes:
-        raise UserError("--spares must come with --nnodes, got none. Say how many nodes are in use.")
-    if given.max_failures_per_node is not None and (limits is None or given.max_failures_per_node < 1):
-        raise UserError("--max-failures-per-node must be 1 or more, with --nnodes 2:4 or --spares. Give these too.")
+    if limits is None and (given.spares or given.max_failures_per_node):
+        raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 and spares.")
     node = read_node_env(
         os.environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
         master_addr=given.master_addr, master_port=given.master_port, limits=limits,
@@ -207,10 +194,8 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
     if stop_after is not None and not script.imports_rankup():
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
-    try:
-        Path(given.work_dir or ".").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--work-dir must be a folder that can be made, got {given.work_dir}: {error}.") from None
+    with disk_errors("--work-dir", Path(given.work_dir)):
+        Path(given.work_dir).mkdir(parents=True, exist_ok=True)
     options = Options(
         node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
         stop_after=stop_after,
@@ -376,17 +361,9 @@ def overview() -> str:
 
 
 def completion() -> str:
-    """What `rankup completion` prints: a script for bash, and for zsh with bashcompinit."""
-    cases = "".join(
-        f"    {name}) words='{' '.join(flag for flag in command.flags if flag.startswith('--'))}' ;;\n"
-        for name, command in COMMANDS.items()
-    )
-    return (
-        f"_rankup() {{\n  local words='{' '.join([*COMMANDS, *OF_PROGRAM, 'help'])}'\n"
-        f"  ((COMP_CWORD == 1)) || case ${{COMP_WORDS[1]}} in\n    help) ;;\n{cases}    *) words= ;;\n  esac\n"
-        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))\n}\n'
-        "complete -o default -F _rankup rankup  # where none fits: files\n"
-    )
+    """What `rankup completion` prints: a line for bash, and for zsh with bashcompinit. Where no word fits: files."""
+    options = {flag for command in COMMANDS.values() for flag in command.flags if flag.startswith("--")}
+    return f"complete -o default -W '{' '.join([*COMMANDS, *OF_PROGRAM, 'help', *sorted(options)])}' rankup\n"
 
 
 def version() -> str:

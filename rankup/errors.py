@@ -4,8 +4,9 @@ Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode polic
 library is imported here.
 """
 
+import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FINISHED = 0
@@ -102,11 +103,15 @@ def reason(error: BaseException) -> str:
     return text if isinstance(error, ExpectedError) else f"{type(error).__name__}: {text}"
 
 
-def disk_error(what: str, directory: Path, error: OSError) -> UserError:
-    """The user's error for a directory that can't be written to. `what` failed, in a few words."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    problem = "has no space left" if full else f"can't be written ({error.strerror})"
-    return UserError(
-        f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
-        "and run the same command again."
-    )
+@contextlib.contextmanager
+def disk_errors(what: str, directory: Path) -> Iterator[None]:
+    """Within the block an OSError is the user's: the directory can't be written to. `what` failed, in a few words."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        problem = "has no space left" if full else f"can't be written ({error.strerror})"
+        raise UserError(
+            f"{what}: {directory} {problem}. The checkpoints there are untouched: make room or let it be written, "
+            "and run the same command again."
+        ) from None

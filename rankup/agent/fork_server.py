@@ -173,19 +173,19 @@ def obstacle() -> str:
 class Server:
     """Starts ranks and the store, signals them and reports their ends, until the agent closes the channel."""
 
-    # SIGUSR1 is none of them: it is ignored, and every rank inherits that, until its script has a handler
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
+    # A batch system sends them to every process of a job. They are blocked here, as the agent has them too, and in a
+    # rank until it can notice them. SIGUSR1 is ignored, and every rank inherits that, until its script has a handler
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
     def __init__(self, channel: socket.socket, *, fork: bool) -> None:
         self.channel, self.fork, self.pid, self._given = channel, fork, os.getpid(), [*os.environ]
         self._running: dict[int, int] = {}  # process id -> local rank, or STORE
-        # The handlers wake `serve` when a child ends, and keep this process from dying of a signal that a batch system
-        # sends to every process of a job: the agent has it too
-        self._woken, self._waker = socket.socketpair()
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        self._woken, self._waker = socket.socketpair()  # wakes `serve` when a child ends
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        self._usual = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def prepare(self, order: Mapping[str, Any]) -> None:
         """Import once what every rank would import."""
@@ -269,15 +269,13 @@ class Server:
         return pid == 0
 
     def _fork(self, name: str) -> int:
-        """As os.fork. The child has a session of its own, ends with the server, and has the signals blocked: one that
-        comes before the child can notice it waits until it can."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
+        """As os.fork. The child has a session of its own, and ends with the server."""
         if pid := os.fork():
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return pid
         os.setsid()
         die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._woken.close()
         self._waker.close()
         with contextlib.suppress(OSError):
@@ -292,9 +290,9 @@ class Server:
             os.environ.pop(name, None)
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
-        for number, handler in self._usual.items():
-            signal.signal(number, signal.SIG_DFL if callable(handler) and not self.fork else handler)
         if not self.fork:
+            if callable(signal.getsignal(signal.SIGINT)):  # Python's own, which would raise its error here
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
             os.execv(sys.executable, [sys.executable, *request["argv"]])
         vars(multiprocessing.process)["ORIGINAL_DIR"] = os.getcwd()  # where spawned workers look for the script

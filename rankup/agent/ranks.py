@@ -182,7 +182,7 @@ class Ranks:
         TORCHELASTIC_RUN_ID makes Lightning and torch take the process for one of torchrun's, also where Slurm's
         variables are there too, and LOCAL_RANK keeps Accelerate and Transformers from starting processes of their own.
         """
-        commit, node, local = self._commit, self.node, self.node.local_world_size or self.node.nproc
+        commit, node, local = self._commit, self.node, self.node.local_world_size
         # A script that imports rankup may know our settings by the environment, as where its cache lies
         hidden = ("PET_", SECRET_FILE) if self.knows_us else ("PET_", "RANKUP_")
         given = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}

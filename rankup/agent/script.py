@@ -51,8 +51,8 @@ class Script:
         if self.file is not None and not os.path.isfile(self.file):  # Path.is_file raises where it may not look
             raise UserError(f"SCRIPT must be a file, got {self.file}: there is none.")
         given, by_mpi = environ.get("HOROVOD_SIZE", ""), environ.get("HOROVOD_CONTROLLER", "") == "mpi"
-        imports = _imports_of(self._body)  # under a condition it may be one that never runs
-        if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in _packages(imports):
+        imports = _packages(self._tree.body)  # under a condition it may be one that never runs
+        if world_size > 1 and given != str(world_size) and not by_mpi and "horovod" in imports:
             raise UserError(
                 f"{self.name}: HOROVOD_SIZE must be {world_size} for its import of horovod, got {given or 'nothing'}: "
                 f"each rank would train alone. Start the script itself: horovodrun -np {world_size} --gloo python "
@@ -60,19 +60,18 @@ class Script:
             )
 
     def imports_rankup(self) -> bool:
-        """Whether it, or a file of its own that it imports directly, imports rankup outside of functions."""
-        bodies = [self._body, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]
-        return any("rankup" in _packages(_imports_of(_outside_functions(body))) for body in bodies)
+        """Whether it, or a file of its own that it imports directly, imports rankup."""
+        trees = [self._tree, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]
+        return any("rankup" in _packages(ast.walk(tree)) for tree in trees)
 
     def must_match(self) -> dict[str, str]:
         """What all nodes must have in common, by name: the script and its own imports."""
         torch = next((found.version for found in importlib.metadata.distributions(name="torch")), "not installed")
-        root = self._root if self._root in self._path.parents else self._path.parent
         return {
             "python version": ".".join(map(str, sys.version_info[:2])), "torch version": torch,
             "rankup's code": _digest(*sorted(Path(__file__).parents[1].rglob("*.py"))),
             f"script {self.name}": _digest(self.file) if self.file else "a module that Python itself finds",
-            **{f"imported {os.path.relpath(file, root)}": _digest(file) for file in self._neighbours},
+            **{f"imported {os.path.relpath(file, self._path.parent)}": _digest(file) for file in self._neighbours},
         }
 
     def command(self, *, local_rank: int) -> list[str]:
@@ -87,7 +86,7 @@ class Script:
         class of a module. A package is left out where the script would find one of the user's: in its folder, or in
         the current one."""
         names: list[str] = []
-        for statement in self._body:
+        for statement in self._tree.body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 names += [name.removesuffix(".*") for level, name in _imports_of([statement]) if level == 0]
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
@@ -100,7 +99,7 @@ class Script:
         """What it lets the server import itself, by a line `__preload__ = ["package.module"]`, ".module" for one beside
         it in a package; and the folder of the script, or of the package that it is part of."""
         names: list[str] = []
-        for statement in self._body:
+        for statement in self._tree.body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__preload__":
                 with contextlib.suppress(ValueError):
                     names = [str(name) for name in ast.literal_eval(statement.value)]
@@ -110,27 +109,20 @@ class Script:
         return [package + name[1:] if name.startswith(".") else name for name in names], str(folder)
 
     @functools.cached_property
-    def _body(self) -> list[ast.stmt]:
+    def _tree(self) -> ast.Module:
         return _parse(self.file)
 
     @functools.cached_property
     def _path(self) -> Path:
         return (self.file or Path()).resolve()
 
-    @property
-    def _root(self) -> Path:
-        """The first folder of Python's path."""
-        return Path.cwd() if self.program[0] == "-m" else self._path.parent
-
     @functools.cached_property
     def _neighbours(self) -> list[Path]:
-        """The files of its own, below that folder or in its package, that its imports run. A script in a package may
-        put the folder above that on the path."""
+        """The files of its own that its imports run: below the first folder of Python's path, or in its package."""
         found = set[Path]()
-        package = [folder for folder in self._path.parents if os.path.isfile(folder / "__init__.py")][-1:]
-        for level, name in _imports_of(_outside_functions(self._body)):
-            above = [folder.parent for folder in package if folder.name == name.partition(".")[0]]
-            for folder in self._path.parents[level - 1 : level] if level else [self._root, *above]:
+        first = Path.cwd() if self.program[0] == "-m" else self._path.parent
+        for level, name in _imports_of(ast.walk(self._tree)):
+            for folder in self._path.parents[level - 1 : level] if level else [first]:
                 for part in name.split("."):
                     folder /= part
                     found |= {folder / "__init__.py", folder.with_name(f"{part}.py")}
@@ -145,50 +137,36 @@ def _read(file: Path | None) -> bytes:
 
 
 def _digest(*files: Path) -> str:
-    try:
-        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    except OSError:
-        return "can't be read"
+    return hashlib.sha256(b"".join(map(_read, files))).hexdigest()[:12]
 
 
-def _parse(file: Path | None) -> list[ast.stmt]:
-    """Its statements; none where Python itself says what is wrong with it."""
+def _parse(file: Path | None) -> ast.Module:
+    """Empty where Python itself says what is wrong with it."""
     with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when the script runs
-        return ast.parse(_read(file)).body
-    return []
+        return ast.parse(_read(file))
+    return ast.parse("")
 
 
-def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
-    """Also what stands under a condition."""
-    for found in body:
-        if isinstance(found, ast.stmt):
-            yield found
-        if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
-            yield from _outside_functions(ast.iter_child_nodes(found))
-
-
-def _imports_of(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+def _imports_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(level, name) of all that these statements import."""
-    for found in body:
+    for found in nodes:
         if isinstance(found, ast.Import):
             yield from ((0, alias.name) for alias in found.names)
         elif isinstance(found, ast.ImportFrom):
             yield from ((found.level, f"{found.module or ''}.{alias.name}".strip(".")) for alias in found.names)
 
 
-def _packages(imports: Iterable[tuple[int, str]]) -> set[str]:
-    """The packages that are not the importer's own, as far as that shows."""
-    return {name.split(".")[0] for level, name in imports if level == 0}
+def _packages(nodes: Iterable[ast.AST]) -> set[str]:
+    """The packages that they import and that are not the importer's own, as far as that shows."""
+    return {name.split(".")[0] for level, name in _imports_of(nodes) if level == 0}
 
 
 def _file_of(module: str) -> Path | None:
     """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
-    path: Sequence[str] = ["", *sys.path]  # Python puts the current folder first for -m
-    names = [*module.split("."), "__main__"]
-    for at, name in enumerate(names):
-        spec = PathFinder.find_spec(name, path)
-        if spec is None or not spec.submodule_search_locations:
-            return Path(spec.origin) if spec is not None and spec.origin and at > len(names) - 3 else None
-        path = spec.submodule_search_locations
+    for folder in ("", *sys.path):  # Python puts the current folder first for -m
+        place = Path(folder, *module.split(".")).absolute()
+        for file in (place / "__main__.py", Path(f"{place}.py")):
+            if file.is_file():
+                return file
     return None

@@ -1,6 +1,6 @@
 """What launchers say of a rank: Slurm, mpirun and horovodrun, Kubernetes. And ports that do not collide.
 
-`adopt` and `complete` return RANK and its companions as strings; what is set explicitly beats them.
+`adopt` returns RANK and its companions as strings.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from rankup.errors import UserError
 
+WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
 FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = "torchrun -m train.main train ..."
 # Slurm numbers the batch shell, salloc's interactive shell and the like from here on: steps, but not tasks of ours
@@ -52,70 +53,44 @@ def adopt(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     return None
 
 
-def complete(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """RANK is set, by torchrun or somebody else: what Slurm or Kubeflow add about this node. Raises UserError where
-    they show that RANK and WORLD_SIZE do not count what they should."""
-    step, tasks, _ = _slurm_step(environ)
-    if launcher == "torchrun":
-        if environ.get("GROUP_WORLD_SIZE") != str(tasks):  # else each task is an agent: it simulates nodes by tasks
-            refuse_multiplied(environ, launcher)
-    elif step is not None and (environ["RANK"], environ.get("WORLD_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks)):
-        own = {"LOCAL_RANK": environ["SLURM_LOCALID"]} if "SLURM_LOCALID" in environ else {}
-        return own | _tasks_of_node(environ)
-    return _complete_pod(environ)
-
-
-def count(environ: Mapping[str, str], name: str) -> int | None:
-    """The number in that variable, None where it is empty. Raises UserError if it is not a number."""
+def count(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = 10**18) -> int | None:
+    """The number in that variable, None where it is empty. Raises UserError for anything else, and beyond the bounds.
+    """
     if not (text := environ.get(name)):
         return None
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise UserError(f"{name} must be a whole number, got {text!r}. Leave it to the scheduler.")
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not least <= int(text) <= most:
+        rule = f"from {least} to {most}" if most < 10**18 else f">= {least}"
+        raise UserError(f"{name} must be a whole number {rule}, got {text!r}. {WHO_SETS_THEM}")
     return int(text)
-
-
-def _values(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Our variables (keys) as the launcher's own ones (values) say. Raises UserError where one of ours contradicts.
-    """
-    theirs = {name: own for name, own in names.items() if own in environ}
-    for name, own in theirs.items():
-        if environ.get(name, environ[own]) != environ[own]:
-            raise UserError(
-                f"{name}={environ[name]} but {own}={environ[own]}, and RANK is not set: two launchers are mixed. "
-                f"Unset {name}, or set {' '.join(FIVE)} all."
-            )
-    return {name: environ[own] for name, own in theirs.items()}
 
 
 # Slurm: inside a step the number of a task is a rank; in a batch shell it is not --------------------------------------
 
 
-def _slurm_step(environ: Mapping[str, str]) -> tuple[int | None, int | None, int | None]:
-    """The step that this process is a task of, and how many tasks and nodes are meant: the step's, else the job's."""
-    step, nodes, tasks = (count(environ, f"SLURM_{name}") for name in ("STEP_ID", "NNODES", "NTASKS"))
-    if step is not None and step < FIRST_SPECIAL_STEP:
-        return step, count(environ, "SLURM_STEP_NUM_TASKS"), count(environ, "SLURM_STEP_NUM_NODES")
-    if tasks is None and nodes is not None:
-        tasks = nodes * (count(environ, "SLURM_NTASKS_PER_NODE") or 1)
-    return None, tasks, nodes
-
-
 def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     """As `adopt`. Raises UserError in a batch shell of several tasks: it has SLURM_PROCID=0, yet is not rank 0."""
-    step, tasks, nodes = _slurm_step(environ)
+    step, nodes, tasks = (count(environ, f"SLURM_{name}") for name in ("STEP_ID", "NNODES", "NTASKS"))
+    is_task = step is not None and step < FIRST_SPECIAL_STEP
+    if is_task:  # of a step, which may have fewer tasks and nodes than its job
+        tasks, nodes = count(environ, "SLURM_STEP_NUM_TASKS"), count(environ, "SLURM_STEP_NUM_NODES")
+    elif tasks is None and nodes is not None:
+        tasks = nodes * (count(environ, "SLURM_NTASKS_PER_NODE") or 1)
     if tasks is None:
         return None
     if tasks == 1:
         # A batch script may export MASTER_ADDR and MASTER_PORT whatever its size
         return None if {"LOCAL_RANK", "WORLD_SIZE"} & environ.keys() else ("python", {})
-    if step is None:
+    if not is_task:
         raise UserError(
             f"Slurm gave this job {tasks} tasks, but this process is not one of them (no SLURM_STEP_ID: a batch "
             "or salloc shell). Start with srun, as slurm/ddp.sbatch does through slurm/task.sh; for a single "
             "process: srun -n 1."
         )
     names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-    found = _values(environ, names) | _tasks_of_node(environ)
+    found = {name: environ[own] for name, own in names.items() if own in environ}
+    # Where all nodes have as many
+    if share := re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        found["LOCAL_WORLD_SIZE"] = share[1]
     if nodes == 1:
         found["MASTER_ADDR"] = "127.0.0.1"  # a container may not resolve its host's name
     elif hosts := environ.get("SLURM_STEP_NODELIST"):
@@ -124,25 +99,8 @@ def adopt_slurm(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None
     # From the job's own id, not the array's: the last task of an array has the array's id as its own
     if (job_id := count(environ, "SLURM_JOB_ID")) is not None:
         restart = count(environ, "SLURM_RESTART_COUNT") or 0
-        found["MASTER_PORT"] = str(port_for(job_id, restart=restart, step=step))
+        found["MASTER_PORT"] = str(port_for(job_id, restart=restart, step=step or 0))
     return "slurm", found
-
-
-def refuse_multiplied(environ: Mapping[str, str], what: str) -> None:
-    """Raise UserError where `what` starts n processes in each of several tasks of a node: ranks would share devices.
-    """
-    step, tasks, nodes = _slurm_step(environ)
-    if step is not None and tasks and nodes and tasks > nodes:
-        raise UserError(
-            f"{what} runs in each of {tasks} Slurm tasks on {nodes} nodes: that multiplies the processes. Use "
-            "--ntasks-per-node=1 with torchrun and launch --nproc, or srun without them (slurm/task.sh)."
-        )
-
-
-def _tasks_of_node(environ: Mapping[str, str]) -> dict[str, str]:
-    """Where all nodes have as many."""
-    share = re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return {"LOCAL_WORLD_SIZE": share[1]} if share else {}
 
 
 # mpirun and horovodrun ------------------------------------------------------------------------------------------------
@@ -154,7 +112,7 @@ def _adopt_mpi(environ: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
         if size is None or size == 1:
             continue
         theirs = {"RANK": "RANK", "LOCAL_RANK": "LOCAL_RANK", "WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-        found = _values(environ, {ours: prefix + name for ours, name in theirs.items()})
+        found = {ours: environ[prefix + name] for ours, name in theirs.items() if prefix + name in environ}
         if found.get("LOCAL_WORLD_SIZE") == str(size):
             found["MASTER_ADDR"] = "127.0.0.1"
         elif not {"MASTER_ADDR", "RANKUP_FILE"} & environ.keys():
@@ -181,19 +139,6 @@ def refuse_pod(environ: Mapping[str, str]) -> None:
         )
 
 
-def _complete_pod(environ: Mapping[str, str]) -> dict[str, str]:
-    """PyTorchJob: RANK counts pods, WORLD_SIZE counts processes. They agree only with one process in each pod."""
-    per_pod = environ.get("PET_NPROC_PER_NODE", "")
-    if not per_pod or "LOCAL_RANK" in environ:
-        return {}  # not in a pod of Kubeflow's, or below torchrun there
-    if per_pod.isdecimal() and int(per_pod) > 1:
-        raise UserError(
-            f"RANK={environ['RANK']} counts pods but WORLD_SIZE={environ.get('WORLD_SIZE', '')} counts processes, "
-            f'since PET_NPROC_PER_NODE={per_pod}. Let the command be {TORCHRUN}, or set nprocPerNode: "1".'
-        )
-    return {"LOCAL_WORLD_SIZE": "1"} if environ.get("PET_NODE_RANK") == environ["RANK"] else {}
-
-
 def count_pods(
     environ: Mapping[str, str], *, num_nodes: int | None, node_rank: int | None
 ) -> tuple[Mapping[str, str], int | None]:
@@ -207,19 +152,14 @@ def count_pods(
         if num_nodes or "WORLD_SIZE" in environ:
             own = {"WORLD_SIZE": str(num_nodes), "MASTER_PORT": str(PORT_OF_LAUNCH)}
             return {**own, **environ, "RANK": index}, None
-    if nodes is None or "LOCAL_RANK" in environ:
+    if nodes is None:
         return environ, None
-    if ":" in nodes and (num_nodes is None or "RANK" not in environ):
-        raise UserError(
-            f"PET_NNODES={nodes} is for torchrun, and does not say which pod this is. Set RANK, MASTER_ADDR and "
-            "MASTER_PORT, and give --nnodes, as k8s/components/elastic does."
-        )
     left = {name: value for name, value in environ.items() if not name.startswith("PET_")}
     if "PET_NODE_RANK" in environ:
         # PyTorchJob sets the same address twice; Trainer v2 only its own
         left |= {name: environ[f"PET_{name}"] for name in ("MASTER_ADDR", "MASTER_PORT") if f"PET_{name}" in environ}
         left |= {"RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": nodes}
-    elif num_nodes is None and nodes != "1":
+    elif node_rank is None and nodes != "1":
         refuse_pod(environ)
     # auto, gpu and cpu are torchrun's
     return left, int(per_pod) if re.fullmatch(r"[1-9][0-9]{0,6}", per_pod) else None
@@ -229,15 +169,13 @@ def count_pods(
 
 # torchrun's default too. The nodes of a launch by hand must agree on a port without talking to each other first
 PORT_OF_LAUNCH = 29400
-# Services one meets on cluster nodes, and torch's own defaults
-_TAKEN = {10000, 10250, 10255, 10256, 11211, 11434, 15672, 16443, 23456, 24007, 24008, 26379, PORT_OF_LAUNCH, 29500,
-          *range(27000, 27020)}
-# Below those that Linux gives to outgoing connections, from 32768 on; above the ports that need root
-_PORTS = [port for port in range(10000, 30000) if port not in _TAKEN]
+# Between services that one meets on cluster nodes (16443, 23456); above the ports that need root, and below those that
+# Linux gives to outgoing connections
+_PORTS = range(16500, 23400)
 
 
 def port_for(job_id: int, *, restart: int = 0, step: int = 0) -> int:
-    """A port for rank 0, the same on every node of a job. Jobs whose ids are less than 19000 apart get different ports,
+    """A port for rank 0, the same on every node of a job. Jobs whose ids are less than 6900 apart get different ports,
     and so do a job's restarts, as the earlier attempt may still hold its port."""
     # Primes, so that neighbouring jobs, restarts and steps differ
     return _PORTS[(job_id + 7919 * restart + 3571 * step) % len(_PORTS)]
@@ -249,4 +187,4 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-    raise OSError("no free port from 10000 to 29999")
+    raise OSError(f"no free port among {_PORTS}")

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rankup.env import launchers
-from rankup.env.launchers import FIVE
+from rankup.env.launchers import FIVE, WHO_SETS_THEM, count
 from rankup.errors import UserError
 
-WHO_SETS_THEM = "torchrun, `rankup launch` and PyTorchJob set them; on Slurm start with srun and slurm/task.sh."
-MANY = 10**18
 T = TypeVar("T")
 
 
@@ -54,27 +52,24 @@ class RankEnv:
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
-    """Who is this process? Raises UserError with every mistake, one on a line."""
-    given = {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE") if name in environ}
-    file = environ.get("RANKUP_FILE", "")
+    """Who is this process? Raises UserError where the environment does not say."""
+    given = {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE", "RANKUP_FILE") if name in environ}
     if "RANK" in environ:
-        launcher = who_set_rank(environ)
-        # An agent has looked itself, and says all; in another membership its ranks are not as many as Slurm's tasks
-        derived = launchers.complete(environ, launcher) if launcher != "launch" else {}
+        launcher, values = who_set_rank(environ), given
+    elif found := launchers.adopt(environ):
+        launcher, derived = found
+        where = {name: text for name, text in given.items() if name.startswith("MASTER_")}
+        values = {**given, **derived, **where}
     else:  # half a set is no single process: the check names what is missing
-        launcher, derived = launchers.adopt(environ) or ("environment" if given or file else "python", {})
-    more: dict[str, Any] = {}
-    if launcher != "python":
-        more = {**_checked({**derived, **given}, launcher, file=file), "file": file}
+        launcher, values = "environment" if given else "python", given
+    more = _checked(values) if launcher != "python" else {}
     if agent := json.loads(environ.get("RANKUP_AGENT", "null")):
         job, restarts = agent["commit"]["job"], agent["commit"]["restarts"]
         more |= {"agent": agent, "agent_store": True, "restart_count": restarts, "attempt": f"{job}-{restarts}"}
     elif launcher == "torchrun":
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankEnv(
-        launcher=launcher, run_name=_run_name(environ), start=environ.get("RANKUP_START", ""), **more,
-    )
+    return RankEnv(launcher=launcher, run_name=_run_name(environ), start=environ.get("RANKUP_START", ""), **more)
 
 
 def who_set_rank(environ: Mapping[str, str]) -> str:
@@ -92,67 +87,41 @@ def _run_name(environ: Mapping[str, str]) -> str | None:
     return f"slurm-{environ['SLURM_JOB_ID']}" if environ.get("SLURM_JOB_ID") else None
 
 
-def _checked(values: dict[str, str], launcher: str, *, file: str) -> dict[str, Any]:
-    """The fields of RankEnv. Raises UserError with all mistakes, one a line."""
-    needed = ("RANK", "WORLD_SIZE") if file else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if missing := [name for name in needed if name not in values]:
-        shown = [f"{name}={text if re.fullmatch(r'[!-~]+', text) else repr(text)}" for name, text in values.items()]
+def _checked(values: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of RankEnv. Raises UserError for what is missing, and for what can't be."""
+    meets = () if values.get("RANKUP_FILE") else ("MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in ("RANK", "WORLD_SIZE", *meets) if not values.get(name)]:
         raise UserError(
-            f"{' '.join(shown)} but {' '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
-            f"{WHO_SETS_THEM} For a single process unset {' '.join(values)}."
+            f"{' '.join(f'{name}={text!r}' for name, text in values.items())} but {' '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. {WHO_SETS_THEM} For a single process unset "
+            f"{' '.join(values)}."
         )
-    # torchrun sets LOCAL_RANK per process; PyTorchJob, which sets RANK per pod, does not
-    values = {"LOCAL_RANK": "0", **values}
-    numbers = {name: int(text) for name, text in values.items() if re.fullmatch(r"-?[0-9]{1,18}", text)}
-    rank, world, local = (max(0, numbers.get(name, MANY)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    bounds = {
-        "RANK": (0, world - 1), "LOCAL_RANK": (0, min(rank, local - 1)), "WORLD_SIZE": (1, MANY),
-        "LOCAL_WORLD_SIZE": (1, world), "MASTER_PORT": (1, 65535),
-    }
-    if launcher == "launch":  # where other agents were lost, a rank keeps its GPU, whatever its new number
-        bounds["LOCAL_RANK"] = bounds["LOCAL_WORLD_SIZE"] = (0, MANY)
-    wrong = {
-        name: f"a whole number from {least} to {most}".replace(f" from {least} to {MANY}", f" >= {least}")
-        for name, (least, most) in bounds.items() if name in values and not least <= numbers.get(name, -1) <= most
-    }
-    address = values.get("MASTER_ADDR", "127.0.0.1")
+    address = values.get("MASTER_ADDR") or "127.0.0.1"
     if _ip(address) is None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", address):
-        wrong["MASTER_ADDR"] = "a host name or an address, without a port"
-    if wrong:
-        raise UserError("\n".join(
-            f"{name} must be {rule}, got {values[name]!r} (from {launcher}). {WHO_SETS_THEM}"
-            for name, rule in wrong.items()
-        ))
+        raise UserError(f"MASTER_ADDR must be a host name or an address, without a port, got {address!r}.")
+    world_size = count(values, "WORLD_SIZE", least=1) or 1
     return {
-        "rank": rank, "local_rank": numbers["LOCAL_RANK"], "world_size": world, "master_addr": address,
-        "local_world_size": numbers.get("LOCAL_WORLD_SIZE"), "master_port": numbers.get("MASTER_PORT", 0),
+        "rank": count(values, "RANK", most=world_size - 1), "world_size": world_size,
+        # torchrun sets LOCAL_RANK per process; PyTorchJob, which sets RANK per pod, does not
+        "local_rank": count(values, "LOCAL_RANK") or 0,
+        "local_world_size": count(values, "LOCAL_WORLD_SIZE", least=1), "master_addr": address,
+        "master_port": count(values, "MASTER_PORT", least=1, most=65535) or 0, "file": values.get("RANKUP_FILE", ""),
     }
 
 
 def with_options(
     environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
 ) -> Mapping[str, str]:
-    """`environ` and the variables that these options stand for. Raises UserError for a URL of another kind, where an
-    option repeats a variable that is set, and where only some are given and no launcher says the rest."""
-    options = (
-        ("--rank", "RANK", rank), ("--world-size", "WORLD_SIZE", world_size),
-        ("--init-method", "MASTER_ADDR", init_method or None),
-    )
-    for flag, name, value in options:
-        if value is not None and name in environ:
+    """`environ` and the variables that these options stand for. Raises UserError for a URL of another kind, and where
+    a variable is set already."""
+    told = _parse_url(init_method) if init_method else {}
+    told |= {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
+    for name in told:
+        if name in environ:
             raise UserError(
-                f"{flag} must be left out where {name}={environ[name]} is set already, got {value}. Keep one."
+                f"--init-method, --rank, --world-size must be left out where {name}={environ[name]} is set. Keep one."
             )
-    counts = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    told = {**environ, **counts, **(_parse_url(init_method) if init_method else {})}
-    missing = [flag for flag, name, value in options if value is None and name not in environ]
-    is_given = any(value is not None for _, _, value in options)
-    if missing and is_given and ("RANK" in told or launchers.adopt(told) is None):
-        raise UserError(
-            f"{' and '.join(missing)} must be given too, got nothing. A rank has --rank, --world-size and "
-            "--init-method; a single process has none of them."
-        )
-    return told
+    return {**environ, **told}
 
 
 def _parse_url(url: str) -> dict[str, str]:

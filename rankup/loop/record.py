@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rankup.errors import UserError, disk_error
+from rankup.errors import UserError, disk_errors
 from rankup.group.group import Group
 from rankup.observe.goodput import Course, Reporter, one_line, speed
 from rankup.observe.metrics import Metrics, Progress, entry
@@ -182,10 +182,8 @@ class Figures:
         }
         self.metrics.flush()
         run.owner.check()
-        try:
+        with disk_errors(RESULT, group.run_dir):
             write_json(group.run_dir / RESULT, result)
-        except OSError as error:
-            raise disk_error(RESULT, group.run_dir, error) from None
         return result
 
 

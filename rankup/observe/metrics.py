@@ -4,13 +4,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankup.errors import disk_error
+from rankup.errors import disk_errors
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,7 @@ class Metrics:
         self.directory, self._check_owner = directory, check_owner
         self._writer: Any = None
         self._file = None
+        self._disk = partial(disk_errors, "metrics", directory or Path())
         if directory is None:
             return
         with self._disk():
@@ -115,14 +116,6 @@ class Metrics:
             if name not in ("step", "time"):
                 number = math.nan if value is None else value
                 self._writer.add_scalar(name, number, entry["step"], walltime=entry.get("time"))
-
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            assert self.directory is not None
-            raise disk_error("metrics", self.directory, error) from None
 
 
 def entry(step: int, values: dict[str, float]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankup.errors import UserError, disk_error
+from rankup.errors import UserError, disk_errors
 from rankup.places.files import open_regular, read_json
 
 MANIFEST = "manifest.json"
@@ -164,11 +164,9 @@ def staging_of(directory: Path, step: int = 0, token: str = "") -> Path:
 
 def create_staging(staging: Path) -> Path:
     """Make it: nobody else may have done so. Raises UserError."""
-    try:
+    with disk_errors("checkpoint", staging.parent):
         staging.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
-    except OSError as error:
-        raise disk_error("checkpoint", staging.parent, error) from None
     return staging
 
 
@@ -200,14 +198,13 @@ def publish(
     directory = staging.parent
     target = directory / f"step-{step:08d}"
     try:
-        entries = written | {name: write_durably(staging / name, content) for name, content in files.items()}
-        write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
-        _sync(staging)
-        check_owner()
-        _rename(staging, target)
-        _sync(directory)
-    except OSError as error:
-        raise disk_error("checkpoint", directory, error) from None
+        with disk_errors("checkpoint", directory):
+            entries = written | {name: write_durably(staging / name, content) for name, content in files.items()}
+            write_durably(staging / MANIFEST, [to_json({"step": step, "files": entries})])
+            _sync(staging)
+            check_owner()
+            _rename(staging, target)
+            _sync(directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     check_owner()

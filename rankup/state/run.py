@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import Stopped, UserError, disk_error, reason
+from rankup.errors import Stopped, UserError, disk_errors, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
@@ -197,10 +197,8 @@ class Run:
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
-            try:
+            with disk_errors(FILE, self.folder):
                 self.lineage.write(self.folder, check=self.owner.check)
-            except OSError as error:
-                raise disk_error(FILE, self.folder, error) from None
             open_files()
             here = reversed(copies.list_copies(self.saver.folder))
             newest = next((path for path in here if copies.step_of(path) == self.saved_step), None)

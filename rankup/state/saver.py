@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from rankup.agent.processes import memory_available
-from rankup.errors import PeerLost, UserError, disk_error, reason
+from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.group.group import Group
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, no_check
@@ -208,10 +208,8 @@ class Saver:
                 copies.save(self.folder, {STATE: record, **files_of(nodes, tensors)}, **how)
                 return
             name = file_of(self.group.rank)
-            try:
+            with disk_errors("checkpoint", self.folder):
                 self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
-            except OSError as error:
-                raise disk_error("checkpoint", self.folder, error) from None
 
         def join_parts(written: dict[str, Fingerprint]) -> None:
             copies.publish(staging, {STATE: record, TREE: to_file(nodes)}, written, **how)

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankup.errors import PeerLost, UserError, disk_error, reason
+from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.places.files import cache_roots
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
@@ -149,12 +149,11 @@ class StoredRun:
         target, staging = directory / name, copies.staging_of(directory)
         fetched = staging / name  # its name says the step, which is verified too
         try:
-            self._download(stored, fetched)
-            copy = read(fetched, check)
-            shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
-            return replace(copy, path=fetched.rename(target))
-        except OSError as error:
-            raise disk_error("checkpoint", directory, error) from None
+            with disk_errors("checkpoint", directory):
+                self._download(stored, fetched)
+                copy = read(fetched, check)
+                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
+                return replace(copy, path=fetched.rename(target))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -179,13 +178,11 @@ class StoredRun:
     def fetch_files(self, number: int) -> None:
         """Fetch everything besides copies that this owner has written. Raises UserError where the disk here is full."""
         own = self.place.below(folder_of(number))
-        try:
+        with disk_errors("copy of the run", self.folder):
             for name in sorted(own.names(), key=lambda name: name == FILE):  # with that all are here
                 # No name may lead elsewhere
                 if name in FILES or (name.startswith(f"{TENSORBOARD}/") and ".." not in name):
                     own.download(name, self.folder / name)
-        except OSError as error:
-            raise disk_error("copy of the run", self.folder, error) from None
 
 
 def _copies(names: Iterable[str]) -> list[Stored]:
@@ -375,11 +372,9 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
         yield Path(place)
         return
     folder = cache_roots()[0] / "fetched"
-    try:
+    with disk_errors("RANKUP_CACHE", folder):
         folder.mkdir(parents=True, exist_ok=True)
         own = tempfile.TemporaryDirectory(dir=folder)
-    except OSError as error:
-        raise disk_error("RANKUP_CACHE", folder, error) from None
     with own:
         yield _fetch_any(Place.open(place, warn=warn, timeout_s=timeout_s), Path(own.name))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -69,27 +70,27 @@ MISTAKES = {
     "lunch": 'unknown command "lunch"; did you mean launch?',
     "trian": 'unknown command "trian"; did you mean train?',
     "zzz": 'unknown command "zzz". `rankup` lists all.',
-    "logs --folow": 'unknown option "--folow"; did you mean --follow? See rankup logs --help.',
-    "logs a b": 'unexpected argument "b".',
-    "logs --rank": "--rank must be followed by a value.",
-    "doctor --join-timeout-s soon": "--join-timeout-s must be a number from 0, got soon.",
-    "launch --stop-grace-s=-1 x.py": "--stop-grace-s must be a number from 0, got -1.",
-    "launch --lost-after-s nan x.py": "--lost-after-s must be a number from 0, got nan.",
+    "logs --folow": 'unknown argument "--folow"; did you mean --follow? See rankup logs --help.',
+    "logs a b": 'unknown argument "b". See rankup logs --help.',
+    "logs --rank": "argument --rank: expected one argument. See rankup logs --help.",
+    "doctor --join-timeout-s soon": "argument --join-timeout-s: invalid seconds value: 'soon'.",
+    "launch --stop-grace-s=-1 x.py": "argument --stop-grace-s: invalid seconds value: '-1'.",
+    "launch --lost-after-s nan x.py": "argument --lost-after-s: invalid seconds value: 'nan'.",
     "explain": "no run with logs was found in runs. Name its folder, or set --run-dir.",
-    "launch": "SCRIPT must be given. See rankup launch --help.",
-    "launch --nporc 2 x.py": 'unknown option "--nporc"; did you mean --nproc?',
-    "launch --nproc two x.py": "--nproc must be an integer, got two.",
-    "launch --nproc 0 x.py": "--nproc must be a whole number from 1 to 65535, got 0.",
+    "launch": "the following arguments are required: SCRIPT",
+    "launch --nporc 2 x.py": 'unknown argument "--nporc"; did you mean --nproc?',
+    "launch --nproc two x.py": "argument --nproc/--nproc-per-node: invalid positive value: 'two'.",
+    "launch --nproc 0 x.py": "argument --nproc/--nproc-per-node: invalid positive value: '0'.",
     "launch nofile.py": "SCRIPT must be a file, got nofile.py: there is none.",
-    "launch -m": "SCRIPT must be given.",
-    "launch --restart-args ' x.py": "--restart-args must be words as a shell splits them, got '.",
+    "launch -m": "the following arguments are required: SCRIPT",
+    "launch --restart-args ' x.py": "argument --restart-args: invalid split value:",
     "launch --shared-dir s3://user:key@bucket x.py": "--shared-dir must be an address without user, password, key",
     "export s3://user:key@bucket/mine mine.pt": "RUN must be an address without user, password, key",
-    "launch --spares 1 x.py": "--spares must come with --nnodes, got none.",
-    "launch --nnodes 2: x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 2:.",
-    "launch --nnodes 3:2 x.py": "--nnodes must be a number of nodes, or the fewest and the most as in 2:4, got 3:2.",
-    "launch --max-failures-per-node 3 x.py": "--max-failures-per-node must be 1 or more, with --nnodes 2:4 or",
-    "launch --restart-on 2 x.py": "--restart-on must be exit codes such as 1,75, and neither 0 (finished)",
+    "launch --spares 1 x.py": "--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 and spares.",
+    "launch --nnodes 2: x.py": "argument --nnodes: invalid nodes value: '2:'.",
+    "launch --nnodes 3:2 x.py": "argument --nnodes: invalid nodes value: '3:2'.",
+    "launch --max-failures-per-node 3 x.py": "--spares and --max-failures-per-node must come with --nnodes 2:4",
+    "launch --restart-on 1,x x.py": "argument --restart-on: invalid codes value: '1,x'.",
 }
 
 
@@ -131,14 +132,14 @@ def test_results_are_json_for_programs(run: Path, capfd: pytest.CaptureFixture[s
     assert second["text"] == "CUDA out of memory"
 
 
-@pytest.mark.parametrize(("line", "offered"), [
-    ("rankup st", "status stacks"), ("rankup status --w", "--watch"), ("rankup launch --nn", "--nnodes"),
-    ("rankup help exp", "explain export"), ("rankup train --", ""),
+@pytest.mark.parametrize(("begun", "offered"), [
+    ("st", "status stacks"), ("exp", "explain export"), ("tr", "train"), ("--nn", "--nnodes"),
 ])
-def test_completion_offers_commands_and_their_options(line: str, offered: str) -> None:
-    script = f"{completion()}COMP_WORDS=({line})\nCOMP_CWORD={line.count(' ')}\n_rankup\necho ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == (offered, "")
+def test_completion_offers_commands_and_options(begun: str, offered: str) -> None:
+    *complete, words, command = shlex.split(completion())
+    assert (complete, command) == (["complete", "-o", "default", "-W"], "rankup")
+    line = ["bash", "-c", 'compgen -W "$0" -- "$1"', words, begun]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.split() == offered.split()
 
 
 def test_commands_of_the_program_are_handed_to_it(tmp_path: Path) -> None:

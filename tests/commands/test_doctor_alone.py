@@ -59,7 +59,7 @@ def test_doctor_by_launch_gives_the_verdict_of_all_ranks(tmp_path: Path) -> None
 @pytest.mark.parametrize(("env", "what"), [
     ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR MASTER_PORT are not set"),
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-     "RANK must be a whole number from 0 to 1, got '2' (from environment)."),
+     "RANK must be a whole number from 0 to 1, got '2'."),
 ])
 def test_doctor_judges_an_environment_that_describes_no_launch(forks: Forks, env: dict[str, str], what: str) -> None:
     said = forks.ends("doctor", env=env, code=20)

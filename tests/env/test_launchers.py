@@ -87,33 +87,16 @@ def test_slurm_knows_the_rank_that_belongs_to_an_address():
     assert (place(env), env.master_addr) == ((3, 1, 4, 2), "node0")
 
 
-def test_explicit_rank_beats_slurm_and_learns_its_place_where_it_is_that_task():
-    assert place(read_rank_env({**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"})) == (0, 0, 2, None)
-    env = read_rank_env({**STEP, **FULL, "RANK": "3"})
-    assert place(env) == (3, 1, 4, 2)
-    assert (env.master_addr, env.launcher) == ("node0", "environment")
+def test_explicit_rank_beats_slurm():
+    env = read_rank_env({**STEP, **FULL, "RANK": "0", "WORLD_SIZE": "2"})
+    assert (place(env), env.master_addr, env.launcher) == ((0, 0, 2, None), "node0", "environment")
 
 
-@pytest.mark.parametrize(("env", "text"), [
-    ({**STEP, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but SLURM_STEP_NUM_TASKS=4"),
-    ({**STEP, "LOCAL_RANK": "0"}, "LOCAL_RANK=0 but SLURM_LOCALID=1"),
-    ({**MPI, "WORLD_SIZE": "8"}, "WORLD_SIZE=8 but OMPI_COMM_WORLD_SIZE=2"),
-])
-def test_injected_variable_is_not_mixed_with_the_launchers(env: Env, text: str):
-    assert refusal(env).startswith(f"{text}, and RANK is not set: two launchers are mixed. Unset")
-
-
-def test_torchrun_multiplied_by_srun_is_refused():
-    message = refusal({**STEP, **AGENT})
-    assert "torchrun runs in each of 4 Slurm tasks on 2 nodes" in message
-    assert "--ntasks-per-node=1" in message
-
-
-def test_torchrun_under_slurm_is_taken_where_it_multiplies_nothing():
-    env = read_rank_env({**STEP, **AGENT, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"})  # one on each node
-    assert (env.launcher, env.rank) == ("torchrun", 3)
-    simulated = {"GROUP_WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "3"}
-    assert read_rank_env({**STEP, **AGENT, **simulated}).rank == 3
+@pytest.mark.parametrize("left", [{"WORLD_SIZE": "1"}, {"WORLD_SIZE": "8", "LOCAL_RANK": "0"}])
+def test_counts_that_somebody_left_in_the_shell_do_not_beat_the_launchers(left: Env):
+    """With a world size of one, rank 0 would train alone."""
+    assert place(read_rank_env({**STEP, **left})) == (3, 1, 4, 2)
+    assert place(read_rank_env({**MPI, **left})) == (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize("left", [3, 1])
@@ -208,21 +191,8 @@ def elastic(endpoint: str, nproc: str, nodes: str) -> Env:
 ])
 def test_pytorchjob_with_one_process_a_pod_is_adopted(env: Env, rank: int, world: int):
     read = read_rank_env(env)
-    assert place(read) == (rank, 0, world, 1)
+    assert place(read) == (rank, 0, world, None)
     assert (read.master_addr, read.master_port) == (env["MASTER_ADDR"], 23456)
-
-
-@pytest.mark.parametrize("env", [
-    pod(1, 4, "user-port", "2", "2", port="29500"),
-    {**pod(1, 4, "elastic-master", "2", "1:1"), "PET_RDZV_ENDPOINT": "elastic-master-worker-0:23456"},
-], ids=["master-worker", "elastic-master"])
-def test_pytorchjob_rank_that_counts_pods_is_refused(env: Env):
-    message = refusal(env)
-    assert f"RANK={env['RANK']} counts pods but WORLD_SIZE={env['WORLD_SIZE']} counts processes" in message
-    assert "torchrun -m train.main" in message
-    assert 'nprocPerNode: "1"' in message
-    read = read_rank_env({**env, "LOCAL_RANK": "1"})  # who sets that knows better
-    assert (read.rank, read.local_rank, read.launcher) == (1, 1, "environment")
 
 
 TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
@@ -254,6 +224,5 @@ def test_pod_of_an_indexed_job_has_its_index_for_a_rank_and_never_trains_alone_u
 
 def test_port_is_no_known_service_and_differs_between_neighbouring_jobs():
     ports = {port_for(job) for job in range(40000)}
-    assert 10000 <= min(ports) <= max(ports) < 30000  # neither root's, nor one of outgoing connections
-    assert not ports & {10250, 11211, 11434, 23456, 27017, 29500}
-    assert len({port_for(job) for job in range(123456, 123456 + 19000)}) == 19000
+    assert 16443 < min(ports) <= max(ports) < 23456  # neither root's, nor a known service, nor of outgoing connections
+    assert len({port_for(job) for job in range(123456, 123456 + 6900)}) == 6900

@@ -7,7 +7,7 @@ import pytest
 from rankup.env.node_env import Limits, read_node_env
 from rankup.errors import UserError
 from tests.env.test_launchers import BATCH, HOROVOD, MPI, STEP, TRAINER, elastic, pod
-from tests.env.test_rank_env import AGENT, FULL, Env
+from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env
 
 ONE_EACH = {  # `srun --ntasks-per-node=1 -N 2`: the second task
     **STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
@@ -27,12 +27,11 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
     ({"TORCHELASTIC_RUN_ID": "none"}, NODE, (2, 3, 1), "a:29400"),  # left in the shell
     (FULL, {"nnodes": 4, "node_rank": 1, "master_addr": "b", "master_port": 5000}, (1, 4, 1), "b:5000"),
     (FULL, {"master_addr": "", "master_port": 0}, (1, 4, 1), "node0:29500"),
-    (COMPOSE, {"nproc": 1}, (1, 2, 1), "node0:29400"),
-    (STEP, {}, (3, 4, 1), "rn2:"),  # two agents on each machine
+    (COMPOSE, {}, (1, 2, 1), "node0:29400"),
+    (STEP, {"nproc": 2}, (3, 4, 2), "rn2:"),  # two agents on each machine
     (ONE_EACH, {"nproc": 4}, (1, 2, 4), "rn2:"),
     ({**BATCH, "SLURM_NTASKS": "1"}, {"nproc": 4}, (0, 1, 4), "127.0.0.1:0"),
     (pod(1, 8, "mw", "4", "2"), {}, (1, 2, 4), "mw-master-0:23456"),
-    ({**pod(1, 2, "mw", "4", "2"), "LOCAL_RANK": "0"}, {}, (1, 2, 1), "mw-master-0:23456"),
     (POD, {}, (1, 2, 4), "job-node-0-0.job:29500"),
     ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}, {}, (0, 1, 2), "127.0.0.1:0"),
     # Workers without a Master, told by their options
@@ -55,36 +54,38 @@ def test_agent_is_what_options_and_environment_say(
     assert read.run_name == ("slurm-77" if "SLURM_JOB_ID" in env else None)
 
 
-@pytest.mark.parametrize(("given", "wanted"), [({}, 2), ({"LOCAL_WORLD_SIZE": "2"}, 2)])
-def test_agent_of_one_of_several_ranks_on_a_machine_counts_them(given: Env, wanted: int) -> None:
-    read = read_node_env({**COMPOSE, "LOCAL_RANK": "1", **given})
-    assert (read.nproc, read.local_rank, read.local_world_size) == (1, 1, wanted)
+@pytest.mark.parametrize(("given", "nproc", "wanted"), [
+    ({**COMPOSE, "LOCAL_RANK": "1"}, 1, (1, 2)), ({**COMPOSE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, 1, (1, 3)),
+    (STEP, 2, (2, 4)), (FULL, 4, (0, 4)),
+])
+def test_agent_of_several_on_a_machine_counts_the_ranks_of_all(
+    given: Env, nproc: int, wanted: tuple[int, int]
+) -> None:
+    read = read_node_env(given, nproc=nproc)
+    assert (read.local_rank, read.local_world_size) == wanted
 
 
 @pytest.mark.parametrize(("env", "options", "said"), [
-    ({}, {"nproc": 0}, "--nproc must be a whole number from 1 to 65535, got 0"),
-    ({}, {"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "--node-rank must be a whole number from 0 to 1"),
-    ({}, {"node_rank": 1}, r"--node-rank must be 0 where there is one node, got 1\. Give --nnodes too\."),
+    ({}, {"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "RANK must be a whole number from 0 to 1, got '2'"),
+    ({}, {"node_rank": 1}, r"--node-rank must be 0, .* got 1\. .* give --nnodes too\."),
     ({}, {"nnodes": 2}, r"--master-addr must name node 0's machine when there are several nodes, got nothing\."),
     ({}, {**NODE, "master_addr": "a b"}, "MASTER_ADDR must be a host name or an address"),
     # Half a set, and two that contradict each other
-    ({"MASTER_ADDR": "a"}, {"nproc": 2}, "MASTER_ADDR=a but RANK WORLD_SIZE MASTER_PORT are not set"),
-    (FULL, {"node_rank": 0}, r"--node-rank must be RANK=1 \(from environment\), got 0"),
-    (FULL, {"nnodes": 1}, r"--nnodes must be WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes out\."),
-    (STEP, {"nnodes": 2}, r"--nnodes must be WORLD_SIZE=4 \(from slurm\), got 2"),
-    (COMPOSE, {"nproc": 2}, "--nproc must be 1, as the environment has LOCAL_RANK: .*, got 2"),
-    (STEP, {"nproc": 2}, "runs in each of 4 Slurm tasks on 2 nodes: that multiplies the processes"),
+    ({"MASTER_ADDR": "a"}, {"nproc": 2}, "MASTER_ADDR='a' but RANK WORLD_SIZE MASTER_PORT are not set"),
+    (FULL, {"node_rank": 0}, r"--node-rank must be 1, as RANK=1 and .* \(from environment\), got 0"),
+    (FULL, {"nnodes": 1}, r"--nnodes must be 4, as .* WORLD_SIZE=4 \(from environment\), got 1\. Leave --nnodes out"),
+    (STEP, {"nnodes": 2}, r"--nnodes must be 4, as .* \(from slurm\), got 2"),
     (BATCH, {"nproc": 2}, "Slurm gave this job 2 tasks, but this process is not one of them"),
     # Kubeflow
-    (POD, {"nnodes": 1}, "--nnodes must be WORLD_SIZE=2 .*, got 1"),
-    (POD, {"nproc": 1}, "--nproc must be 4, as the environment has PET_NPROC_PER_NODE=4, got 1"),
-    (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 is for torchrun.* Set RANK"),
-    ({**FULL, **elastic("e-worker-0:23456", "1", "2:4")}, {}, "PET_NNODES=2:4 is for torchrun.* give --nnodes"),
+    (POD, {"nnodes": 1}, "--nnodes must be 2, as .*, got 1"),
+    (elastic("e-worker-0:23456", "1", "2:4"), {"nnodes": 2}, "PET_NNODES=2:4 .* but RANK is not set"),
     ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "2"}, {}, "PET_NNODES=2 PET_NPROC_PER_NODE=auto but RANK is not"),
     # Launchers that start the ranks
     (AGENT, {}, "a rank of torchrun, which starts the processes already. Start the script directly there"),
-    (MPI, NODE, "a rank of mpirun"),
-    ({**HOROVOD, **FULL}, {}, "a rank of horovodrun"),
+    (LAUNCH, {}, "a rank of launch"),
+    (MPI, {}, "a rank of mpirun"),
+    ({**STEP, **MPI}, {"nproc": 2}, "a rank of mpirun"),
+    (HOROVOD, {}, "a rank of horovodrun"),
     ({"PMI_SIZE": "2"}, {}, "PMI_SIZE=2 but RANK is not set"),
     ({"JOB_COMPLETION_INDEX": "0"}, {}, "JOB_COMPLETION_INDEX=0 but WORLD_SIZE is not set"),
 ])

@@ -54,30 +54,24 @@ def test_half_a_set_is_refused_naming_all_that_is_missing():
 
 @pytest.mark.parametrize(("change", "rule"), [
     *(({"RANK": text}, "RANK must be a whole number from 0 to 3, got ") for text in
-      ("", "1.0", "\u0661", "$SLURM_PROCID", " 1", "4\n", "4", "-1")),
-    ({"WORLD_SIZE": "0"}, "RANK must be a whole number from 0 to -1, got '1' (from environment)"),
-    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK must be a whole number from 0 to 0"),
-    ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE must be a whole number from 1 to 4"),
+      ("1.0", "\u0661", "$SLURM_PROCID", " 1", "4\n", "4", "-1")),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number >= 1, got '0'. "),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a whole number >= 0, got 'x'. "),
+    ({"RANK": ""}, "RANK='' WORLD_SIZE='4' MASTER_ADDR='node0' MASTER_PORT='29500' but RANK is not set. "),
     ({"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number from 1 to 65535, got '0'"),
     ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535"),
     *(({"MASTER_ADDR": text}, "MASTER_ADDR must be a host name or an address, without a port, got ") for text in
-      ("", "node0\nnode1", "[2001:db8::1]", "node0:29500", "tcp://node0", "$(MASTER)")),
+      ("node0\nnode1", "[2001:db8::1]", "node0:29500", "tcp://node0", "$(MASTER)")),
 ])
-def test_wrong_value_is_named_with_its_rule_and_who_sets_it(change: Env, rule: str):
+def test_wrong_value_is_named_with_its_rule_in_one_line(change: Env, rule: str):
     got = refusal({**FULL, **change})
-    assert any(line.startswith(rule) for line in got.splitlines()), got
-    assert all("torchrun" in line for line in got.splitlines())
+    assert got.startswith(rule)
+    assert "\n" not in got
 
 
 @pytest.mark.parametrize("host", ["node0", "job-master-0.ns.svc", "my_service", "10.0.0.1", "::1", "2001:db8::1"])
 def test_host_names_and_plain_addresses_are_taken(host: str):
     assert read_rank_env({**FULL, "MASTER_ADDR": host}).master_addr == host
-
-
-def test_all_mistakes_are_reported_at_once_one_a_line():
-    lines = refusal({**FULL, "RANK": "9", "LOCAL_RANK": "x", "MASTER_PORT": "99999"}).splitlines()
-    assert sorted(line.split()[0] for line in lines) == ["LOCAL_RANK", "MASTER_PORT", "RANK"]
-    assert len(refusal({**FULL, "RANK": "-1"}).splitlines()) == 1  # what follows from it is no mistake of its own
 
 
 def test_torchrun_tells_the_ranks_of_a_node_and_its_restarts():
@@ -119,11 +113,11 @@ def test_options_stand_for_the_variables():
     assert with_options({"RANK": "1"}) == {"RANK": "1"}
 
 
-@pytest.mark.parametrize(("environ", "flag"), [
-    ({"RANK": "0"}, "--rank"), ({"WORLD_SIZE": "2"}, "--world-size"), ({"MASTER_ADDR": "a"}, "--init-method"),
+@pytest.mark.parametrize(("name", "environ"), [
+    ("RANK", {"RANK": "0"}), ("WORLD_SIZE", {"WORLD_SIZE": "2"}), ("MASTER_ADDR", {"MASTER_ADDR": "a"}),
 ])
-def test_options_beside_the_variables_are_refused(environ: Env, flag: str):
-    with pytest.raises(UserError, match=f"{flag} must be left out where"):
+def test_options_beside_the_variables_are_refused(name: str, environ: Env):
+    with pytest.raises(UserError, match=f"must be left out where {name}="):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)
 
 
@@ -136,13 +130,13 @@ def test_loopback_is_every_name_and_address_of_the_machine_itself(host: str, exp
 
 
 @pytest.mark.parametrize(("given", "missing"), [
-    ({"init_method": "tcp://node0:29400"}, "--rank and --world-size"),
-    ({"init_method": "file:///tmp/meeting", "rank": 0}, "--world-size"),
-    ({"rank": 0, "world_size": 2}, "--init-method"),
+    ({"init_method": "tcp://node0:29400"}, "RANK WORLD_SIZE are"),
+    ({"init_method": "file:///tmp/meeting"}, "RANK WORLD_SIZE are"),
+    ({"init_method": "file:///tmp/meeting", "rank": 0}, "WORLD_SIZE is"),
+    ({"rank": 0, "world_size": 2}, "MASTER_ADDR MASTER_PORT are"),
 ])
-def test_options_that_are_missing_are_named(given: dict[str, Any], missing: str):
-    with pytest.raises(UserError, match=f"^{missing} must be given too, got nothing"):
-        with_options({}, **given)
+def test_what_options_leave_open_is_named_by_its_variable(given: dict[str, Any], missing: str):
+    assert f" but {missing} not set. " in refusal(dict(with_options({}, **given)))
 
 
 def test_url_stands_for_the_variables(tmp_path: Path):
