@@ -180,7 +180,6 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     from rankup.agent.ranks import Options
     from rankup.agent.script import Script
     from rankup.env.node_env import Limits, read_node_env
-    from rankup.observe.stacks import where
 
     least, most = given.nnodes or (0, 0)
     changing = least < most or bool(least and given.spares)
@@ -199,7 +198,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
     options = Options(
         node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
-        where=where, stop_after=stop_after,
+        stop_after=stop_after,
         advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
         join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
         shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
@@ -267,7 +266,7 @@ def logs(given: argparse.Namespace) -> int:
 )
 def stacks(given: argparse.Namespace) -> int:
     """Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the others.
-    It asks the ranks of this machine; SIGUSR2 to any agent asks those of all machines."""
+    It asks the ranks of this machine."""
     from rankup.observe.logs import find_run
     from rankup.observe.stacks import report
 

@@ -139,19 +139,10 @@ def open_checkpoint(
     record and tracked state; raises UserError for what the caller can't use. Raises UserError where there is none, and
     PeerLost where a store does not answer within `timeout_s`.
     """
-    found: Copy | None = None
+    def read() -> Copy:
+        return find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
 
-    def read() -> None:
-        nonlocal found
-        found = find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
-
-    if group is None:
-        read()
-    else:
-        group.on_rank0(read)
-        found = share(found, group)
-    assert found is not None
-    return found
+    return share(read, group) if group is not None else read()
 
 
 class Ends:

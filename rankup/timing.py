@@ -1,5 +1,4 @@
 """Every time constant of the library in one table, in seconds. What a user may set is an option or a setting instead.
-rankup/agent/record.py has those of the health check, as it also runs alone.
 
 A constant that follows from another one is written as that. Tests change a constant where it is used.
 """
@@ -92,10 +91,7 @@ ABANDONED_S = 7 * 24 * 3600.0  # what no run went on with for so long is removed
 LOCK_S = 4.0  # rank 0 of a killed attempt may take this long to end, and holds its lock until then
 REQUEST_S = 60.0  # for one small request: a frozen store, or a firewall, never answers at all
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a store is asked again
-# For one copy to a mirror: no save waits for it, and a slow one gets the time that its bytes need
-MIRROR_S, MIRROR_BYTES_PER_S = 300.0, 1e5
-# At opening: a run that is here need not wait for a mirror. Where none is here, only the mirror knows of one
-FIND_S, SEARCH_S = 5.0, 60.0
+FIND_S = 5.0  # for a mirror at opening, where a run is here that may go on without it
 # At the end the other ranks wait for rank 0, and a launcher that stops a job gives a minute or less
 UPLOAD_END_S, UPLOAD_STOP_S = 60.0, 15.0
 

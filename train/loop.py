@@ -139,10 +139,7 @@ def build_order(config: Config, group: Group, workload: Workload) -> Order:
     if len(workload.train) < config.batch_size:
         most = f"the number of training samples, {len(workload.train)}"
         raise UserError(f"batch_size must be at most {most}, got {config.batch_size}. Set a smaller --batch-size.")
-    return Order(
-        len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None),
-        config.length_pool,
-    )
+    return Order(len(workload.train), config.batch_size, config.seed, getattr(workload.train, "lengths", None))
 
 
 def batches_to_end(t: Training) -> Iterator[list[tuple[float, Any]]]:

@@ -47,25 +47,22 @@ MOST = 1 << 16  # characters of a script's arguments that other nodes are told
 
 
 async def id_of(shared_dir: str) -> str:
-    """The same on all nodes that share that place; "" where nobody can know whether he is the first to write there.
-    Raises UserError, PeerLost and JoinError."""
+    """The same on all nodes that share that place. Raises UserError, PeerLost and JoinError."""
 
-    def read(place: Place) -> str:
+    def read() -> str:
+        place = Place.open(shared_dir, warn=log.debug)
         for _ in range(2):
             first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-        while not first and not (found := str(place.read_json("shared.json").get("id", ""))):
+        if first:  # twice: two nodes would both own what follows
+            raise UserError(f"--shared-dir must know conditional writes, got {shared_dir}. Name another place.")
+        while not (found := str(place.read_json("shared.json").get("id", ""))):
             time.sleep(timing.PAUSE_S)  # it is being written
-        return "" if first else found
+        return found
 
     try:
-        open_it = functools.partial(Place.open, shared_dir, warn=log.debug)
-        place = await in_thread(open_it, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
-        found = await in_thread(functools.partial(read, place), timeout_s=timing.CLAIM_S)
+        return await in_thread(read, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
     except TimeoutError:
         raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
-    if not found:
-        log.warning("--shared-dir: %s knows no conditional writes: of two nodes, both wait", shared_dir)
-    return found
 
 
 class Lead:
@@ -83,7 +80,7 @@ class Lead:
         self.elastic = elastic
         self.leader = elastic or Leader(me, **how)
         self.status = None if options.knows_us else ScriptStatus(options.run_dir)
-        self.job = self.status.attempt if self.status is not None else new_job()
+        self.job = new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
         works = [self.leader.watch(master="" if agent.alone or self.node.node_rank else self.node.master_addr)]
@@ -196,8 +193,6 @@ class Lead:
         elif message["is"] == "lost":
             for rank in member.ranks:
                 self.ends.add(End(rank, member.host, KILLED, message["why"]))
-        elif message["is"] == "stacks":
-            self.leader.tell("stacks")
         elif message["is"] == "stop":
             self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
             self.leader.stop(str(message["signal"]))
@@ -240,7 +235,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             loop.add_signal_handler(getattr(signal, name), self._hear_signal, name)
-        loop.add_signal_handler(signal.SIGUSR2, self._ask_for_stacks)
+        loop.add_signal_handler(signal.SIGUSR2, lambda: None)  # a batch system may send it to every process
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
@@ -374,8 +369,6 @@ class Agent:
             log.info("this node is a spare: it waits until a node is needed")
         elif kind == "left_out" and not self._leaves:
             self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
-        elif kind == "stacks":
-            self.begin(self.ranks.show_stacks())
         elif kind in ("over", "refused"):
             self.begin(self._end(Verdict(event["code"], event["text"])))
             return self.lead is None
@@ -435,7 +428,3 @@ class Agent:
         if self.lead is not None:
             self.lead.give_up()
         self.finish(verdict)
-
-    def _ask_for_stacks(self) -> None:
-        if not self.say("stacks"):
-            self.begin(self.ranks.show_stacks())

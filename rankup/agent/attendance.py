@@ -14,7 +14,7 @@ from typing import Any
 from rankup import timing
 from rankup.agent.network import Link, greeting, interface_of, open_port, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, VERSION, Member, fits
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.agent.votes import NONE, Basis, age
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
@@ -33,7 +33,7 @@ class Attendance:
     def __init__(
         self, me: Member, find_leader: Callable[[], Awaitable[tuple[str, int]]], *,
         notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
-        records: Callable[[], Mapping[int, RecordWriter]] = dict, hint: str = HINT, silent_s: float = timing.SILENT_S,
+        records: Callable[[], Mapping[int, Record]] = dict, hint: str = HINT, silent_s: float = timing.SILENT_S,
         commit: Mapping[str, Any] | None = None, warm: Callable[[], bool] = lambda: True,
     ) -> None:
         """`find_leader`: host and port, which may change from one call to the next; an OSError says why there is none
@@ -152,14 +152,14 @@ class Attendance:
             link.send("standing", n=message["n"], stop=message["stop"], step=max(begun, default=-1))
         elif kind == "confirm":
             for record in self._records().values():
-                record.confirm_stop(message["stop"])
+                record.confirmed = message["stop"]
             self._start(self._look_at_stop(link, message["n"]))
         return kind not in ("alive", "waiting", "prepare", "confirm")
 
     async def _look_at_stop(self, link: Link, n: int) -> None:
         """Say so where a rank does not come to where all are to stop."""
         await asyncio.sleep(timing.REACH_S)
-        if not all(record.read().settled for record in self._records().values()):
+        if not all(record.settled for record in self._records().values()):
             link.send("late", n=n)
 
     def _leave_membership(self) -> None:

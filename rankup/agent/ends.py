@@ -20,7 +20,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,7 @@ def write_end(run_dir: Path, attempt: str, end: End) -> None:
         write_json(run_dir / "status" / attempt / f"rank-{end.rank}.json", {"attempt": attempt, **end.entry()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What is last known of one attempt: rank 0 says it, or the leader of a script that does not import rankup, of
     whose steps nobody knows. Times are of `time.time()` on its machine."""
@@ -195,20 +195,17 @@ class Report:
 
     def write(self, run_dir: Path) -> None:
         """Replace the file of this attempt. Raises OSError."""
-        # Not asdict: it copies what is said of each rank, which takes longer than to write it
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
         # Launchers may give an id twice, so the name has more than the attempt's
         path = run_dir / "status" / self.attempt / f"progress-{self.began:.2f}.json"
-        write_atomically(path, json.dumps(values) + "\n")
+        write_atomically(path, json.dumps(vars(self)) + "\n")
 
 
 class StatusFile:
     """`status.json` of a run directory, which rank 0 writes. `attempt`: its id; the ranks take over rank 0's when they
     meet. `begun`: before, a mistake of the user is that of a command, and no end of the run."""
 
-    def __init__(self, run_dir: Path, launch: RankEnv, *, shared: bool = True) -> None:
-        """`shared`: another attempt may be at work in `run_dir`, so that `status.json` may be that one's."""
-        self.run_dir, self.shared = run_dir, shared
+    def __init__(self, run_dir: Path, launch: RankEnv) -> None:
+        self.run_dir = run_dir
         self.attempt = launch.attempt or new_job()
         self.rank, self.world_size = launch.rank, launch.world_size
         self.begun = False
@@ -226,7 +223,7 @@ class StatusFile:
         earlier = read_json(self.run_dir / "status.json") if self.rank == 0 else {}
         theirs = earlier.get("attempt") != self.attempt
         # Before ownership is settled: a second attempt that is refused must leave no trace in the status of a live one
-        denied = self.shared and theirs and earlier.get("state") == "running"
+        denied = theirs and earlier.get("state") == "running" and (self.run_dir / "lease.json").exists()
         if self.rank != 0 or (denied if self.owner is None else not self.owner.is_ours()):
             return
         if theirs and earlier.get("state") in ("finished", "stopped"):
@@ -290,12 +287,11 @@ def tell_torchrun(error: BaseException) -> None:
     # Only the first error: a failing rank waits for the others, and a later error is a consequence
     if "RANKUP_AGENT" in os.environ or path == Path() or path.exists() or not isinstance(error, Exception):
         return
-    victim, text = isinstance(error, JoinError | PeerLost), f"{type(error).__name__}: {error}"
-    # Of a victim our text says more than where in this program the loss was noticed
-    stack = text if victim or error.__traceback__ is None else "".join(traceback.format_exception(error))
-    more = {"py_callstack": stack, "timestamp": str(int(time.time()) + (VICTIM_LATER_S if victim else 0))}
+    later_s = VICTIM_LATER_S if isinstance(error, JoinError | PeerLost) else 0
+    stack = "".join(traceback.format_exception(error))
+    more = {"py_callstack": stack, "timestamp": str(int(time.time()) + later_s)}
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
-        write_json(path, {"message": {"message": text, "extraInfo": more}})
+        write_json(path, {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": more}})
 
 
 def what_next(run_dir: Path) -> str:

@@ -35,7 +35,6 @@ from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
 STACKS = "stacks"  # the folder in that of the run
-MOST_STACKS = 1 << 20  # bytes of a file there that an attempt goes on with
 TAIL = 400  # lines that are kept to explain the end of a rank
 LONGEST = 2000  # characters of such a line
 READ = 1 << 16  # bytes that are read at once; a line without an end is cut there too
@@ -51,23 +50,14 @@ def host_name() -> str:
 # Streams that never fail ----------------------------------------------------------------------------------------------
 
 
-class Output(io.RawIOBase):
+class Output(io.FileIO):
     """A file, pipe or terminal that this process prints to, by its number: printing raises nothing, and waits PRINT_S
     at most. Any thread and any fork may print. On a disk that hangs one thread hangs; the others lose their lines."""
 
     def __init__(self, number: int) -> None:
-        self._number = self.name = number
+        super().__init__(number, "w", closefd=False)
         self._dropped = 0  # lines, since somebody last read
         self._pid, self._lock = os.getpid(), threading.Lock()
-
-    def fileno(self) -> int:
-        return self._number
-
-    def isatty(self) -> bool:
-        return os.isatty(self._number)
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
@@ -85,8 +75,8 @@ class Output(io.RawIOBase):
 
     def _write(self, data: bytes) -> bool:
         """Returns False where it did not fit in time. Raises OSError."""
-        if stat.S_ISREG(os.fstat(self._number).st_mode):
-            os.write(self._number, data)
+        if stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+            os.write(self.fileno(), data)
             self._dropped = 0
             return True
         dropped, room = self._dropped, select.poll()
@@ -94,9 +84,9 @@ class Output(io.RawIOBase):
         if dropped:
             data = f"\n[{dropped} lines were not printed: nobody read them]\n".encode() + data
         try:  # once more: opened anew it does not block, and the usual one is shared with other processes
-            number, most = os.open(f"/proc/self/fd/{self._number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
+            number, most = os.open(f"/proc/self/fd/{self.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
         except OSError:  # a socket, another user's terminal
-            number, most = os.dup(self._number), select.PIPE_BUF  # so much fits where it has room
+            number, most = os.dup(self.fileno()), select.PIPE_BUF  # so much fits where it has room
         try:
             room.register(number, select.POLLOUT)
             while data:
@@ -118,7 +108,10 @@ def guard(*names: str) -> None:
         if stream is getattr(sys, f"__{name}__"):  # else somebody else has it already, or this has been called before
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what was printed before would come last, or never
-            number, encoding = (-1, "utf-8") if stream is None else (stream.fileno(), stream.encoding)
+            if stream is None:  # it was closed as this process began
+                number, encoding = os.open(os.devnull, os.O_WRONLY), "utf-8"
+            else:
+                number, encoding = stream.fileno(), stream.encoding
             setattr(sys, name, io.TextIOWrapper(Output(number), encoding, "backslashreplace", line_buffering=True))
 
 
@@ -211,11 +204,10 @@ class _Handler(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         with contextlib.suppress(Exception):
-            self.emit(record)
+            self._write(record, self.format(record))
         return True
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+    def _write(self, record: logging.LogRecord, text: str) -> None:
         is_library = LIBRARY.search(record.pathname) is not None and record.name.split(".")[0] != "rankup"
         lines = (f"{record.name}: {text}" if is_library else text).splitlines()
         warns = record.levelno >= logging.WARNING
@@ -260,8 +252,6 @@ def announce_stacks(
     }
     path = run_dir / STACKS / f"rank-{rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > MOST_STACKS:  # of many attempts: the newest stay
-        path.write_bytes(path.read_bytes()[-MOST_STACKS // 2 :])
     with path.open("a", encoding="utf-8") as file:
         file.write(f"# {json.dumps(writer)}\n")
     return path

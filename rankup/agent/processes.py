@@ -47,10 +47,10 @@ def _stat_of(pid: int) -> list[str]:
     return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
-def has_handler(pid: int, number: int) -> bool | None:
-    """Whether it has a handler for that signal; None where nobody knows."""
+def has_handler(pid: int, number: int) -> bool:
+    """Whether it has a handler for that signal."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read(f"/proc/{pid}/status"), re.MULTILINE)
-    return bool(int(caught[1], 16) >> (number - 1) & 1) if caught else None
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def die_with_parent(parent: int) -> None:
@@ -65,7 +65,7 @@ def die_with_parent(parent: int) -> None:
 
 def send_signal(pid: int, number: int) -> None:
     """To the process alone, which is not reaped yet; SIGTERM in place of a SIGUSR1 that it has no handler for."""
-    if number == signal.SIGUSR1 and has_handler(pid, number) is False:
+    if number == signal.SIGUSR1 and not has_handler(pid, number):
         number = signal.SIGTERM
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have changed its user
         os.kill(pid, number)
@@ -165,19 +165,12 @@ def _alarm_is_free() -> bool:
 def cpu_quota(root: Path = ROOT) -> float:
     """CPUs granted to this process (1.5 is possible): the least of its groups' quotas and its affinity."""
     found = [float(len(os.sched_getaffinity(0)))]
-    for group, version in _groups("cpu", root):
-        if version == 2:
-            quota, period = (read(group / "cpu.max").split() or ["max", "1"])[:2]
-        else:
-            quota, period = (read(group / f"cpu.cfs_{name}_us").strip() or "-1" for name in ("quota", "period"))
-        if quota not in ("max", "-1"):  # no limit, in v2 and v1
+    for group in _groups("cpu", root):
+        v1 = [read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        quota, period = read(group / "cpu.max").split() or v1
+        if quota.isdigit():  # "max" in v2 and -1 in v1 are no limit
             found.append(int(quota) / int(period))
     return min(found)
-
-
-def memory_limit(root: Path) -> int | None:
-    """Bytes that this process may use, the least of its groups' limits; None where there is no limit."""
-    return min((limit for limit, _ in memory(root)), default=None)
 
 
 def memory_available() -> int:
@@ -190,50 +183,38 @@ def memory_available() -> int:
 def memory(root: Path) -> Iterator[tuple[int, int]]:
     """The limit in bytes of each group that has one, and how many are left. Files that were not touched of late count
     as free, as in Kubernetes' "working set": a data set that was read once would fill any limit."""
-    for group, version in _groups("memory", root):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (read(group / name).strip() for name in names)
+    for group in _groups("memory", root):
+        limit = (read(group / "memory.max") or read(group / "memory.limit_in_bytes")).strip()
         if limit.isdigit() and int(limit) < 2**60:  # v1 writes 2**63 less a page where there is no limit
-            entry = "inactive_file" if version == 2 else "total_inactive_file"
-            cached = re.search(rf"^{entry} (\d+)$", read(group / "memory.stat"), re.MULTILINE)
-            yield int(limit), max(0, int(limit) - int(used or 0) + (int(cached[1]) if cached else 0))
+            cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+            used = int(read(group / "memory.current") or read(group / "memory.usage_in_bytes") or 0)
+            yield int(limit), max(0, int(limit) - used + int(cached[-1] if cached else 0))
 
 
-def oom_kills(root: Path = ROOT) -> int | None:
-    """How many processes of this container or job the kernel has killed for memory so far; None if it does not say."""
-    for group, version in _groups("memory", root):
-        counted = read(group / ("memory.events" if version == 2 else "memory.oom_control"))
-        if found := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
-            return int(found[1])
-    return None
+def oom_kills(root: Path = ROOT) -> int:
+    """How many processes of this container or job the kernel has killed for memory so far; 0 where it does not say."""
+    names = ("memory.events", "memory.oom_control")
+    counted = (read(group / name) for group in _groups("memory", root) for name in names)
+    found = re.search(r"^oom_kill (\d+)$", next(filter(None, counted), ""), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
-def explain_sigkill(before: int | None) -> str:
+def explain_sigkill(before: int) -> str:
     """Who may have sent it. `before`: what `oom_kills` returned when the process was started."""
-    now = oom_kills()
-    if now is None or before is None:
-        return "if nobody sent it, the memory was not enough, or the limit of the container or job"
-    if now == before:
-        return "no out-of-memory kill was counted in this container or job: somebody sent it, or the machine ran out"
-    kills = "kills were" if now - before > 1 else "kill was"
-    return (
-        f"{now - before} out-of-memory {kills} counted in this container or job meanwhile: give it more memory, or "
-        "lower --num-workers or --batch-size"
-    )
+    if kills := oom_kills() - before:
+        where, more = "in this container or job meanwhile", "lower --num-workers or --batch-size"
+        return f"out-of-memory kills {where}: {kills}. Give it more memory, or {more}"
+    return "if nobody sent it, the memory was not enough, or the limit of the container or job"
 
 
-def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Where this process's own group and each of its parents may lie, the own first, with the version: 1 or 2. Inside a
-    container the path may be the host's, and does not exist: the mount point is then the container's own group."""
-    mount = root / "sys/fs/cgroup"
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Where this process's own group and each of its parents may lie, the own first. Inside a container the path may be
+    the host's, and does not exist: the mount point is then the container's own group."""
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        own = PurePosixPath(path.strip("/"))
-        if not controllers:
-            yield from ((mount / group, 2) for group in (own, *own.parents))
-        elif controller in controllers.split(","):
-            mounts = (mount / controller, mount / controllers)
-            yield from ((place / group, 1) for place in mounts for group in (own, *own.parents))
+        if not controllers or controller in controllers.split(","):  # v2 names none
+            own = PurePosixPath(path.strip("/"))
+            yield from (root / "sys/fs/cgroup" / controllers / group for group in (own, *own.parents))
 
 
 def read(path: str | Path) -> str:

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
-from rankup.agent.logs import STACKS, Pump, announce_stacks, host_name, last_exception, stacks_environment
+from rankup.agent.logs import Pump, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import cpu_quota, explain_sigkill, has_handler, oom_kills, reap_orphans, state_of, within
+from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, state_of, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
-from rankup.agent.record import Records, RecordWriter
+from rankup.agent.record import Record
 from rankup.agent.script import Script
 from rankup.env.node_env import NodeEnv
 from rankup.errors import FAULT, FINISHED, PEER_LOST
@@ -31,14 +31,12 @@ log = logging.getLogger("rankup")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `rankup launch` was asked for, see its help. `advice` and `where` are of layers above."""
+    """What `rankup launch` was asked for, see its help. `advice` is of a layer above."""
 
     node: NodeEnv  # as the agent was started
     script: Script
     run_dir: Path
     advice: Callable[[str], str] = lambda tail: ""  # on a script's last lines
-    # Asks these ranks of a run for their stacks, and returns a line for each place where they are
-    where: Callable[[Path, Collection[int]], Sequence[str]] = lambda run_dir, ranks: ()
     join_timeout_s: float = 300.0
     shared_dir: str = ""  # a folder or an address where all nodes can write
     max_restarts: int = 3
@@ -62,7 +60,7 @@ class Rank:
 
     local_rank: int
     number: int
-    record: RecordWriter
+    record: Record
     running: bool = True
     told: bool = False
     said: End | None = None  # how it ends, in its own words
@@ -85,7 +83,6 @@ class Ranks:
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
         self.ranks: list[Rank] = []
-        self.records = Records(self.node.nproc, first_rank=self.node.first_rank)
         self.links = Links(self._hear_rank)
         self.server = ForkServer(
             on_start=self._announce, on_end=lambda local, code: begin(self._hear_end(self.ranks[local], code)),
@@ -117,7 +114,7 @@ class Ranks:
     def running(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.running]
 
-    def running_records(self) -> Mapping[int, RecordWriter]:
+    def running_records(self) -> Mapping[int, Record]:
         """Of those that run, by rank."""
         return {rank.number: rank.record for rank in self.running}
 
@@ -153,17 +150,16 @@ class Ranks:
         self.links.lost = b""
         self.all_ended.clear()
         first = self.node.first_rank
-        self.ranks = [Rank(local, first + local, self.records.of(local)) for local in range(self.node.nproc)]
+        self.ranks = [Rank(local, first + local, Record.new(first + local)) for local in range(self.node.nproc)]
         for rank in self.ranks:
             self._start(rank)
         if self._passed_on:  # it came before they were there
             self._signal(self._passed_on, told=not self.knows_us)
 
     def _start(self, rank: Rank) -> None:
-        rank.record.clear(rank.number)
         if self.options.stop_after is not None:
             rank.record.ask_to_stop(self.options.stop_after)
-            rank.record.confirm_stop(self.options.stop_after)
+            rank.record.confirmed = self.options.stop_after
         words = [*self._words[rank.local_rank], *(self.options.restart_args if self._commit["again"] else ())]
         env, outputs = self._environment(rank), list[int]()
         if not self.knows_us:
@@ -212,7 +208,7 @@ class Ranks:
             if node.limits is not None:  # of many nodes it would be too long for a variable
                 commit = {**commit, "basis": {"used": commit["basis"]["used"]}}
             ours["RANKUP_AGENT"] = json.dumps({
-                "commit": commit, "record": self.records.place(rank.local_rank), "socket": self.links.address,
+                "commit": commit, "record": rank.record.path, "socket": self.links.address,
                 "local_rank": rank.local_rank,
             })
         return {name: str(value) for name, value in {**by_default, **given, **set_by_torchrun, **ours}.items()}
@@ -273,8 +269,8 @@ class Ranks:
             reap_orphans({self.server.pid})
             now_s = time.monotonic()
             for rank in self.running:
-                if rank.record.read().phase in ("start", "script"):  # nobody in its process gives signs of life
-                    rank.record.give_sign()
+                if rank.record.phase in ("start", "script"):  # nobody in its process gives signs of life
+                    rank.record.signed_s = now_s
                 pid = self.server.pids.get(rank.local_rank, 0)
                 if not pid or state_of(pid) != "T":
                     rank.stopped_since_s = now_s
@@ -312,11 +308,6 @@ class Ranks:
             log.warning("rank %d did not end within %g s after %s: killed", rank.number, settle_s, event)
         await self.end()
 
-    async def _say_where_they_are(self, name: str) -> None:
-        """Every NOTICE_S, as long as the script runs that was asked to stop."""
-        while not await self.ended_within(timing.NOTICE_S):
-            log.warning("after %s the script still runs: %s", name, "; ".join(await self._where()))
-
     async def end(self) -> None:
         """Kill those that still run, and return once all have ended."""
         for rank in self.running:
@@ -345,7 +336,6 @@ class Ranks:
         self._signal(name, told=not self.knows_us)
         if not self.knows_us and name != "SIGUSR1":
             self.begin(self._kill_after(self.options.stop_grace_s, f"{name} (--stop-grace-s)"))
-            self.begin(self._say_where_they_are(name))
 
     def _signal(self, name: str, *, told: bool) -> None:
         """To every rank that runs, at once. `told`: its code says nothing from now on, as that of a script that was
@@ -356,21 +346,3 @@ class Ranks:
             rank.told = rank.told or told
             # SIGTERM, whatever it was: a Python that has just started leaves of it without a traceback
             self.server.signal(rank.local_rank, signal.SIGTERM if self.knows_us else getattr(signal, name))
-
-    # Stacks ---------------------------------------------------------------------------------------------------------
-
-    async def show_stacks(self) -> None:
-        if self.knows_us:  # they write them down themselves
-            for local_rank, pid in self.server.pids.items():
-                if pid and has_handler(pid, signal.SIGUSR2):
-                    self.server.signal(local_rank, signal.SIGUSR2)
-            return
-        for line in await self._where():
-            log.info("%s", line)
-        log.info("the stacks of all threads are in %s", self.run_dir / STACKS)
-
-    async def _where(self) -> Sequence[str]:
-        running = [rank.number for rank in self.running]
-        with contextlib.suppress(OSError):  # a TimeoutError too
-            return await in_thread(lambda: self.options.where(self.run_dir, running), timeout_s=timing.NOTICE_S)
-        return ["nobody knows where"]

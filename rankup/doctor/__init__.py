@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.logs import host_name
-from rankup.agent.processes import cpu_quota, memory_limit, oom_kills
+from rankup.agent.processes import cpu_quota, memory, oom_kills
 from rankup.env.rank_env import holders, ranges
 from rankup.places.files import write_json
 
-OK, NOTE, WARNING, INCOMPLETE, UNFIT = "ok", "note", "warning", "incomplete", "unfit"
+OK, WARNING, INCOMPLETE, UNFIT = "ok", "warning", "incomplete", "unfit"
 # From good to bad. A check that could not be completed is worse than a warning, as nobody knows that it would pass;
 # a fault that is certain is worse than both.
-CODES = {OK: 0, NOTE: 0, WARNING: 10, INCOMPLETE: 30, UNFIT: 20}
+CODES = {OK: 0, WARNING: 10, INCOMPLETE: 30, UNFIT: 20}
 _ORDER = list(CODES)
 VERDICTS = {0: "fit to train", 10: "fit to train, with warnings", 20: "not fit to train", 30: "could not be completed"}
-_SHOWN = {OK: "ok", NOTE: "note", WARNING: "WARNING", INCOMPLETE: "NOT DONE", UNFIT: "NOT FIT"}
+_SHOWN = {OK: "ok", WARNING: "WARNING", INCOMPLETE: "NOT DONE", UNFIT: "NOT FIT"}
 MIB = 2**20
 LEAST_CPU = 0.75  # of a CPU for each thread: a thread of ours waits now and then, so a little less is no loss
 LEAST_MEMORY = 1024 * MIB  # for each rank: torch and the smallest model take about half of it
@@ -54,7 +54,7 @@ class Finding:
 
     @property
     def is_problem(self) -> bool:
-        return self.level not in (OK, NOTE)
+        return self.level != OK
 
     def text(self, who: str = "") -> str:
         """For people, in one to three lines."""
@@ -82,10 +82,12 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 class Report:
-    """The findings of this rank. `json_out`: takes the JSON in place of the table."""
+    """The findings of this rank. `json_out`: takes the JSON in place of the table. `stage`: which one this rank is in:
+    a failure is reported as that one's."""
 
     def __init__(self, log: logging.Logger, *, rank: int = 0, json_out: TextIO | None = None) -> None:
         self.findings: list[Finding] = []
+        self.stage = "environment"
         self._log, self._rank, self._json_out, self._began_s = log, rank, json_out, time.monotonic()
 
     def add(self, *findings: Finding) -> None:
@@ -139,11 +141,11 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
         yield problem("cpus", ranks=ranks, threads=threads, cpus=f"{cpus:g}")
     else:
         yield Finding("limits", OK, f"{cpus:g} CPUs for {ranks} x {threads} threads")
-    memory = memory_limit(root)
-    if memory is not None and memory < LEAST_MEMORY * ranks:
-        yield problem("memory", mib=memory / MIB, ranks=ranks)
+    least = min((limit for limit, _ in memory(root)), default=None)
+    if least is not None and least < LEAST_MEMORY * ranks:
+        yield problem("memory", mib=least / MIB, ranks=ranks)
     # Without a limit the kernel counts for the whole machine: any process, at any time
-    if memory is not None and (killed := oom_kills(root)):
+    if least is not None and (killed := oom_kills(root)):
         yield problem("killed", count=killed)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:

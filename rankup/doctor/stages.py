@@ -12,10 +12,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
 from rankup.agent.processes import read, within
 from rankup.agent.protocol import HINT
-from rankup.doctor import NOTE, OK, Finding, Report, disk, limits, problem, shared_memory
+from rankup.doctor import OK, Finding, Report, disk, limits, problem, shared_memory
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
 from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
@@ -43,99 +42,66 @@ REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 def doctor(
     found: RankEnv | UserError, run_dir: Path, *, stop: StopRequest, log: logging.Logger, as_json: bool = False,
-    **plan: Any,
+    num_threads: int = 1, num_workers: int = 0, join_timeout_s: float = 120.0, longest_phase_s: float = 1800.0,
+    settings: Mapping[str, str] | None = None, device: str | None = None, backend: str | None = None,
 ) -> int:
     """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
 
     `found`: this process's place among the ranks, or why the environment describes none, which is a finding too.
-    `as_json`: print one line of JSON in place of the table. `plan`: what the training will need, see `Doctor`.
-    Returns the exit code, see `rankup.doctor`. Raises Stopped.
+    `as_json`: print one line of JSON in place of the table. `num_threads`, `num_workers`: of each rank. `settings` and
+    what follows: as for `rankup.Program.join`. Returns the exit code, see `rankup.doctor`. Raises Stopped.
     """
-    json_out = sys.stdout if as_json else None
+    rank, json_out = found.rank if isinstance(found, RankEnv) else 0, sys.stdout if as_json else None
+    report = Report(log, rank=rank, json_out=json_out)
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if isinstance(found, UserError):
-            report = Report(log, json_out=json_out)
             report.add(*(problem("environment", why=text) for text in str(found).splitlines()))
             return report.end()
-        report = Report(log, rank=found.rank, json_out=json_out)
-        return Doctor(found, run_dir, report, **plan).run(stop, log)
-
-
-@dataclass
-class Doctor:
-    """The stages, and which of them this rank is in: a failure is reported as that stage's.
-
-    `settings`: what must be the same on all ranks, by name. `device`, `backend`: as for `rankup.Program.join`.
-    `num_threads`, `num_workers`: of each rank. Times in seconds.
-    """
-
-    launch: RankEnv
-    run_dir: Path
-    report: Report
-    settings: Mapping[str, str] = field(default_factory=dict)
-    device: str | None = None
-    backend: str | None = None
-    num_threads: int = 1
-    num_workers: int = 0
-    join_timeout_s: float = 120.0
-    longest_phase_s: float = 1800.0
-    stage: str = "environment"
-
-    def run(self, stop: StopRequest, log: logging.Logger) -> int:
-        """All stages."""
-        launch, report = self.launch, self.report
-        report.add(Finding("environment", OK, describe(launch)))
-        report.add(*limits(ranks=launch.local_world_size or 1, threads=self.num_threads))
-        report.add(*shared_memory(num_workers=self.num_workers))
-        seen = within(DISK_S, lambda: [*disk(self.run_dir)])
-        report.add(*(seen or [problem("silent-disk", folder=self.run_dir, timeout_s=DISK_S)]))
+        report.add(Finding("environment", OK, describe(found)))
+        report.add(*limits(ranks=found.local_world_size or 1, threads=num_threads))
+        report.add(*shared_memory(num_workers=num_workers))
+        seen = within(DISK_S, lambda: [*disk(run_dir)])
+        report.add(*(seen or [problem("silent-disk", folder=run_dir, timeout_s=DISK_S)]))
         report.add(devices())
         try:
             with start(
-                launch, settings=self.settings, device=self.device, backend=self.backend,
-                status=StatusFile(self.run_dir / "doctor", launch), stop=stop, log=log,
+                found, settings=settings or {}, device=device, backend=backend,
+                status=StatusFile(run_dir / "doctor", found), stop=stop, log=log,
             ) as group:
-                group.watch.leaving = self._leave
-                self._check(group, "repetition", repetition(group.device))
+                group.watch.leaving = partial(_leave, report)
+                _check(report, group, "repetition", repetition(group.device))
                 if group.world_size > 1:
-                    self._check(group, "joined", self._join(group))
-                    self._check(group, "versions", versions(group))
-                    self._check(group, "collective", collective(group))
-                    self._check(group, "links", links(group))
+                    _check(report, group, "joined", joined(group, join_timeout_s, longest_phase_s))
+                    _check(report, group, "collective", collective(group))
+                    _check(report, group, "links", links(group))
                 else:
                     alone = "a single process: nothing was checked that needs several ranks"
-                    report.add(Finding("joined", NOTE, alone))
-                self._check(group, "report", ())
-                return report.end(group.gather, self.run_dir / "doctor" / "report.json")
+                    report.add(Finding("joined", OK, alone))
+                _check(report, group, "report", ())
+                return report.end(group.gather, run_dir / "doctor" / "report.json")
         except Stopped:
             raise
         except PeerLost as error:  # or another rank's deadline passed before this one's
-            found = problem("hung" if error.nobody_died else "died", of=self.stage, why=error)
+            report.add(problem("hung" if error.nobody_died else "died", of=report.stage, why=error))
         except (UserError, JoinError) as error:  # a user's mistake says itself what to do, and so does HINT
             missing = isinstance(error, JoinError) and HINT not in str(error)
-            found = problem("missing" if missing else "refused", of=self.stage, why=error)
+            report.add(problem("missing" if missing else "refused", of=report.stage, why=error))
         except Exception as error:
-            found = problem("check-failed", of=self.stage, why=reason(error))
-        report.add(found)
+            report.add(problem("check-failed", of=report.stage, why=reason(error)))
         return report.end()
 
-    def _join(self, group: Group) -> Iterator[Finding]:
-        join(group, timeout_s=self.join_timeout_s, longest_phase_s=self.longest_phase_s)
-        places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
-        by = f"{dist.get_backend()} by {os.environ.get('GLOO_SOCKET_IFNAME') or 'host name'}"
-        yield Finding("joined", OK, f"all {group.world_size} ranks: {places} ({by}); torch, program and settings are "
-                      "the same on all")
 
-    def _check(self, group: Group, stage: str, findings: Iterable[Finding]) -> None:
-        self.stage = stage
-        group.watch.enter(stage, STAGE_S + STAGE_S_PER_RANK * group.world_size)
-        self.report.add(*findings)  # a generator: the check runs here
+def _check(report: Report, group: Group, stage: str, findings: Iterable[Finding]) -> None:
+    report.stage = stage
+    group.watch.enter(stage, STAGE_S + STAGE_S_PER_RANK * group.world_size)
+    report.add(*findings)  # a generator: the check runs here
 
-    def _leave(self, code: int, why: str, suspect: Suspect | None) -> int:
-        """A training would end here with `code`: a deadline has passed, or a peer is lost."""
-        gone = suspect is not None and not suspect.alive
-        self.report.add(problem("died" if gone else "hung", of=self.stage, why=why))
-        return self.report.end()
+
+def _leave(report: Report, code: int, why: str, suspect: Suspect | None) -> int:
+    """A training would end here with `code`: a deadline has passed, or a peer is lost."""
+    gone = suspect is not None and not suspect.alive
+    report.add(problem("died" if gone else "hung", of=report.stage, why=why))
+    return report.end()
 
 
 # What the ranks look at -----------------------------------------------------------------------------------------------
@@ -148,6 +114,15 @@ def devices() -> Finding:
         return Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
     return Finding("devices", OK, f"{count} CUDA devices, {name}, CUDA {torch.version.cuda}")
+
+
+def joined(group: Group, timeout_s: float, longest_phase_s: float) -> Iterator[Finding]:
+    """Who has joined, and how."""
+    join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+    places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
+    by = f"{dist.get_backend()} by {os.environ.get('GLOO_SOCKET_IFNAME') or 'host name'}"
+    seen = f"all {group.world_size} ranks: {places} ({by}); torch, program and settings are the same on all"
+    yield Finding("joined", OK, seen)
 
 
 def repetition(device: torch.device) -> Iterator[Finding]:
@@ -165,23 +140,6 @@ def repetition(device: torch.device) -> Iterator[Finding]:
             yield problem("two-results", device=device, times=len(digests), host=host_name(), kind=device.type.upper())
             return
     yield Finding("repetition", OK, f"the same computation gave the same bits {len(digests)} times on {device}")
-
-
-def versions(group: Group) -> Iterator[Finding]:
-    """What joining does not compare. Wheels of nccl differ with equal torch; CUDA comes with torch."""
-    on_gpu = group.device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_gpu else ()  # type: ignore[no-untyped-call]
-    gathered = group.gather({
-        "nccl": ".".join(map(str, nccl)), "Python": platform.python_version(), "CPU": cpu_model(),
-        "GPU": torch.cuda.get_device_name(group.device) if on_gpu else "",
-    })
-    for name in gathered[0] if group.rank == 0 else ():
-        found = holders((rank, each[name]) for rank, each in enumerate(gathered))
-        seen = f"{name} differs: " + ", ".join(f"{value or 'none'} on {ranges(who)}" for value, who in found.items())
-        if len(found) > 1 and name in ("CPU", "GPU"):
-            yield Finding("versions", NOTE, f"{seen}; weights are the same to the bit on one kind of {name} only")
-        elif len(found) > 1:
-            yield problem("differs", seen=seen)
 
 
 def cpu_model() -> str:

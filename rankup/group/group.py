@@ -98,7 +98,7 @@ class Group:
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.watch.report(FINISHED, "finished", together=True)
-            self.record.finish()
+            self.record.finished = True
             self.watch.end()
         except BaseException as error:
             if (failure := self.fail(error)) is error:
@@ -135,7 +135,7 @@ class Group:
     def peer_lost(self, suspects: list[Suspect]) -> PeerLost:
         """What to raise where these were lost, the likeliest first."""
         return PeerLost(
-            f"lost a peer{self.watch.at_step}: {describe(suspects, self.hosts)}",
+            f"lost a peer at step {self.record.step}: {describe(suspects, self.hosts)}",
             code=root_exit_code(suspects, PEER_LOST),
             suspect=suspects[0].rank if suspects else None,
             nobody_died=all(suspect.alive for suspect in suspects),
@@ -145,9 +145,9 @@ class Group:
 
     def collective(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
-        self.record.wait(True)
+        self.record.waiting = True
         result = call()
-        self.record.wait(False)
+        self.record.waiting = False
         return result
 
     def barrier(self) -> None:

@@ -36,7 +36,7 @@ from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
 from rankup.agent.network import address_of, choose_interface, chosen_address, in_thread, listen, open_port
 from rankup.agent.protocol import HINT, RANKS, Member
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv, is_loopback
 from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
@@ -68,7 +68,7 @@ def start(
     if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr with a file behind it
             faulthandler.enable()
-    record = RecordWriter(launch.agent["record"] if launch.agent else None, rank=launch.rank)
+    record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
     watch = Watchdog(status, stop, record=record, log=log)
     group = Group(launch, pick_device(device, launch.local_rank), watch)
     group.backend = pick_backend(backend, group.device)

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from rankup.agent.logs import announce_stacks
 from rankup.agent.processes import leave
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.env.rank_env import holders, ranges
 from rankup.errors import STOPPED
 from rankup.timing import PARTING_S, REPEAT_S
@@ -195,7 +195,7 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
         faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
 
 
-def dump(why: str, record: RecordWriter | None) -> Path | None:
+def dump(why: str, record: Record | None) -> Path | None:
     """Write the stacks of all threads, and where this rank stands by its `record`. Returns the file, None where there
     is none. May wait for the disk."""
     if _file is None:

@@ -23,7 +23,7 @@ from rankup.agent.logs import host_name
 from rankup.agent.network import encode
 from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
-from rankup.agent.record import NO_LIMIT, RecordWriter
+from rankup.agent.record import NO_LIMIT, Record
 from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, moment, own_place
 
@@ -46,7 +46,7 @@ class Watchdog:
     `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life.
     """
 
-    def __init__(self, status: StatusFile, stop: StopRequest, *, record: RecordWriter, log: logging.Logger) -> None:
+    def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:
         """Starts the clock."""
         self.status, self.stop, self.record, self.log = status, stop, record, log
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
@@ -76,15 +76,10 @@ class Watchdog:
     def connected(self) -> bool:
         return self._line is not None
 
-    @property
-    def at_step(self) -> str:
-        """For messages: where this rank stands."""
-        return f" at step {self.record.read().step}"
-
     def signs_of_life(self) -> list[dict[str, Any]]:
         """Where each rank stood when it last said so, by rank; what is known where nobody answers. See `Record.sign`;
         also host, and seen, in seconds of `time.time()`. Not for the thread of `hear`."""
-        self.record.set_place(self._place())
+        self.record.give_sign(self._place())
         own = {**self.record.read().sign(), "host": host_name(), "seen": time.time()}
         self._ask(timing.WHERE_S)
         others = [sign for sign in self._signs if sign["rank"] != self.rank]
@@ -98,7 +93,7 @@ class Watchdog:
     def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
         """Say how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that it lost,
         where it knows. `together`: all ranks end so."""
-        own = End(self.rank, host_name(), code, why, self.record.read().step, suspect=suspect)
+        own = End(self.rank, host_name(), code, why, self.record.step, suspect=suspect)
         self._say("end", **own.message())
         write_end(self.status.run_dir, self.status.attempt, own)
         ends: dict[int, End] = {}
@@ -154,7 +149,7 @@ class Watchdog:
         `since_s`, a time of `time.monotonic()` at which it began."""
         if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves the hard deadline now and then
             set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S) if timeout_s else clear_hard_deadline()
-        self.record.wait(False)
+        self.record.waiting = False
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
             self.record.begin(step)
@@ -169,7 +164,7 @@ class Watchdog:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
             if not self._ending:
-                self.record.settle()
+                self.record.settled = True
         self.wait_if_leaving()
 
     def wait_if_leaving(self) -> None:
@@ -203,7 +198,7 @@ class Watchdog:
         """Give a sign of life, and look whether this rank has to go. Returns in how many seconds to look again."""
         now_s, now = time.monotonic(), self.record.read()
         if now_s - self._placed_s > timing.ALIVE_S:
-            self.record.set_place(self._place())
+            self.record.give_sign(self._place())
             self._placed_s = now_s
         overdue = now.until_s < now_s
         if overdue and self._leaving is not None:
@@ -233,8 +228,7 @@ class Watchdog:
         waiting = now.waiting or now.phase == "join"
         # It ended by itself, or is out of reach: a collective with it breaks, or never comes to an end
         gone = self._lost.get("code") == KILLED or self._lost.get("is") == "gone"
-        # Without a keeper the checkpoint that this rank writes is all that will be left
-        if self._lost.get("alive") or (gone and (waiting or now.phase != "save" or self._keeper is not None)):
+        if gone or self._lost.get("alive"):
             return 0.0
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
@@ -242,7 +236,7 @@ class Watchdog:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if keeper is None or self._leaving is not None or self.record.read().settled:
+            if keeper is None or self._leaving is not None or self.record.settled:
                 return
             self._extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
@@ -260,7 +254,7 @@ class Watchdog:
         set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
         overdue = now.until_s < time.monotonic()
-        what = f"lost a peer{self.at_step}"
+        what = f"lost a peer at step {now.step}"
         if overdue:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
         if self._leaving is None:
@@ -306,7 +300,7 @@ class Watchdog:
             return []
         if not overdue:
             self._heard.wait(timing.CAUSE_S)
-        waiting = self.record.read().waiting
+        waiting = self.record.waiting
         late = self._late() if not self._lost else []
         if not (lost := self._lost):  # which may have come meanwhile, and says more
             return late or ([] if waiting else [Suspect(self.rank, "the others wait for it", alive=True)])

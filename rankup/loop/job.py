@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankup.errors import Stopped, UserError, disk_errors
+from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, Source, evaluation_batches, source_of
@@ -17,7 +17,6 @@ from rankup.loop.saving import Saving
 from rankup.loop.tracked import Tracked, fix_bucket_order
 from rankup.observe.metrics import evaluation
 from rankup.observe.stragglers import COMPUTE, WAITING
-from rankup.places.files import write_atomically
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
 
@@ -333,10 +332,10 @@ class Job:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around the backward pass of `loss`, in a loop whose module `job.track` can't find in DDP: a rank that waits
         there for the others is not taken for a slow one."""
-        self.group.record.wait(True)
+        self.group.record.waiting = True
         self.clock.split_backward(loss)
         yield
-        self.group.record.wait(False)
+        self.group.record.waiting = False
         self.clock.mark(WAITING)
 
     # Beside the loop ------------------------------------------------------------------------------------------
@@ -378,15 +377,6 @@ class Job:
         nothing to compare with.
         """
         self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
-
-    def write(self, name: str, text: str) -> None:
-        """Write a file in the folder of the run, whole or not at all. All ranks call this, rank 0 writes. Raises
-        UserError on all ranks where it can't."""
-        def write() -> None:
-            with disk_errors(name, self.run_dir):
-                write_atomically(self.run_dir / name, text)
-
-        self.group.on_rank0(write)
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.

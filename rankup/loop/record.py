@@ -100,8 +100,8 @@ class Settings(Options):
     """The arguments of `init`, and what else a program may set that opens its job itself.
 
     `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
-    rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown the settings
-    `shown`. `again`: how the user goes on with a run, in messages.
+    rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown
+    the settings `shown`.
     """
 
     seed: int
@@ -113,7 +113,6 @@ class Settings(Options):
     can_rescue: bool = True
     tracker: str = "none"
     shown: dict[str, Any] = field(default_factory=dict)
-    again: str = "The same command"
 
 
 class Figures:

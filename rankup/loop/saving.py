@@ -146,7 +146,7 @@ class Saving:
 
     def restore(self, newest: Copy, names: list[str]) -> None:
         """Put back the tracked items of these names. All ranks call this. Raises UserError where one does not fit."""
-        if newest.sharded and self.run.origin.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
+        if newest.sharded and self.run.kind != PARTS and not (self.tracked.split and self.run.saver.sharded):
             newest = newest.as_plain()
         state = self._read_shards(newest) if newest.sharded else newest.tracked
         if missing := sorted({*names} - state.keys()):
@@ -170,7 +170,7 @@ class Saving:
             raise UserError(
                 f"track: all items of {newest.path} must be tracked, got none for {', '.join(sorted(left))}. {WAY_OUT}"
             )
-        self.group.log.info(f"resumed from {self.run.origin.words}")
+        self.group.log.info(f"resumed from {self.run.words}")
         self.say_changed("world size", newest.record["world_size"], self.group.world_size)
         self.say_changed("torch", newest.record["versions"]["torch"], versions()["torch"])
 
@@ -190,7 +190,7 @@ class Saving:
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
         state, problem, way_out = dict[str, Any](), "", WAY_OUT
-        if self.run.origin.kind == PARTS:
+        if self.run.kind == PARTS:
             way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
         try:
             self.tracked.make_room()
@@ -221,7 +221,7 @@ class Saving:
                 every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
                 state[LOADERS] = {f"{rank} of {size}": states for rank, states in enumerate(every)}
             # Gathered state is written at once: a copy of it would need the memory twice
-            may_go_on = not self.tracked.split or (run.saver.sharded and run.origin.second is None)
+            may_go_on = not self.tracked.split or (run.saver.sharded and run.second_rank is None)
             self.group.on_rank0(self.figures.metrics.flush)  # a resumed run does not repeat the saved steps
             run.saver.save(position.step, self._record(position), state, may_go_on=may_go_on, wait=wait)
             self._saved = position.key
@@ -256,7 +256,8 @@ class Saving:
         if not self.tracked.items:
             return f"{why}: stopped at step {step}, nothing is tracked, so nothing was saved."
         where = f"saved at step {step}" if step else "at step 0, nothing to save,"
-        return f"{why}: {where}{'' if total is None else f' of {total}'}. {self.settings.again} goes on from it."
+        again = f"The same command{' without fresh' if self.settings.fresh else ''} goes on from it."
+        return f"{why}: {where}{'' if total is None else f' of {total}'}. {again}"
 
     # The end of a process: any thread ---------------------------------------------------------------------------
 

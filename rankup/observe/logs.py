@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from difflib import get_close_matches
 from functools import lru_cache
 from math import inf
 from pathlib import Path
@@ -80,9 +79,9 @@ def find_run(runs: Path, name: str) -> Path:
         if is_run(folder):
             return folder
     names = sorted(path.name for path in runs.glob("*") if is_run(path))
-    near = get_close_matches(name, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(names[:20]) or 'none'}."
-    raise UserError(f"RUN must be a run in {runs}/ or its folder, got {name}. {hint}")
+    raise UserError(
+        f"RUN must be a run in {runs}/ or its folder, got {name}. There are: {', '.join(names[:20]) or 'none'}."
+    )
 
 
 def is_run(folder: Path) -> bool:

@@ -1,8 +1,7 @@
 """`stacks RUN`: where each rank of a run is now, which ranks are somewhere else than the others, and all their stacks.
 
-It asks the processes of this machine, for a bounded time, and describes one that does not answer from outside. Ranks of
-other machines are asked by a signal to any agent of the job; their answers are read here where the machines share a
-disk. No torch here.
+It asks the processes of this machine, for a bounded time, and describes one that does not answer from outside. What
+the ranks of other machines have answered there is read here too where the machines share a disk. No torch here.
 """
 
 import contextlib
@@ -10,7 +9,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,14 +92,9 @@ def report(run_dir: Path, *, full: bool = False) -> str:
 def _gone(answer: Answer) -> str:
     """What to say of a rank that was not asked."""
     here = answer.host == host_name()
-    what = f"ended, on {answer.host}" if here else f"on {answer.host}: ask there, or kill -USR2 any agent of the job"
+    what = f"ended, on {answer.host}" if here else f"on {answer.host}: ask there"
     when = f" at {answer.time} ({answer.why})" if answer.time else ""
     return what + (f"; last stacks{when}: {answer.place}" if answer.text else "; no stacks were written")
-
-
-def where(run_dir: Path, ranks: Collection[int]) -> list[str]:
-    """Ask these ranks of this machine, and say where they are, a line for each place."""
-    return compare({answer.rank: answer.place for answer in ask(run_dir) if answer.rank in ranks})
 
 
 def ask(run_dir: Path) -> list[Answer]:

@@ -165,8 +165,8 @@ class RankReports:
         # Rank 0's: the sums of the window that is open, and when and with which step it began
         self._seconds = torch.zeros(group.world_size, len(PARTS), dtype=torch.float64)
         self._began_s, self._first, self._saved = -math.inf, step + 1, False
-        self._windows = deque[tuple[int, torch.Tensor]](maxlen=ROW)  # the newest: first step, seconds of a step
-        self._rows = [0] * group.world_size  # of each rank: for how many windows it has been slow
+        # The newest: the first step, the seconds of a step, and the gaps
+        self._windows = deque[tuple[int, torch.Tensor, list[float]]](maxlen=ROW)
         self._called = set[int]()  # slow, in a line
 
     def exchange(self, values: Sequence[float], *, step: int, saving: bool) -> list[float]:
@@ -194,18 +194,15 @@ class RankReports:
         window = seconds.clone()
         if self.load:
             window[:, :WAITING] /= torch.tensor(self.load)[:, None]
-        self._windows.append((first, window))
-        lines = []
-        for rank, gap in enumerate(gaps(window)):
-            self._rows[rank] = self._rows[rank] + 1 if gap >= LEAST else 0
-            if self._rows[rank] == ROW and rank not in self._called:
-                self._called.add(rank)
-                lines.append(f"rank {rank} ({self.group.hosts[rank]}) {self._how_slow(rank)}")
-        return lines
+        self._windows.append((first, window, gaps(window)))
+        rows = zip(*(found for *_, found in self._windows), strict=True)
+        slow = {rank for rank, row in enumerate(rows) if len(row) == ROW and min(row) >= LEAST}
+        new, self._called = sorted(slow - self._called), self._called | slow
+        return [f"rank {rank} ({self.group.hosts[rank]}) {self._how_slow(rank)}" for rank in new]
 
     def _how_slow(self, rank: int) -> str:
         """And in which part of a step this rank loses most, with its own time and the median of all ranks."""
-        usual = torch.stack([seconds for _, seconds in self._windows]).median(0).values
+        usual = torch.stack([seconds for _, seconds, _ in self._windows]).median(0).values
         median = usual.median(0).values
         part = int((usual[rank] - median)[:WAITING].argmax())
         others = "the median" if self.group.world_size > 2 else "the other"

@@ -50,10 +50,10 @@ def remove_staged(folder: Path) -> None:
             path.unlink()
 
 
-def write_atomically(path: Path, content: bytes | str, *, check: Check | None = None) -> None:
-    """Write the whole of `content`, text as UTF-8, or nothing; the rest as `staged`."""
+def write_atomically(path: Path, content: str, *, check: Check | None = None) -> None:
+    """Write the whole of `content`, as UTF-8, or nothing; the rest as `staged`."""
     with staged(path, check=check) as staging:
-        staging.write_bytes(content.encode() if isinstance(content, str) else content)
+        staging.write_text(content, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any, *, check: Check | None = None) -> None:

@@ -24,7 +24,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -157,17 +157,16 @@ class Lease:
 
     def _beat(self) -> None:
         beat = 1
-        while not self._released.wait(self.beat_s):
+        while self.is_ours() and not self._released.wait(self.beat_s):
             beat += 1
             # A full disk, or a store that does not answer: the next save reports it, and may find it mended
             with contextlib.suppress(OSError, UserError, PeerLost):
-                if not self._look():
-                    return
+                self.look(once=True)
                 self._write(beat)
 
-    def _look(self) -> bool:
-        """`is_ours`, by a look at the place."""
-        return self.is_ours()
+    def look(self, *, once: bool = False) -> None:
+        """`check`, by a look at the place. `once`: it is not asked again where it does not answer."""
+        self.check()
 
     def _sign(self, beat: int) -> dict[str, Any]:
         host = socket.gethostname().split(".")[0]
@@ -200,9 +199,10 @@ class StoreLease(Lease):
             raise self._owned_by(self.place.read_json(_name(number)))
         self.number = number
 
-    def look(self) -> None:
+    def look(self, *, once: bool = False) -> None:
         """`check` by a look at the place, before something is published there: one small request. Raises as `Place`."""
-        self._next = self.place.within(self.life_s).read_json(_name(self.number + 1))
+        place = self.place.once(LAST_WORD_S) if once else self.place.within(self.life_s)
+        self._next = place.read_json(_name(self.number + 1))
         self.check()
 
     def check(self) -> None:
@@ -228,10 +228,6 @@ class StoreLease(Lease):
             time.sleep(self.beat_s)
             if (owner := self._owner()).get("token") != self.token:
                 raise self._owned_by(owner)
-
-    def _look(self) -> bool:
-        self._next = self._next or self.place.once(LAST_WORD_S).read_json(_name(self.number + 1))
-        return self.is_ours()
 
     def _owner(self) -> Owner:
         return self._next or self.place.read_json(_name(self.number))
@@ -339,11 +335,13 @@ def before(run_dir: Path) -> Path:
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
-def put_aside(run_dir: Path, names: Iterable[str], aside: Path) -> bool:
-    """Move what is there of those names into the new folder `aside`. Returns whether anything was. Raises OSError."""
-    there = [run_dir / name for name in names if (run_dir / name).exists()]
-    if there:
-        aside.mkdir()
+def put_aside(run_dir: Path, *more: str) -> Path | None:
+    """Move what belongs to the run there, and `more`, into a new folder. Returns that, None where nothing was there.
+    Raises OSError."""
+    there = [path for name in (*OF_RUN, *more) if (path := run_dir / name).exists()]
+    if not there:
+        return None
+    (aside := before(run_dir)).mkdir()
     for path in there:
         shutil.move(path, aside / path.name)
-    return bool(there)
+    return aside

@@ -136,14 +136,11 @@ class Place:
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
             list(pool.map(one, files))  # raises what one of them raises
 
-    def download(self, name: str, path: Path) -> bool:
-        """Write the content under `name` into a file, and make its folder. Returns whether there is that name."""
+    def download(self, name: str, path: Path) -> None:
+        """Write the content under `name`, if there is any, into a file, and make its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._try(f"read {name}", lambda: self._call("get_file", self._path(name), str(path), large=True))
-        except FileNotFoundError:
-            return False
-        return True
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove names, those that are gone already too."""

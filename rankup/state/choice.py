@@ -1,14 +1,12 @@
-"""Where an attempt goes on: the newest whole copy on the run's line of attempts, wherever it lies.
+"""The copies from which an attempt may go on, wherever they lie, and the order in which to try them.
 
-Every rank lists the copies that it can reach, without a look at their bytes; then the newest is fetched and verified,
-and where it is damaged the next one. A copy has the lineage of the attempt that wrote it: a node 0 that comes back with
-an empty disk does not know which run it is to go on with.
+Every rank lists the copies that it can reach, without a look at their bytes. A copy has the lineage of the attempt that
+wrote it: a node 0 that comes back with an empty disk does not know which run it is to go on with.
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
-from rankup.state.copies import STATE, Check, list_copies, looks_whole, passed_over, step_of
-from rankup.state.memory import PartsInMemory, list_held
+from rankup.state.copies import STATE, list_copies, step_of
+from rankup.state.memory import list_held
 from rankup.state.reading import Copy, read, share
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
@@ -41,71 +39,6 @@ class Candidate:
     lineage: dict[str, Any] | None = None
 
 
-@dataclass(slots=True)
-class Origin:
-    """`copy`: the state to go on from, on all ranks, None at the beginning of a run. `words`: what it is, for the user.
-
-    `writer`: the attempt that wrote it. `kind`: of the place. `saved`: path and record of the newest copy in rank 0's
-    folder, "" and None without a good one. `second`: the rank that keeps second copies, None where none is needed.
-    """
-
-    lineage: Lineage
-    second: int | None
-    copy: Copy | None = None
-    words: str = ""
-    writer: str | None = None
-    kind: int = CHECKPOINT
-    saved: tuple[str, dict[str, Any] | None] = ("", None)
-
-
-def find_origin(
-    group: Group, folder: Path, known: Lineage | None, new: Lineage, token: str, found: Iterable[list[Any]],
-    stores: Mapping[int, SecondPlace], options: Options,
-) -> Origin:
-    """The newest state that any rank can reach. All ranks call this.
-
-    `known`: the run that rank 0's `folder` holds, and `new`: the one that begins where there is none. `token`: of rank
-    0's lease. `found`: what rank 0 alone reaches, fields of a Candidate from `kind` on; `stores`: where to fetch it, by
-    kind. Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run can't be gone
-    on with, and PeerLost where a place does not answer that may hold the newest.
-    """
-    # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
-    answers = group.gather([sees(folder, token), [*_peers(folder, group), *_rescues(options, group)]])
-    candidates = [Candidate(0, *values) for values in found]
-    candidates += [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
-    memory = PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
-    candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in memory.found()] if memory else []
-    unseen = [rank for rank, (seen, _) in enumerate(answers) if rank and not seen and options.compare_every_steps != 0]
-    origin, damaged, bad = Origin(known or new, min(unseen, default=None)), dict[str, str](), set[str]()
-    for line, one in in_order(candidates, known, may_take(options, group), group, folder):
-        if memory is not None and one.kind == PARTS:
-            origin.copy, problem = memory.load(one.step, one.attempt, one.run)
-        else:
-            origin.copy, problem = _load(group, stores, one, options)
-        if origin.copy is None:
-            bad.add(one.where)
-            damaged |= {_name(one, group, stores): problem} if one.kind < RESCUE else {}
-            continue
-        if origin.copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
-            origin.copy = replace(origin.copy, path=folder / "checkpoints" / origin.copy.path.name)
-        origin.kind, origin.writer = one.kind, origin.copy.record["attempt"]
-        origin.words = _words(one, origin.copy, group)
-        if line is not None and (known is None or line.number > known.number):  # than what rank 0's disk knows
-            origin.lineage = line
-        elif known is None and one.kind == CHECKPOINT:
-            origin.lineage.run = origin.copy.record["run"]  # run.json was lost: trackers know the run by the same id
-        break
-    passed_over(folder, damaged, origin.copy, group.log.warning if group.is_rank0 else None)
-    origin.saved = group.on_rank0(lambda: _saved(origin, folder / "checkpoints", bad, options.check))
-    _put_aside_others(folder, origin.lineage.run)
-    return origin
-
-
-def sees(folder: Path, token: str) -> bool:
-    """Whether this rank finds in `folder` what rank 0, whose lease has this token, has just written there."""
-    return bool(read_json(folder / "lease.json").get("token") == token)
-
-
 def in_order(
     candidates: Iterable[Candidate], known: Lineage | None, wanted: Callable[[Lineage], bool], group: Group,
     folder: Path,
@@ -119,15 +52,16 @@ def in_order(
     lines = [(one, Lineage(**one.lineage)) for one in left if one.lineage is not None]
     lines = [(one, line) for one, line in lines if (line.run == known.run if known else wanted(line))]
 
-    def on(lines: Iterable[Lineage]) -> Iterator[tuple[Lineage | None, Candidate]]:
-        for line in sorted(lines, key=lambda line: -line.number):
-            for one in [*left]:
-                if not one.attempt or (one.run == line.run and line.has(one.step, one.attempt)):
-                    left.remove(one)
-                    yield line, one
+    def on(line: Lineage) -> Iterator[tuple[Lineage | None, Candidate]]:
+        for one in [*left]:
+            if not one.attempt or (one.run == line.run and line.has(one.step, one.attempt)):
+                left.remove(one)
+                yield line, one
 
+    by_number = sorted((line for _, line in lines), key=lambda line: -line.number)
     if known is not None:
-        yield from on([known, *(line for _, line in lines if line.number > known.number)])
+        for line in [*(line for line in by_number if line.number > known.number), known]:
+            yield from on(line)
     yield from ((None, one) for one in [*left] if one.kind < PEER)
     first = {line.run: one for one, line in reversed(lines)}
     if len(first) > 1:
@@ -137,31 +71,22 @@ def in_order(
             f"of {len(first)} runs: {named}. Move away what you don't want, or set --fresh to start anew.",
             printed_elsewhere=not group.is_rank0,
         )
-    yield from on(line for _, line in lines)
+    for line in by_number:
+        yield from on(line)
 
 
-def _load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> tuple[Copy | None, str]:
-    """The copy, or what is wrong with it, on all ranks. Raises UserError and PeerLost on all."""
-    loaded: Copy | None = None
-
-    def load() -> str:
-        nonlocal loaded
+def load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> Copy:
+    """The copy, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
+    def read_it() -> Copy:
         if one.kind in stores:
-            loaded, problem = stores[one.kind].fetch(one.where, options.check)
+            copy = stores[one.kind].fetch(one.where, options.check)
+            group.log.info(f"fetched {copy.path.name} from {stores[one.kind].called}")
         else:
-            loaded, problem = read(Path(one.where), options.check)
-        if loaded is not None:
-            if one.kind in stores:
-                group.log.info(f"fetched {loaded.path.name} from {stores[one.kind].called}")
-            options.fits(loaded.path, loaded.record)
-            loaded = loaded if options.sharded else loaded.as_plain()
-        elif one.kind == RESCUE:
-            group.log.warning(f"the rescue {one.where} was passed over: {problem}")
-            shutil.rmtree(one.where, ignore_errors=True)
-        return problem
+            copy = read(Path(one.where), options.check)
+        options.fits(copy.path, copy.record)
+        return copy if options.sharded else copy.as_plain()
 
-    problem = group.on_rank0(load, source=one.rank)
-    return None if problem else share(loaded, group, source=one.rank), problem
+    return share(read_it, group, source=one.rank)
 
 
 def found_in(paths: Iterable[Path]) -> list[list[Any]]:
@@ -176,7 +101,7 @@ def _about(path: Path) -> tuple[int, str, str]:
     return (step, str(record["attempt"]), str(record["run"])) if good else (step, "", "")
 
 
-def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
+def peers(folder: Path, group: Group) -> Iterator[list[Any]]:
     """Second copies on this rank's disk."""
     for path in (path for copies in (folder / SECOND).glob("*") for path in list_copies(copies)):
         about, line = _about(path), Lineage.of(read_json(path / STATE).get("lineage"))
@@ -186,7 +111,7 @@ def _peers(folder: Path, group: Group) -> Iterator[list[Any]]:
             group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")
 
 
-def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
+def rescues(options: Options, group: Group) -> Iterator[list[Any]]:
     """What this rank's node holds in memory of this run with these settings."""
     for path in list_held():
         record = read_json(path / STATE)
@@ -199,26 +124,17 @@ def _rescues(options: Options, group: Group) -> Iterator[list[Any]]:
             yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
 
 
-def _saved(origin: Origin, checkpoints: Path, bad: set[str], check: Check) -> tuple[str, dict[str, Any] | None]:
-    if origin.copy is not None and origin.kind < PEER:
-        return str(origin.copy.path), origin.copy.record
-    for path in reversed(list_copies(checkpoints)):
-        if str(path) in bad or not looks_whole(path):
-            continue
-        with contextlib.suppress(TypeError, LookupError, ValueError):
-            check(path, record := read_json(path / STATE))
-            return str(path), record
-    return "", None
-
-
-def _name(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> str:
+def name_of(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> str:
+    """For the user, of a damaged one."""
     if one.kind == PEER:
         return f"the second copy {Path(one.where).name} on {group.hosts[one.rank]} (rank {one.rank})"
+    if one.kind in (RESCUE, PARTS):
+        return f"the rescue {one.where}" if one.kind == RESCUE else f"the state of step {one.step} in memory"
     of = f" of {stores[one.kind].called}" if one.kind in stores else ""
     return f"checkpoint {Path(one.where).name}{of}"
 
 
-def _words(one: Candidate, copy: Copy, group: Group) -> str:
+def words_for(one: Candidate, copy: Copy, group: Group) -> str:
     """For the user: what the run goes on from."""
     if one.kind < PEER:
         return copy.path.name
@@ -229,7 +145,7 @@ def _words(one: Candidate, copy: Copy, group: Group) -> str:
     return f"step {copy.step}, the second copy on {group.hosts[one.rank]} (rank {one.rank})"
 
 
-def _put_aside_others(folder: Path, run: str) -> None:
+def put_aside_others(folder: Path, run: str) -> None:
     """Move the second copies of other runs than this one to `before-<time>-...`, as --fresh does on rank 0's disk: else
     a node 0 that loses its disk before the new run's first checkpoint would go on with the earlier run."""
     for other in [path for path in (folder / SECOND).glob("*") if path.name != run and path.is_dir()]:

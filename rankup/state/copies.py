@@ -37,8 +37,17 @@ Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 Check = Callable[..., object]
 
 # What reading a manifest raises that holds anything
-DAMAGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-_uploading: set[Path] = set()  # what this process copies to another place at this moment
+_NO_MANIFEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+uploading: set[Path | None] = set()  # what this process copies to another place at this moment: no save removes it
+
+
+class Damaged(UserError):
+    """The copy at `path` can't be used, because of `why`."""
+
+    def __init__(self, path: Path | str, why: str, *, printed_elsewhere: bool = False) -> None:
+        text = f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {why:.300}."
+        super().__init__(text, printed_elsewhere=printed_elsewhere)
+        self.path, self.why = str(path), why
 
 
 def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
@@ -72,75 +81,62 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").split(".")[0])
 
 
-def verify(path: Path) -> tuple[dict[str, Any], str]:
-    """Read every file of a copy. Returns what `state.json` says, and what is wrong, "" if nothing is."""
+def verify(path: Path) -> dict[str, Any]:
+    """Read every file of a copy. Returns what `state.json` says. Raises Damaged unless every byte is as it was written.
+    """
     try:
-        manifest = read_manifest(path)
-        for name, entry in manifest["files"].items():
+        for name, entry in read_manifest(path)["files"].items():
             with open_regular(path / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
-                    return {}, f"{name} has {size} bytes instead of {entry['bytes']}"
+                    raise Damaged(path, f"{name} has {size} bytes instead of {entry['bytes']}")
                 # Not read as a whole: it may be larger than the memory that is free
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    return {}, f"{name} does not match its digest"
-        record: Any = read_json(path / STATE)
-        return record, _compare_steps(path, manifest["step"], record["step"])
+                    raise Damaged(path, f"{name} does not match its digest")
+        record = read_json(path / STATE)
+        step = record["step"]
+        # Under the name of a higher step it would win against the steps trained since. A folder that the user names may
+        # have any name
+        if (named := NAME.fullmatch(path.name)) and int(named[1]) != step:
+            raise Damaged(path, f"its name says step {int(named[1])}, its state {step}")
+        return record
+    except Damaged:
+        raise
     except FileNotFoundError as error:
-        return {}, f"{Path(error.filename).name} is missing"
+        why = f"{Path(error.filename).name} is missing"
     except OSError as error:
-        return {}, f"can't be read ({error.strerror})"
-    except DAMAGED:
-        return {}, f"{MANIFEST} is damaged"
+        why = f"can't be read ({error.strerror})"
+    except _NO_MANIFEST:
+        why = f"{MANIFEST} is damaged"
+    raise Damaged(path, why)
 
 
 def find_problem(path: Path) -> str:
     """Why a copy can't be used, or "" if every byte is as it was written."""
-    return verify(path)[1]
+    try:
+        verify(path)
+    except Damaged as error:
+        return error.why
+    return ""
 
 
 def looks_whole(path: Path) -> bool:
-    """The same without a look at the bytes: a save must not wait for that."""
+    """Whether a copy can be used, without a look at the bytes: a save must not wait for that."""
     try:
         manifest = read_manifest(path)
-        return not _compare_steps(path, manifest["step"], manifest["step"]) and all(
-            (path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items()
-        )
-    except (OSError, *DAMAGED):
+        sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+        # One that says another step is none
+        return manifest["step"] == step_of(path) and all((path / name).stat().st_size == sizes[name] for name in sizes)
+    except (OSError, *_NO_MANIFEST):
         return False
 
 
-def passed_over(
-    place: Path | str, damaged: Mapping[str, str], found: object, warn: Callable[[str], None] | None
-) -> None:
-    """Say which copies were `damaged`, and why. Raises UserError where no other one was `found`: a silent fresh start
-    would lose days of work. `warn`: None where another rank says that."""
-    if damaged and not found:
-        raise UserError(
-            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: "
-            f"{'; '.join(f'{name}: {why}' for name, why in damaged.items())}. Put one back from a copy, or set --fresh "
-            "to start anew, which keeps them aside.", printed_elsewhere=warn is None,
-        )
-    for name, why in damaged.items():
-        if warn:
-            warn(f"{name} was passed over: {why}")
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises OSError, and one of DAMAGED where it is."""
+    """Raises OSError, and one of _NO_MANIFEST where it is damaged."""
     with open_regular(path / MANIFEST) as file:
         manifest: dict[str, Any] = json.load(file)
     if not all(FILE.fullmatch(name) for name in manifest["files"]):
         raise ValueError
     return manifest
-
-
-def _compare_steps(path: Path, in_manifest: Any, in_state: Any) -> str:
-    """A copy under the name of a higher step has whole files, and would win against the steps trained since."""
-    named = NAME.fullmatch(path.name)  # a folder that the user names may have any name
-    in_name = int(named[1]) if named else in_state
-    if len({in_name, in_manifest, in_state}) == 1:
-        return ""
-    return f"its name says step {in_name}, its manifest {in_manifest}, its state {in_state}"
 
 
 # Writing --------------------------------------------------------------------------------------------------------
@@ -255,17 +251,6 @@ def _sync(directory: Path) -> None:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def uploading(path: Path | None) -> Iterator[None]:
-    """No save removes the copy `path` for the length of the block. One of the same step may replace it."""
-    kept = {path} if path is not None else set()
-    _uploading.update(kept)
-    try:
-        yield
-    finally:
-        _uploading.difference_update(kept)
-
-
 def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     """Remove all but `newest` and the next ones to `keep` in all that look whole: others must not push a good one out.
     """
@@ -275,5 +260,5 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
             good += 1
         elif good < keep and not (path.suffix and path.with_suffix("").exists()):
             good += looks_whole(path)
-        elif path not in _uploading:  # else a later save removes it
+        elif path not in uploading:  # else a later save removes it
             remove(path)

@@ -8,14 +8,13 @@ checkpoint.
 Where no rank holds the whole state (FSDP2), each keeps its own part of a recent step: a sharded copy with the file of
 one rank, in `<run id>.rank-00001`. With several nodes a rank of the next node holds a second one, unless a rank there
 holds the same part anyway (hybrid sharding), as in Wang et al., "Gemini: Fast Failure Recovery in Distributed Training
-with In-Memory Checkpoints", SOSP 2023. All ranks copy their parts into mapped files after the same commit, and a thread
-does the rest. Before the next ones all ranks agree that the last ones are whole: a rank has two files, in turn, and at
-any moment the ranks have whole parts of one step.
+with In-Memory Checkpoints", SOSP 2023. All ranks copy their parts after the same commit, and a thread does the rest.
+Before the next ones all ranks agree that the last ones are whole: a rank keeps two, and at any moment the ranks have
+whole parts of one step.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,6 @@ import stat
 import sys
 import tempfile
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,10 +37,10 @@ from rankup.group.group import Group
 from rankup.places.files import read_json
 from rankup.places.lease import kernel_id
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, Content, find_problem, list_copies, step_of, to_json, verify
+from rankup.state.copies import MANIFEST, STATE, Check, Content, Damaged, find_problem, list_copies, step_of, to_json
 from rankup.state.reading import Copy
 from rankup.state.saver import HostCopies, Writing
-from rankup.state.tree import TENSORS, TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
+from rankup.state.tree import TREE, TensorFile, encode, file_of, local_parts, place_of, to_file
 from rankup.timing import ABANDONED_S, HURRY_S, SHARE
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; absent elsewhere
@@ -62,7 +60,7 @@ def homes() -> list[Path]:
 
 def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = math.inf) -> T:
     """What `write` returns for the first of the `homes` that it can write to, with `needed` bytes free there and of the
-    memory, of which `free` are. Raises OSError where there is none."""
+    memory, of which `free` are. Raises UserError where there is none."""
     problems = []
     for home in homes():
         try:
@@ -74,7 +72,7 @@ def in_memory(write: Callable[[Path], T], needed: float = 0, *, free: float = ma
             return write(home)
         except (OSError, UserError) as error:
             problems.append(str(error))
-    raise OSError("; ".join(problems))
+    raise UserError("; ".join(problems))
 
 
 def _folders(*kinds: bool) -> Iterator[Path]:
@@ -94,7 +92,7 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
     once, of parts while none is written."""
     for folder in _folders(parts):
         if folder.name.partition(".")[0] == run:
-            if parts:  # a file that waits for its turn takes as much memory as a part
+            if parts:
                 copies.remove_unfinished(folder)
             for path in list_copies(folder):
                 if step_of(path) not in keep:
@@ -122,9 +120,9 @@ def _is_ours(home: Path) -> bool:
 # The rescue -----------------------------------------------------------------------------------------------------
 
 
-def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> str:
+def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> None:
     """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
-    is called if they are needed. Returns why they were not written, or ""."""
+    is called if they are needed. Raises UserError where they can't be written."""
     def open_lock(home: Path) -> IO[str]:
         (home / run).mkdir(exist_ok=True)
         return (home / run / ".lock").open("a", encoding="ascii")
@@ -133,19 +131,15 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
         copies.remove_unfinished(home / run)
         copies.save(home / run, files, step=step, keep=1)
 
-    try:
-        remove_abandoned()
-        with in_memory(open_lock) as lock:
-            # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one
-            # that is killed while it writes
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not any(step_of(path) >= step for path in list_held() if path.parent.name == run):
-                files = make_files()
-                # Twice its size: the ranks' own buffers live in shared memory too
-                in_memory(save, 2 * sum(map(len, files.values())))
-            return ""
-    except OSError as error:
-        return str(error)
+    remove_abandoned()
+    with in_memory(open_lock) as lock:
+        # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one that
+        # is killed while it writes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(step_of(path) >= step for path in list_held() if path.parent.name == run):
+            files = make_files()
+            # Twice its size: the ranks' own buffers live in shared memory too
+            in_memory(save, 2 * sum(map(len, files.values())))
 
 
 # Parts: keeping ---------------------------------------------------------------------------------------------------
@@ -163,7 +157,7 @@ class Parts:
         self._taken_s = self._cost_s = self._beside_s = 0.0  # when, what the last one cost, and its thread
         self._copies, self._writing = HostCopies(group.device), Writing("part", math.inf)
         self._known: list[Any] = []  # of each rank: its node, what says which part it holds, and bytes of that
-        self._held: dict[int, list[_Mapped]] = {}  # by rank: of the parts that are kept here, the newest last
+        self._folders: dict[int, Path] = {}  # by rank: those of the parts that are kept here
         self._peer: int | None = None
         self._link: Any = None  # threads send in a group of their own
 
@@ -180,25 +174,23 @@ class Parts:
         record, state = make()
         nodes, tensors = encode(state)
         parts, places = local_parts(tensors)
-        failure = self._writing.failure
-        gap = self._gap(step, began_s) if failure is None else 0
-        file, which = TensorFile(parts, places), _which(nodes, tensors)
-        gaps, *about = zip(*group.gather([gap, node_id(), which, len(file)]), strict=True)
-        known, problem = list(zip(*about, strict=True)), reason(failure) if failure is not None else ""
-        if min(gaps) > 0 and known != self._known:
-            self._known = known
-            problem = self._make_room()
-            gaps = (*gaps, 1 - group.max(int(bool(problem))))
-        if min(gaps) == 0:
+        problem = reason(failure) if (failure := self._writing.failure) is not None else ""
+        which, size = _which(nodes, tensors), sum(part.nbytes for part in parts.values())
+        answers = group.gather([problem, self._gap(step, began_s), node_id(), which, size])
+        problems, gaps, *about = zip(*answers, strict=True)
+        known = list(zip(*about, strict=True))
+        if not any(problems) and known != self._known:
+            self._known, problem = known, self._find_room(known)
+            problems = tuple(group.gather(problem))
+        if any(problems):
             self._stop(range(sys.maxsize))
             if problem:
                 group.log.warning(f"no part of the state is kept in memory from now on: {problem}")
             return
-        mapped = self._turn(group.rank)
-        self._copies.take(parts, file.put_into(mapped.content))
+        file = TensorFile(self._copies.take(parts), places)
         alike = [rank for rank, (_, other, _) in enumerate(known) if other == which]
         record = to_json({**json.loads(record), "ranks": alike})
-        self._writing.start(lambda: self._write(step, mapped, {STATE: record, TREE: to_file(nodes)}))
+        self._writing.start(lambda: self._write(step, {STATE: record, TREE: to_file(nodes), file_of(group.rank): file}))
         self._next, self._taken, self._taken_s = step + max(gaps), step, began_s
         self._cost_s = time.thread_time() - used_s
 
@@ -215,8 +207,8 @@ class Parts:
 
     def _stop(self, keep: range) -> None:
         """Take no more, and free all memory but that of the parts of the steps in `keep`. None is written now."""
-        self.wanted, self._held = False, {}
-        self._copies, self._writing.failure = HostCopies(self.group.device), None  # each may hold a mapped file
+        self.wanted = False
+        self._copies, self._writing.failure = HostCopies(self.group.device), None  # whose traceback holds copies too
         remove(self.run, keep, parts=True)
 
     def _gap(self, step: int, now_s: float) -> int:
@@ -226,101 +218,53 @@ class Parts:
         step_s = (now_s - self._taken_s) / max(1, step - self._taken)
         return min(max(1, math.ceil((self._cost_s + self._beside_s) / SHARE / step_s)), 2**30)
 
-    def _make_room(self) -> str:
-        """Make the files for the parts that this rank holds. All ranks call this. Returns why that can't be, or ""."""
-        group, known = self.group, self._known
+    def _find_room(self, known: list[Any]) -> str:
+        """Find folders for the parts that this rank holds. All ranks call this. Returns why there are none, or ""."""
+        group = self.group
         peers = [peer_of(rank, known) for rank in range(group.world_size)]
         if self._link is None and any(peer is not None for peer in peers):
             self._link = dist.new_group(backend="gloo")
-        self._peer, self._held = peers[group.rank], {}
+        self._peer = peers[group.rank]
         held = [rank for rank, peer in enumerate(peers) if group.rank in (rank, peer)]
         here = sum(node == known[group.rank][0] for node, _, _ in known)
-
-        # Two of each part, and a quarter more stays free
-        needed = 1.25 * 2 * here * sum(known[rank][2] for rank in held)
-        folders, problem = list[Path](), ""
-
-        def make_folders(home: Path) -> list[Path]:
-            folders = [home / _folder_of(self.run, rank) for rank in held]
-            for folder in folders:
-                folder.mkdir(exist_ok=True)
-                copies.remove_unfinished(folder)
-            return folders
-
         remove_abandoned()
         try:
-            folders = in_memory(make_folders, needed, free=memory_available())
-        except OSError as error:
-            problem = str(error)
-        if group.max(int(bool(problem))):  # all have looked before one takes any of it
-            return problem
-        try:
-            for rank, folder in zip(held, folders, strict=True):
-                self._held[rank] = [_Mapped(folder, rank, known[rank][2], group.device) for _ in range(2)]
-        except (OSError, UserError) as error:
-            problem = str(error)
-        return problem
-
-    def _turn(self, rank: int) -> "_Mapped":
-        """The file for the next part of that rank: the older one ends here."""
-        self._held[rank].reverse()
-        mapped = self._held[rank][-1]
-        mapped.hide()
-        return mapped
+            # Two of each part stay, and a third is in the ranks' own memory. A quarter more stays free
+            needed = 1.25 * 3 * here * sum(known[rank][2] for rank in held)
+            home = in_memory(lambda home: home, needed, free=memory_available())
+        except UserError as error:
+            return str(error)
+        self._folders = {rank: home / _folder_of(self.run, rank) for rank in held}
+        return ""
 
     # In a thread ------------------------------------------------------------------------------------------------
 
-    def _write(self, step: int, mapped: "_Mapped", files: dict[str, Content]) -> None:
+    def _write(self, step: int, files: dict[str, Content]) -> None:
         began_s, used_s = time.perf_counter(), time.thread_time()
         copying_s = 0.0
         path: Path | None = None
         try:
             copying_s = self._copies.wait()
-            path = mapped.publish(step, files)
+            path = _keep(self._folders[self.group.rank], step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
-            theirs = {rank: self._turn(rank) for rank in self._held.keys() - {self.group.rank}}
-            received = [(to, _receive(rank, self._link, into=to.content)) for rank, to in theirs.items()]
+            received = {rank: _receive(rank, self._link) for rank in self._folders if rank != self.group.rank}
             for work, _ in sent:
                 work.wait()
-        for to, part in received:
+        for rank, part in received.items():
             if part is not None:
-                to.publish(*part)
+                _keep(self._folders[rank], *part)
         # Beside a GPU the thread has a processor for itself; but the next part must not have to wait for it
         beside = max(copying_s, 2 * SHARE * (time.perf_counter() - began_s))
         self._beside_s = time.thread_time() - used_s if self.group.device.type == "cpu" else beside
 
 
-class _Mapped:
-    """The file of a part, mapped: what is copied into it outlives this process. It is used again for a later step,
-    because fresh memory would cost more than the copy."""
-
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
-        """Raises OSError and UserError."""
-        self.path, self.name = copies.create_staging(copies.staging_of(folder)), file_of(rank)
-        with (self.path / self.name).open("xb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # to touch memory that is not there would end the process
-        self.content = torch.from_file(str(self.path / self.name), shared=True, size=size, dtype=torch.uint8)
-        if device.type == "cuda":  # so that the GPU copies into it by itself
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            at = self.content.data_ptr()
-            if int(runtime.cudaHostRegister(at, size, 0)) == 0:
-                # Else the GPU would copy the next file that is mapped at this address to where this one lay
-                weakref.finalize(self, runtime.cudaHostUnregister, at).atexit = False
-            else:  # a file on a disk: each copy is waited for. The next kernel raises CUDA's error, and clears it
-                with contextlib.suppress(RuntimeError):
-                    torch.ones(1, device=device)
-
-    def hide(self) -> None:
-        """It is no copy any more."""
-        with contextlib.suppress(OSError):  # somebody has removed it: then `publish` fails
-            self.path = self.path.rename(copies.staging_of(self.path.parent))
-
-    def publish(self, step: int, files: Mapping[str, Content]) -> Path:
-        """It is a copy from now on, with these small files. The one before stays. Raises UserError."""
-        entry = {"bytes": len(self.content), "sha256": hashlib.sha256(self.content.numpy().data).hexdigest()}
-        self.path = copies.publish(self.path, files, {self.name: entry}, step=step, keep=2)
-        return self.path
+def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
+    """Write a part beside the last one, which all ranks know to be whole. Raises UserError."""
+    for older in list_copies(folder)[:-1]:
+        copies.remove(older)
+    copies.remove_unfinished(folder)
+    return copies.save(folder, files, step=step, keep=2)
 
 
 def _which(nodes: dict[str, Any], tensors: dict[str, Any]) -> str:
@@ -381,9 +325,9 @@ class PartsInMemory:
         every = {*range(self.group.world_size)}
         return [of for of, parts in self._parts.items() if {rank for *_, ranks in parts for rank in ranks} >= every]
 
-    def load(self, *of: Any) -> tuple[Copy | None, str]:
-        """This rank's part as a copy if all ranks have whole ones, and else why not. A damaged one is removed, and
-        another node's is taken in its place."""
+    def load(self, *of: Any) -> Copy:
+        """This rank's part as a copy, if all ranks have whole ones. A damaged one is removed, and another node's is
+        taken in its place. Raises Damaged, on all ranks, where that can't be."""
         group, path, problem, chosen = self.group, Path(), "", []
         for rank in range(group.world_size):
             able = [(part[0] != self._nodes[rank], part) for part in self._parts[of] if rank in part[2]]
@@ -399,16 +343,18 @@ class PartsInMemory:
                 path = Path(at)
                 if moved:
                     path, problem = _take_over(_receive(source), _folder_of(of[2], rank))
-        record, damage = verify(path) if not problem else ({}, "")
+        damage = "" if problem else find_problem(path)
         if damage:
             group.log.warning(f"a part in memory was passed over: {path}: {damage}")
             copies.remove(path)
         problems = group.gather(problem or damage)
         if any(problems):
             self._parts[of] -= {part for part, problem in zip(chosen, problems, strict=True) if problem}
-            return self.load(*of) if of in self.found() else (None, next(filter(None, problems)))
+            if of in self.found():
+                return self.load(*of)
+            raise Damaged(path, next(filter(None, problems)))
         # One for all: rank 0 alone may know the values of the last evaluation
-        return Copy(path, group.broadcast(record), {}, sharded=True), ""
+        return Copy(path, group.broadcast(read_json(path / STATE)), {}, sharded=True)
 
 
 def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[Path, str]:
@@ -419,7 +365,7 @@ def _take_over(part: tuple[int, dict[str, Content]] | None, name: str) -> tuple[
     try:
         needed = sum(map(len, files.values()))
         return in_memory(lambda home: copies.save(home / name, files, step=step, keep=2), needed), ""
-    except OSError as error:
+    except UserError as error:
         return Path(), str(error)
 
 
@@ -433,10 +379,8 @@ def _send(path: Path | None, to: int, link: Any = None) -> list[tuple[Any, torch
     return [(dist.isend(tensor, to, group=link), tensor) for tensor in tensors]
 
 
-def _receive(
-    source: int, link: Any = None, *, into: torch.Tensor | None = None
-) -> tuple[int, dict[str, Content]] | None:
-    """What `_send` sends: the step, and the contents of the files. `into`: where that of tensors goes instead."""
+def _receive(source: int, link: Any = None) -> tuple[int, dict[str, Content]] | None:
+    """What `_send` sends: the step, and the contents of the files."""
     def receive(length: int) -> bytearray:
         content = bytearray(length)
         dist.recv(torch.frombuffer(content, dtype=torch.uint8), source, group=link)
@@ -444,12 +388,5 @@ def _receive(
 
     size = torch.zeros((), dtype=torch.int64)
     dist.recv(size, source, group=link)
-    if (note := json.loads(receive(int(size)))) is None:
-        return None
-    files: dict[str, Content] = {}
-    for name, length in note[1].items():
-        if into is not None and name.endswith(TENSORS):
-            dist.recv(into, source, group=link)
-        else:
-            files[name] = receive(length)
-    return note[0], files
+    note = json.loads(receive(int(size)))
+    return None if note is None else (note[0], {name: receive(length) for name, length in note[1].items()})

@@ -2,7 +2,6 @@
 which has to be on storage that all nodes share, each rank reads the slices that it needs."""
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,9 +15,8 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.places.files import open_regular, staged
 from rankup.places.lease import RUN_ID
-from rankup.state import tree
-from rankup.state.copies import STATE, Check, list_copies, no_check, passed_over, read_manifest, verify
-from rankup.state.tree import TENSORS, TREE, decode, encode, local_parts
+from rankup.state.copies import STATE, Check, Damaged, list_copies, no_check, read_manifest, verify
+from rankup.state.tree import TENSORS, TREE, TensorFile, decode, encode, local_parts
 
 OWN = "rankup_"  # items whose names begin so are no objects of the user
 
@@ -41,21 +39,13 @@ class Copy:
         return int(self.record["step"])
 
     def as_plain(self) -> Self:
-        """The same with all shards read into this process, as if it had been saved plain. Raises UserError."""
+        """The same with all shards read into this process, as if it had been saved plain. Raises Damaged."""
         if not self.sharded:
             return self
         try:
             return replace(self, tracked=CopyFiles(self.path).read_all(), sharded=False)
         except Exception as error:  # as in `read`
-            raise UserError(f"checkpoint: {self.path} must be a whole checkpoint, but {_misfit(error)}.") from None
-
-
-def load(path: Path, check: Check = no_check) -> Copy:
-    """Read the copy in the folder `path`. Raises UserError where it is damaged, refused by `check`, or no copy."""
-    found, problem = read(path, check)
-    if found is None:
-        raise UserError(f"checkpoint: {path} must be a whole checkpoint, got a damaged one: {problem:.300}.")
-    return found
+            raise Damaged(self.path, _misfit(error)) from None
 
 
 def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_check) -> Copy | None:
@@ -68,25 +58,36 @@ def load_newest(directory: Path, warn: Callable[[str], None], check: Check = no_
 
 
 def newest_whole(
-    place: Path | str, copies: Iterable[tuple[str, Callable[[], tuple[Copy | None, str]]]], warn: Callable[[str], None]
+    place: Path | str, copies: Iterable[tuple[str, Callable[[], Copy]]], warn: Callable[[str], None] | None
 ) -> Copy | None:
-    """The first whole one of the `copies` in `place`, each with its name, and `read` for it."""
-    damaged: dict[str, str] = {}
-    found = None
+    """The first whole one of the `copies` in `place`, each with its name, and what reads it; None where there is none.
+
+    `warn` is told of those passed over; None where another rank says it. Raises UserError where all are damaged: a
+    silent fresh start would lose days of work.
+    """
+    damaged = dict[str, str]()
     for name, read_it in copies:
-        found, problem = read_it()
-        if found is not None:
-            break
-        damaged[name] = problem
-    passed_over(place, damaged, found, warn)
-    return found
+        try:
+            found = read_it()
+        except Damaged as error:
+            damaged[name] = error.why
+            continue
+        if warn is not None:
+            for other, why in damaged.items():
+                warn(f"{other} was passed over: {why}")
+        return found
+    if damaged:
+        said = "; ".join(f"{name}: {why}" for name, why in damaged.items())
+        raise UserError(
+            f"checkpoint: {place} must hold a whole checkpoint, got only damaged ones: {said}. Put one back from a "
+            "copy, or set --fresh to start anew, which keeps them aside.", printed_elsewhere=warn is None,
+        )
+    return None
 
 
-def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
-    """The copy in the folder `path`, or what is wrong with it. Raises UserError where `check` refuses it."""
-    record, problem = verify(path)
-    if problem:
-        return None, problem
+def read(path: Path, check: Check = no_check) -> Copy:
+    """The copy in the folder `path`. Raises Damaged, and UserError where `check` refuses it."""
+    record = verify(path)
     try:
         check(path, record)  # first: a copy of another kind may hold what nobody here can read
         if not RUN_ID.fullmatch(run := str(record.get("run", ""))):  # it names folders
@@ -94,37 +95,46 @@ def read(path: Path, check: Check = no_check) -> tuple[Copy | None, str]:
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
         files = CopyFiles(path)
-        files.check()
         if files.sharded:
-            return Copy(path, record, {}, sharded=True), ""
+            return Copy(path, record, {}, sharded=True)
         tracked = files.read_all()
         check(path, record, tracked)
-        return Copy(path, record, tracked), ""
+        return Copy(path, record, tracked)
     except UserError:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything
-        return None, _misfit(error)
+        raise Damaged(path, _misfit(error)) from None
 
 
 def _misfit(error: Exception) -> str:
     return f"its files don't fit together ({' '.join(str(error).split())[:200]})"
 
 
-def share(copy: Copy | None, group: Group, *, source: int = 0) -> Copy | None:
-    """The `copy` of rank `source` on all ranks, None where it has none. All ranks call this."""
-    if group.world_size == 1:
-        return copy
-    own = tree.files_of(*encode(copy.tracked)) if copy is not None and group.rank == source else {}
-    about = [str(copy.path), copy.record, copy.sharded, [*own]] if copy is not None and own else None
-    if (about := group.broadcast(about, source=source)) is None:
+def share(read_it: Callable[[], Copy], group: Group, *, source: int = 0) -> Copy:
+    """The copy that `read_it` returns on rank `source`, on all ranks. All ranks call this. Raises, on all ranks, what
+    it raises: Damaged, UserError and PeerLost."""
+    copy: Copy | None = None
+
+    def call() -> tuple[str, str] | None:
+        nonlocal copy
+        try:
+            copy = read_it()
+        except Damaged as error:
+            return error.path, error.why
         return None
-    path, record, sharded, names = about
-    files = dict[str, bytes]()
-    for name in names:
-        content = own.get(name, b"")
-        whole = content if isinstance(content, bytes) else b"".join(content)
-        files[name] = group.broadcast_bytes(whole, source=source)
-    return copy if own else Copy(Path(path), record, tree.from_files(files), sharded)
+
+    if damage := group.on_rank0(call, source=source):
+        raise Damaged(*damage, printed_elsewhere=not group.is_rank0)
+    if copy is not None and group.world_size == 1:
+        return copy
+    from safetensors.torch import load
+
+    nodes, tensors = encode(copy.tracked) if copy is not None else ({}, {})
+    about = [str(copy.path), copy.record, copy.sharded, nodes] if copy is not None else []
+    path, record, sharded, nodes = group.broadcast(about, source=source)
+    # torch would take ten times as long to load what it may not unpickle
+    content = group.broadcast_bytes(b"".join(TensorFile(tensors)), source=source)
+    return copy or Copy(Path(path), record, decode(nodes, load(content).__getitem__), sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +167,6 @@ class CopyFiles:
                 tensor = file.get_tensor(key)
                 offset, whole = places.get(key, ([0] * tensor.ndim, [*tensor.shape]))
                 self._parts[item + key].append(_Part(tensor, offset, whole))
-
-    def check(self) -> None:
-        """Whether the parts make up all tensors of the tree. Where one lies elsewhere, its tensor is not filled."""
-        for name, parts in self._parts.items():
-            found, whole = sum(part.tensor.numel() for part in parts), math.prod(parts[0].whole)
-            if found != whole:
-                raise ValueError(f"{name} has {found} of {whole} elements")
-        self._items(self._tree, lambda name: torch.empty(self._parts[name][0].whole, device="meta"))
 
     def read_all(self, *items: str) -> dict[str, Any]:
         """The tracked items, or those of `items` that are there, with whole tensors, on the CPU of one process."""
@@ -233,6 +235,4 @@ def export(copy: Copy, file: Path, *, item: str = "") -> str:
             size = opened.tell()
     except OSError as error:
         raise UserError(f"export: the file must be one that can be written, got {file}: {error.strerror}.") from None
-    what = "the weights" if item == "model" else item or ", ".join(items)
-    count = f"{len(state)} tensors, " if item == "model" else ""
-    return f"{file}: {what} of step {copy.step}, {count}{size / 1e6:.1f} MB"
+    return f"{file}: {item or ', '.join(items)} of step {copy.step}, {size / 1e6:.1f} MB"

@@ -1,22 +1,27 @@
 """A run: its folder, the attempt that owns it, and its copies, wherever they lie.
 
-`open_run` finds where the run stands. What a copy holds, and whether an attempt may go on from it, the caller says.
+`open_run` finds where the run stands: at the newest whole copy on its line of attempts. The newest one is fetched and
+verified, and where it is damaged the next one. What a copy holds, and whether an attempt may go on from it, the caller
+says.
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_errors, reason
 from rankup.group.group import Group, broke_collective
 from rankup.places.files import read_json
-from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, before, put_aside
-from rankup.state import memory
-from rankup.state.choice import MIRROR, PEER, SECOND, STORE, find_origin, found_in, may_take, sees
-from rankup.state.copies import Content, list_copies, remove_unfinished
+from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
+from rankup.state import choice, copies, memory
+from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
+from rankup.state.copies import STATE, Content
+from rankup.state.reading import Copy, newest_whole
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
@@ -25,9 +30,10 @@ from rankup.timing import VISIBLE_S
 class Run:
     """A run for the length of an attempt. All ranks have one; `lease`, and `places` by kind, are rank 0's.
 
-    `newest`: the copy to go on from, None at the beginning of a run, and once the loop has it. `finished`: nothing is
-    left to do. `saved`: the record of the newest copy in rank 0's folder at the beginning, None where there was none.
-    `saved_step`: of the newest copy there now, -1 for none.
+    `newest`: the copy to go on from, on all ranks, None at the beginning of a run, and once the loop has it. `kind`: of
+    the place where it was. `words`: what it is, for the user. `finished`: nothing is left to do. `second_rank`: who
+    keeps second copies, None where none is needed. `saved`: the record of the newest good copy in rank 0's folder at
+    the beginning. `saved_step`: of the newest copy there now, -1 for none.
     """
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
@@ -36,6 +42,10 @@ class Run:
         self.lease = Lease(folder, group.attempt, agreed=agreed) if group.is_rank0 else None
         self.places: dict[int, SecondPlace] = {}
         self.second: SecondCopies | None = None
+        self.second_rank: int | None = None
+        self.newest: Copy | None = None
+        self.kind, self.words = CHECKPOINT, ""
+        self._writer: str | None = None  # the attempt that wrote it
         self._rescued = False  # this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
@@ -43,24 +53,19 @@ class Run:
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options = self.group, self.options
-        known, begins, self.token, found = group.on_rank0(lambda: self._take(stack, owned))
+        values, is_new, self.token, found = group.on_rank0(lambda: self._take(stack, owned))
         self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
-        self.origin = origin = find_origin(
-            group, self.folder, Lineage(**known) if known else None, Lineage(**begins), self.token, found, self.places,
-            options,
-        )
-        self.lineage, newest = origin.lineage, origin.copy
-        self.newest, origin.copy = newest, None  # one name for it, so that its memory can be freed
-        self._saved_path, self.saved = origin.saved
+        self.lineage = Lineage(**values)
+        self._choose(None if is_new else self.lineage, found)
         self.saved_step = self.saved["step"] if self.saved else -1
-        self.finished = newest is not None and origin.kind < PEER and group.on_rank0(
-            lambda: options.finished(newest, read_json(self.folder / RESULT))
+        self.finished = self.newest is not None and self.kind < PEER and group.on_rank0(
+            lambda: options.finished(self.newest, read_json(self.folder / RESULT))
         )
         if self.finished:
             memory.remove(self.lineage.run)
             memory.remove(self.lineage.run, parts=True)
         self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
-        if origin.second == group.rank:
+        if self.second_rank == group.rank:
             self.second = SecondCopies(group, self.folder / SECOND / self.lineage.run, options)
         for place in self.places.values():
             place.run = self.lineage.run
@@ -71,19 +76,19 @@ class Run:
 
     def _take(
         self, stack: contextlib.ExitStack, owned: Callable[[Any], None]
-    ) -> tuple[dict[str, Any] | None, dict[str, Any], str, list[list[Any]]]:
-        """Own the folder and the other places, on rank 0. Returns the run there, the one that begins if there is none,
-        the token of the lease, and what copies rank 0 alone reaches. Raises UserError and PeerLost."""
+    ) -> tuple[dict[str, Any], bool, str, list[list[Any]]]:
+        """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and whether it
+        does; the token of the lease, and what copies rank 0 alone reaches. Raises UserError and PeerLost."""
         assert self.lease is not None
-        group, options, copies = self.group, self.options, self.folder / "checkpoints"
-        may = may_take(options, group)
+        group, options, folder = self.group, self.options, self.folder / "checkpoints"
+        may = choice.may_take(options, group)
         try:
             stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
-            remove_unfinished(copies)
-            begun, aside = Lineage.read(self.folder), before(self.folder)
+            copies.remove_unfinished(folder)
+            begun = Lineage.read(self.folder)
             # To start anew must not lose anything
             anew = options.fresh and not (begun and may(begun))
-            if anew and put_aside(self.folder, (*OF_RUN, SECOND), aside):
+            if anew and (aside := put_aside(self.folder, SECOND)):
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:
@@ -91,12 +96,70 @@ class Run:
                     self.places[kind] = place
                     place.adopt(stack, wanted=may)
             owned(self.owner)
-            begun, found = Lineage.read(self.folder), found_in(list_copies(copies))
+            begun, found = Lineage.read(self.folder), choice.found_in(copies.list_copies(folder))
             found += [[kind, *one] for kind, place in self.places.items() for one in place.found()]
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
-        new = Lineage.new(group.attempt, group.launch.start)
-        return begun.values() if begun else None, new.values(), self.lease.token, found
+        line = begun or Lineage.new(group.attempt, group.launch.start)
+        return line.values(), begun is None, self.lease.token, found
+
+    def _choose(self, known: Lineage | None, found: Iterable[list[Any]]) -> None:
+        """Find the newest state that any rank can reach. All ranks call this.
+
+        `known`: the run that rank 0's folder holds. `found`: what rank 0 alone reaches, fields of a Candidate from
+        `kind` on. Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run
+        can't be gone on with, and PeerLost where a place does not answer that may hold the newest.
+        """
+        group, folder, options = self.group, self.folder, self.options
+        # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
+        answers = group.gather([self._sees(), [*choice.peers(folder, group), *choice.rescues(options, group)]])
+        candidates = [Candidate(0, *values) for values in found]
+        candidates += [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
+        parts = memory.PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
+        candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
+        if options.compare_every_steps != 0:
+            self.second_rank = next((rank for rank, (seen, _) in enumerate(answers) if rank and not seen), None)
+        passed = set[str]()
+
+        def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
+            for line, one in choice.in_order(candidates, known, choice.may_take(options, group), group, folder):
+                passed.add(one.where)
+                yield choice.name_of(one, group, self.places), partial(self._go_on_from, one, line, parts)
+
+        self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
+        self.saved = group.on_rank0(lambda: self._newest_here(passed))
+        choice.put_aside_others(folder, self.lineage.run)
+
+    def _go_on_from(self, one: Candidate, line: Lineage | None, parts: memory.PartsInMemory | None) -> Copy:
+        """The copy, on the `line` of attempts, if it is whole. Raises as `choice.load`."""
+        if parts is not None and one.kind == PARTS:
+            copy = parts.load(one.step, one.attempt, one.run)
+        else:
+            copy = choice.load(self.group, self.places, one, self.options)
+        if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
+            copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
+        self.kind, self._writer = one.kind, copy.record["attempt"]
+        self.words = choice.words_for(one, copy, self.group)
+        if line is not None and line.number > self.lineage.number:  # than what rank 0's disk knows
+            self.lineage = line
+        elif line is None and one.kind == CHECKPOINT:
+            self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
+        return copy
+
+    def _newest_here(self, passed: set[str]) -> dict[str, Any] | None:
+        """The record of the newest copy in rank 0's folder that was not `passed` over."""
+        if self.newest is not None and self.kind < PEER:
+            return self.newest.record
+        for path in reversed(copies.list_copies(self.folder / "checkpoints")):
+            if str(path) not in passed and copies.looks_whole(path):
+                with contextlib.suppress(TypeError, LookupError, ValueError):
+                    self.options.check(path, record := read_json(path / STATE))
+                    return record
+        return None
+
+    def _sees(self) -> bool:
+        """Whether this rank finds in the folder what rank 0, whose lease has this token, has just written there."""
+        return bool(read_json(self.folder / "lease.json").get("token") == self.token)
 
     @property
     def store(self) -> SecondPlace | None:
@@ -117,7 +180,7 @@ class Run:
         """Raises UserError on all ranks where one does not see the folder of rank 0: else the first save of a sharded
         copy would fail, hours later. All ranks call this."""
         until_s = time.monotonic() + VISIBLE_S
-        while not (seen := sees(self.folder, self.token)) and time.monotonic() < until_s:
+        while not (seen := self._sees()) and time.monotonic() < until_s:
             time.sleep(0.1)
         seen_by = zip(self.group.hosts, self.group.gather(seen), strict=True)
         if unseen := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(seen_by) if not seen]:
@@ -130,21 +193,23 @@ class Run:
     def begin(self, step: int, open_files: Callable[[], None] = lambda: None) -> None:
         """From here on the run continues what this attempt started from, and no other rescue. All ranks call this.
         `open_files`: rank 0's, of the caller. Raises on all ranks, UserError and PeerLost."""
-        self.lineage.go_on(self.mark, step=step, writer=self.origin.writer)
+        self.lineage.go_on(self.mark, step=step, writer=self._writer)
 
         def write() -> None:
             self.owner.check()  # the set-up takes long enough to be frozen in, and replaced
             with disk_errors(FILE, self.folder):
                 self.lineage.write(self.folder, check=self.owner.check)
             open_files()
+            here = reversed(copies.list_copies(self.saver.folder))
+            newest = next((path for path in here if copies.step_of(path) == self.saved_step), None)
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
-                    place.upload(None, timeout_s=self.options.save_timeout_s)
-                place.copy(Path(self._saved_path) if self.saved else None)  # an earlier attempt may have had no time
+                    place.upload(None)
+                place.copy(newest)  # an earlier attempt may have had no time for it
 
         self.group.on_rank0(write)
-        if (second := self.origin.second) is not None and not self.parts.wanted:  # of split state it has only a part
-            who = f"rank {second} on {self.group.hosts[second]}"
+        if self.second_rank is not None and not self.parts.wanted:  # of split state it has only a part
+            who = f"rank {self.second_rank} on {self.group.hosts[self.second_rank]}"
             self.group.log.info(f"copies {who} keeps the newest checkpoint too: the nodes share no disk")
         # One of a later step is damaged, or of an attempt that the run went on without
         memory.remove(self.lineage.run, range(self.saved_step + 1, step + 1))
@@ -193,13 +258,12 @@ class Run:
         if step <= max(0, self.saved_step):
             return False
         try:
-            problem = memory.write_rescue(self.lineage.run, step, make_files)
+            memory.write_rescue(self.lineage.run, step, make_files)
         except Exception as error:
-            problem = reason(error)
-        if problem:
-            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {problem}"
+            why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
             self.group.log.warning(why)
-        return not problem
+            return False
+        return True
 
 
 @contextlib.contextmanager

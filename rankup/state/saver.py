@@ -18,7 +18,7 @@ from rankup.agent.processes import memory_available
 from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.group.group import Group
 from rankup.state import copies
-from rankup.state.copies import STATE, Check, Content, Fingerprint, list_copies, no_check, step_of
+from rankup.state.copies import STATE, Check, Content, Fingerprint, no_check
 from rankup.state.tree import TREE, TensorFile, Tensors, encode, file_of, files_of, local_parts, own_parts, to_file
 
 T = TypeVar("T")
@@ -280,10 +280,8 @@ class SecondCopies:
         try:
             self._copies.wait()
             copies.remove_unfinished(self.folder)
-            for path in list_copies(self.folder):  # of a line of attempts that the run has left; `keep` counts it
-                if step_of(path) > step:
-                    copies.remove(path)
-            copies.save(self.folder, files, step=step, keep=1)
+            # No other one stays: one of a later step is of a line of attempts that the run has left
+            copies.save(self.folder, files, step=step, keep=0)
             self._said = ""
         except Exception as error:  # a copy that fails must not end the training
             if (text := f"no second copy: {reason(error)}") != self._said:  # a full disk stays full
@@ -315,10 +313,10 @@ class HostCopies:
                 )
         return self._fit
 
-    def take(self, tensors: Tensors, into: Tensors | None = None) -> Tensors:
+    def take(self, tensors: Tensors) -> Tensors:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
-        work that is queued from now on does not get into them. `into`: memory for them of the caller's."""
-        self._buffers = into or {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        work that is queued from now on does not get into them."""
+        self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
         for event in self._events[:1]:
             event.record()
         # One call, in which other threads may run: the lease beats, the deadlines are watched

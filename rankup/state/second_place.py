@@ -26,20 +26,18 @@ from typing import Any
 
 from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.places.files import cache_roots
-from rankup.places.lease import FILE, OF_RUN, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
+from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder_of, number_of, put_aside
 from rankup.places.place import Place
 from rankup.state import copies
-from rankup.state.copies import MANIFEST, STATE, Check, list_copies, looks_whole, no_check, step_of
-from rankup.state.reading import Copy, load, load_newest, newest_whole, read
+from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, no_check, step_of
+from rankup.state.reading import Copy, load_newest, newest_whole, read
 from rankup.state.saver import Options, Writing
-from rankup.timing import FIND_S, MIRROR_BYTES_PER_S, MIRROR_S, SEARCH_S, UPLOAD_END_S, UPLOAD_STOP_S
+from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
 
 KEY = re.compile(r"(\d{8,})/checkpoints/([\w-]+)/(step-(\d{8,})-[0-9a-f]{12})/manifest\.json")
-INSIDE = re.compile(r"\w[\w.-]*")  # no name may lead out of the copy's folder
 FILES = (FILE, "config.yaml", RESULT, "metrics.jsonl", "logs/rank-0.log", "tracker/sent.json")  # and TENSORBOARD
 TENSORBOARD = "tensorboard"
-SUPERSEDED = "superseded"
 BEFORE_WATCHDOG = 0.9  # of a deadline: ours has to come before the watchdog's, which does not know the place
 
 
@@ -144,35 +142,31 @@ class StoredRun:
         """The copies of that run, the newest first."""
         return [one for one in _copies(self.place.names()) if one.run == run]
 
-    def fetch(self, stored: str, check: Check = no_check) -> tuple[Copy | None, str]:
-        """Copy the folder `stored` of a copy into ours. Returns the copy verified, or what is wrong with it. Raises
-        UserError where the disk here is full, or `check` refuses it."""
+    def fetch(self, stored: str, check: Check = no_check) -> Copy:
+        """Copy the folder `stored` of a copy into ours. Raises Damaged, and UserError where the disk here is full, or
+        `check` refuses it."""
         directory, name = self.folder / "checkpoints", stored.rpartition("/")[2].rpartition("-")[0]
         target, staging = directory / name, copies.staging_of(directory)
-        fetched, copy = staging / name, None  # its name says the step, which is verified too
+        fetched = staging / name  # its name says the step, which is verified too
         try:
             with disk_errors("checkpoint", directory):
-                problem = self._download(stored, fetched)
-                if not problem:
-                    copy, problem = read(fetched, check)
-                if copy is not None:
-                    shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
-                    copy = replace(copy, path=fetched.rename(target))
+                self._download(stored, fetched)
+                copy = read(fetched, check)
+                shutil.rmtree(target, ignore_errors=True)  # damaged, or another one of this step
+                return replace(copy, path=fetched.rename(target))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        return copy, problem
 
-    def _download(self, stored: str, target: Path) -> str:
-        """Returns what is wrong with the copy, as far as its manifest and the digest of that in its name tell."""
+    def _download(self, stored: str, target: Path) -> None:
+        """Raises Damaged where the manifest, or the digest of that in the copy's name, tells that it is."""
         manifest = self.place.read(f"{stored}/{MANIFEST}")
         if manifest is None:
-            return f"{MANIFEST} is missing"
+            raise Damaged(stored, f"{MANIFEST} is missing")
         if not stored.endswith(_digest(manifest)):
-            return f"{MANIFEST} does not match the digest in the folder's name"
+            raise Damaged(stored, f"{MANIFEST} does not match the digest in the folder's name")
         for name in self.place.names(stored):
-            if INSIDE.fullmatch(inside := name.removeprefix(f"{stored}/")):
+            if copies.FILE.fullmatch(inside := name.removeprefix(f"{stored}/")):
                 self.place.download(name, target / inside)
-        return ""
 
     def fetch_newest(self, run: str) -> Path | None:
         """Fetch the newest whole copy of that run, and return its path here; None where there is none at all. Raises
@@ -241,9 +235,7 @@ class SecondPlace(StoredRun):
                 return
             behind = self.required and not (here and here.goes_on_from(there))
             if behind and not nothing_here:  # what others have gone on without
-                aside = self.folder / SUPERSEDED
-                shutil.rmtree(aside, ignore_errors=True)
-                put_aside(self.folder, OF_RUN, aside)
+                aside = put_aside(self.folder)
                 self.log.info(f"{self.address} went on elsewhere: what this machine had of it was moved to {aside}")
             if behind or nothing_here:
                 self.fetch_files(number)
@@ -260,10 +252,11 @@ class SecondPlace(StoredRun):
                     attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
                     yield [one.folder, one.step, attempt, one.run]
 
-    def _download(self, stored: str, target: Path) -> str:
+    def _download(self, stored: str, target: Path) -> None:
         with self._asking(alone=not self._whole()):
-            return super()._download(stored, target)
-        return f"{self.called} fails"
+            super()._download(stored, target)
+            return
+        raise Damaged(stored, f"{self.called} fails")
 
     def _whole(self) -> list[Path]:
         """The copies in the folder that look whole. Their bytes were not checked."""
@@ -274,7 +267,7 @@ class SecondPlace(StoredRun):
         """A mirror may fail in this block, unless it is the only place that may hold the run (`alone`)."""
         opening_s = min(self.options.setup_timeout_s, self.options.save_timeout_s)
         try:
-            self.patient(opening_s if self.required else SEARCH_S if alone else FIND_S)
+            self.patient(opening_s if self.required or alone else FIND_S)
             yield
         except (UserError, PeerLost) as error:
             if self.required or alone:
@@ -301,43 +294,38 @@ class SecondPlace(StoredRun):
             if self._copying.failure is not None:
                 raise self._copying.failure
 
-    def upload(self, path: Path | None, *, timeout_s: float) -> None:
+    def upload(self, path: Path | None) -> None:
         """Do at once what `copy` does. Raises UserError and PeerLost, for a mirror too."""
-        self.patient(timeout_s)
+        self.patient(self.options.save_timeout_s)
         if not self.lease.number:  # the mirror did not answer at the opening
             here, (_, there) = Lineage.read(self.folder), self.newest_run()
             if here and there and there.run == here.run and not here.goes_on_from(there):
                 raise PeerLost(f"another attempt has gone on with the run on {self.address}")
         self._claim()
         self.lease.look()
-        with copies.uploading(path):
+        copies.uploading.add(path)
+        try:
             self.upload_files()  # first: a resumed run does not repeat saved steps
             if path is not None:
                 self.upload_copy(path, run=self.run, keep=self.options.keep, check=self.lease.look)
+        finally:
+            copies.uploading.discard(path)
 
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
-        if self.required:
-            self.copy(next(reversed(self._whole()), None))
-            self.settle()
-            return
+        self.copy(next(reversed(self._whole()), None) if self.required else None)
+        self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
-        self._copying.start(lambda: self._copy(UPLOAD_STOP_S))  # the files as they are in the end
         self._copying.join(patience_s)
         if self._missing is not None:
             why = f": {self._failing}" if self._failing else f" {patience_s:.0f} s after the end"
             self.log.warning(f"the newest checkpoint, {self._missing.name}, is not on {self.called}{why}")
 
-    def _copy(self, timeout_s: float = 0.0) -> None:
-        """Upload what the place lacks. `timeout_s`: of a mirror, 0 for as long as its bytes may take."""
+    def _copy(self) -> None:
+        """Upload what the place lacks."""
         path = self._missing
         try:
-            if self.required:
-                timeout_s = self.options.save_timeout_s
-            elif not timeout_s:
-                size = sum(file.stat().st_size for file in path.iterdir()) if path is not None else 0
-                timeout_s = MIRROR_S + size / MIRROR_BYTES_PER_S
-            self.upload(path, timeout_s=timeout_s)
+            self.upload(path)
         except Exception as error:
             if self.required:
                 raise
@@ -365,8 +353,8 @@ def find_copy(place: str, run_dir: Path, *, warn: Callable[[str], None], check: 
     plain form. Raises UserError, and PeerLost where a store does not answer within `timeout_s`."""
     if is_url(place):
         with fetched(place, warn=warn, timeout_s=timeout_s) as path:
-            return replace(load(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-    found = load(Path(place), check) if place else load_newest(run_dir / "checkpoints", warn, check)
+            return replace(read(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+    found = read(Path(place), check) if place else load_newest(run_dir / "checkpoints", warn, check)
     if found is None:
         raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
     return found.as_plain()

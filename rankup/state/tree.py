@@ -62,15 +62,6 @@ class TensorFile:
     def __len__(self) -> int:
         return self._size
 
-    def put_into(self, content: torch.Tensor) -> Tensors:
-        """Write the head into `content`, a file's bytes. Returns the tensors there, which are yet to be filled."""
-        content[: len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
-        found, end = Tensors(), len(self._header)
-        for name, tensor in self._tensors.items():
-            begin, end = end, end + tensor.nbytes
-            found[name] = content[begin:end].view(tensor.dtype).view(tensor.shape)
-        return found
-
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._header
         for tensor in self._tensors.values():
@@ -84,10 +75,7 @@ def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
     UserError for a value that can't be kept, by its path."""
     tensors: Tensors = {}
     known: dict[object, str] = {}
-    try:
-        return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
-    except RecursionError:
-        raise UserError("state: values must not hold themselves, got some that do or are nested too deep.") from None
+    return {item: _node(value, f"{item}/", tensors, known) for item, value in tracked.items()}, tensors
 
 
 # No closure calls itself here: it would keep all tensors in memory until the garbage collector comes
@@ -172,17 +160,6 @@ def to_file(tree: dict[str, Any]) -> bytes:
     return json.dumps({"tree": tree}).encode()
 
 
-def from_files(files: dict[str, bytes]) -> dict[str, Any]:
-    """The tracked items, on the CPU, in the contents of what `files_of` returned."""
-    from safetensors.torch import load
-
-    tensors = {
-        f"{name.removesuffix(TENSORS)}/{rest}": tensor
-        for name, content in files.items() if name != TREE for rest, tensor in load(content).items()
-    }
-    return dict(decode(json.loads(files[TREE])["tree"], tensors.__getitem__))
-
-
 def _join(path: str, key: object) -> str:
     """`model/` -> `model/0.weight` -> `model/0.weight.x`"""
     return f"{path}{key}" if path.endswith("/") else f"{path}.{key}"
@@ -196,19 +173,13 @@ def _unkept(path: str, what: str) -> UserError:
 
 
 def is_dense(shape: Any, stride: Any) -> bool:
-    """Whether the elements fill their memory without holes or overlap, in any order of the dimensions."""
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True
+    """Whether the elements fill their memory without holes or overlap, in any order of the dimensions: only then does
+    torch give a new tensor the same strides."""
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride() == tuple(stride)
 
 
 def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    if not all(type(step) is int and step >= 0 for step in stride) or not is_dense(tensor.shape, stride):
+    if not is_dense(tensor.shape, stride):
         raise ValueError(f"stride {stride} does not fit {tuple(tensor.shape)}")
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

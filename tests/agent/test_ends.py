@@ -97,8 +97,8 @@ class Lease:
         return self.ours
 
 
-def status_file(run_dir: Path, *, shared: bool = True) -> StatusFile:
-    return StatusFile(run_dir, read_rank_env({}), shared=shared)
+def status_file(run_dir: Path) -> StatusFile:
+    return StatusFile(run_dir, read_rank_env({}))
 
 
 def attempt_in(run_dir: Path) -> str:
@@ -108,13 +108,15 @@ def attempt_in(run_dir: Path) -> str:
 def test_an_attempt_that_is_running_keeps_its_status(tmp_path: Path) -> None:
     first, second = status_file(tmp_path), status_file(tmp_path)
     (tmp_path / "status.json").write_text("[1]")  # what is damaged is written anew
+    (tmp_path / "lease.json").touch()
     first.write_summary([])
     second.write_summary([])
     assert attempt_in(tmp_path) == first.attempt != second.attempt
     first.write_summary([End(0, "a", FINISHED)])
     second.write_summary([])
     assert attempt_in(tmp_path) == second.attempt
-    alone = status_file(tmp_path, shared=False)  # a folder of its own is written without asking
+    (tmp_path / "lease.json").unlink()
+    alone = status_file(tmp_path)  # a folder that nobody owns is written without asking
     alone.write_summary([])
     assert attempt_in(tmp_path) == alone.attempt
 

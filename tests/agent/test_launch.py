@@ -22,7 +22,6 @@ import pytest
 
 from rankup.agent.logs import host_name
 from rankup.agent.processes import cpu_quota, has_handler
-from rankup.agent.record import find_records, judge
 from rankup.timing import REPEAT_S
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT, Job, ended, environment, free_port, lives, start, wait_for
@@ -297,17 +296,6 @@ def test_forked_ranks_are_started_anew_where_their_server_is_killed_and_end_with
         wait_for("the end of all", lambda: not any(lives(each.pid) for each in left))
         assert job.wait() == [-signal.SIGKILL]
     assert "the process that forks the ranks was killed" in job.output
-
-
-def test_health_check_of_a_container_sees_the_script(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, WAITS)) as job:
-        agent = str(job.processes[0].pid)
-        wait_for("both", lambda: len(found := find_records(agent)) == 2 and all(record.signed_s for record in found))
-        judged = [judge(record, now_s=time.monotonic(), healthy_step_s=1.0) for record in find_records(agent)]
-        (tmp_path / "go").touch()
-        assert job.wait() == [0], job.output
-    assert [good for good, _ in judged] == [True, True]
-    assert [line[:15] for _, line in judged] == ["rank 0: script ", "rank 1: script "]
 
 
 # Signals --------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""The record of a rank: it outlives the rank, all ranks stop by it, and health checks find it."""
+"""The record of a rank: it outlives the rank, and all ranks stop by it."""
 
-import json
 import os
 import random
 import subprocess
@@ -8,106 +7,82 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rankup.agent import record as health
-from rankup.agent.record import (
-    HEALTHY_STEP_S,
-    MARGIN,
-    NO_LIMIT,
-    NO_STOP,
-    SILENT_S,
-    SIZE,
-    PhaseClock,
-    Records,
-    RecordWriter,
-    StopAgreement,
-    find_records,
-    judge,
-)
+from rankup.agent.record import MARGIN, NO_LIMIT, PhaseClock, Record, StopAgreement
 from tests.rigs.jobs import ROOT, environment
 
 # As a rank does it, and then it is killed
 RANK = """
-import json, os, signal, sys
-from rankup.agent.record import RecordWriter
-record = RecordWriter(json.loads(sys.argv[1]))
+import os, signal, sys
+from rankup.agent.record import Record
+record = Record.at(sys.argv[1])
 record.enter("step", 30.0)
-record.set_place("loop.py:12")
+record.give_sign("loop.py:12")
 for step in range(1, 1001):
     record.begin(step)
-record.wait(True)
+record.waiting = True
 print(record.may_begin(1000), flush=True)
 sys.stdin.readline()
 print(record.may_begin(1000), flush=True)
 sys.stdin.readline()
 print(record.may_begin(1000), flush=True)
-record.settle()
-record.finish()
+record.settled = True
+record.finished = True
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() -> None:
-    records = Records(3, first_rank=8)
-    empty = records.of(0).read()
-    assert (empty.rank, empty.phase, empty.step, empty.place, empty.timeout_s) == (8, "start", 0, "", NO_LIMIT)
+    record = Record.new(9)
+    empty = record.read()
+    assert (empty.rank, empty.phase, empty.step, empty.timeout_s) == (9, "start", 0, NO_LIMIT)
     assert (empty.waiting, empty.finished, empty.settled, empty.signed_s) == (False, False, False, 0.0)
-    others = records.of(0).read(), records.of(2).read()
     with subprocess.Popen(
-        [sys.executable, "-c", RANK, json.dumps(records.place(1))], env=environment(), cwd=ROOT, text=True,
+        [sys.executable, "-c", RANK, record.path], env=environment(), cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
-        assert records.of(1).ask_to_stop(1000) == 1000
+        assert record.ask_to_stop(1000) == 1000
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "None\n"
-        records.of(1).confirm_stop(1000)
+        record.confirmed = 1000
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "False\n"
     assert process.returncode == -9
-    found = records.of(1).read()
-    assert (found.rank, found.phase, found.step, found.place, found.timeout_s) == (9, "step", 1000, "loop.py:12", 30.0)
+    found = record.read()
+    assert (found.rank, found.phase, found.step, found.timeout_s) == (9, "step", 1000, 30.0)
+    assert found.sign()["place"] == "loop.py:12"
     assert (found.waiting, found.finished, found.settled) == (True, True, True)
     assert empty.entered_s < found.signed_s < found.entered_s
-    assert (records.of(0).read(), records.of(2).read()) == others
-    records.of(1).clear()
-    assert replace(records.of(1).read(), entered_s=0) == replace(empty, rank=9, entered_s=0)
 
 
-@pytest.mark.parametrize("place", [None, {"path": "/proc/self/fd/none", "number": 0}, "file", "other memory", "short"])
-def test_record_goes_nowhere_where_its_memory_can_not_be_reached(place: Any, tmp_path: Path) -> None:
-    """Another namespace of processes may have another file under the same name, which must stay as it is."""
-    if place == "file":
-        (tmp_path / "rankup-records").write_bytes(bytes(SIZE))
-        place = {"path": str(tmp_path / "rankup-records"), "number": 0}
-    elif place == "other memory":
-        file = os.memfd_create("somebody-elses")
-        os.ftruncate(file, SIZE)
-        place = {"path": f"/proc/self/fd/{file}", "number": 0}
-    elif place == "short":
-        records = Records(1)
-        place = {**records.place(0), "number": 1}
-    writer = RecordWriter(place)
-    assert not writer.shared
-    writer.begin(5)
-    writer.enter("step", 1.0)
-    writer.set_place("here")
-    assert writer.may_begin(NO_STOP - 1)
-    if place and Path(place["path"]).exists() and place["number"] == 0:
-        assert Path(place["path"]).read_bytes() == bytes(SIZE)
+def test_somebodys_file_under_the_name_of_a_record_stays_as_it_is(tmp_path: Path) -> None:
+    """Another namespace of processes may have one."""
+    file = tmp_path / "rankup-records"
+    file.write_bytes(bytes(512))
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(FileNotFoundError):
+        Record.at(str(tmp_path / "link"))
+    assert file.read_bytes() == bytes(512)
+
+
+def test_records_of_ranks_that_ended_leave_no_file_open() -> None:
+    """An agent may restart its ranks a thousand times."""
+    before = len(os.listdir("/proc/self/fd"))
+    for rank in range(3):
+        assert Record.at(Record.new(rank).path).rank == rank
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
-    record, now_s = RecordWriter(None), time.monotonic()
+    record, now_s = Record.new(), time.monotonic()
     record.enter("step", 30.0, since_s=now_s - 20.0)
-    record.wait(True)
+    record.waiting = True
     record.begin_anew(7)
     now = record.read()
     assert (now.phase, now.step, now.waiting) == ("step", 7, False)
@@ -122,7 +97,7 @@ class Rank:
     gradients allows."""
 
     def __init__(self, step: int) -> None:
-        self.record, self.step, self.stopped = RecordWriter(None), step, False
+        self.record, self.step, self.stopped = Record.new(), step, False
         self.record.begin(step)
 
     def run(self, all_ranks: list["Rank"]) -> Iterator[None]:
@@ -154,7 +129,7 @@ class Member:
             self.outbox.append((stop, max(rank.record.ask_to_stop(stop) for rank in self.ranks)))
         else:
             for rank in self.ranks:
-                rank.record.confirm_stop(stop)
+                rank.record.confirmed = stop
 
 
 def stop_all(chance: random.Random, members: list[Member]) -> int:
@@ -237,50 +212,10 @@ def test_phases_add_up_to_the_age_of_the_clock(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rank_that_is_stopped_does_not_live_because_its_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = replace(RecordWriter(None).read(), entered_s=20.0, signed_s=30.0)
+    record = Record.new()
+    record.enter("join", since_s=20.0)
+    record.signed_s = 30.0
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    assert found.sign()["ago_s"] == 70.0
-    assert replace(found, entered_s=90.0).sign()["ago_s"] == 10.0  # it may not have had the time to say more
-
-
-# The health check -----------------------------------------------------------------------------------------------------
-
-
-def test_health_check_finds_the_ranks_of_an_agent_and_one_without() -> None:
-    """Each once, however many processes have its memory; through the command as a container's engine runs it."""
-    records, alone = Records(2, first_rank=4711), RecordWriter(None, rank=5711)
-    writers = [RecordWriter(records.place(0)), alone]
-    for writer in writers:
-        writer.set_place("here")
-    found = find_records(str(os.getpid()))
-    assert [record.rank for record in found if record.rank in range(4711, 5712)] == [4711, 4712, 5711]
-    check = [sys.executable, "-I", health.__file__]
-    said = subprocess.run(check, capture_output=True, text=True, cwd="/", check=False)
-    assert said.returncode == 1
-    for text in ("rank 4711: start (step 0) for ", "rank 4712: not started", "rank 5711: start "):
-        assert said.stdout.count(text) == 1
-
-
-@pytest.mark.parametrize(("phase", "timeout_s", "waiting", "later_s", "said"), [
-    ("save", 5.0, False, 4.0, ""),
-    ("save", 5.0, False, 6.0, "hung"),
-    ("step", 2000.0, False, HEALTHY_STEP_S + 1, "hung"),
-    ("step", 2000.0, True, HEALTHY_STEP_S + 1, "waiting for another rank"),
-    ("evaluation", 2000.0, False, HEALTHY_STEP_S + 1, ""),
-    ("start", NO_LIMIT, False, 9999.0, ""),
-])
-def test_health_is_a_matter_of_the_deadline_and_of_a_step_that_is_too_long(
-    phase: str, timeout_s: float, waiting: bool, later_s: float, said: str
-) -> None:
-    record = RecordWriter(None, rank=3)
-    record.enter(phase, timeout_s)
-    record.begin(7)
-    record.wait(waiting)
-    now_s = time.monotonic() + later_s
-    found = replace(record.read(), signed_s=now_s)
-    good, line = judge(found, now_s=now_s, healthy_step_s=HEALTHY_STEP_S)
-    assert line == f"rank 3: {phase} (step 7) for {later_s:.0f} s" + (f", {said}" if said else "")
-    assert good == (not said)
-    good, line = judge(replace(found, signed_s=now_s - SILENT_S - 1), now_s=now_s, healthy_step_s=HEALTHY_STEP_S)
-    assert not good
-    assert line.endswith("no sign of life for 11 s: stopped or frozen")
+    assert record.sign()["ago_s"] == 70.0
+    record.enter("step", since_s=90.0)  # it may not have had the time to say more
+    assert record.sign()["ago_s"] == 10.0

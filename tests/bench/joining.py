@@ -26,7 +26,7 @@ from typing import Any
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.env.rank_env import read_rank_env
 from rankup.group.joining import MemberLine
 from tests.rigs.jobs import free_port, rank_env
@@ -43,7 +43,7 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
     def one(rank: int) -> None:
         try:
             group: Any = SimpleNamespace(launch=read_rank_env(rank_env(rank, world_size, port)),
-                                         settings={"torch": "x"}, attempt="a", log=QUIET, record=RecordWriter(None),
+                                         settings={"torch": "x"}, attempt="a", log=QUIET, record=Record.new(),
                                          until_formed=contextlib.ExitStack(), watch=SimpleNamespace(hear=QUIET.info))
             line = MemberLine(group, timeout_s=TIMEOUT_S)
             line.open_store(line.join())

@@ -1,8 +1,7 @@
-"""evaluate and predict: with the settings of the training, on any number of ranks, in files of two forms."""
+"""evaluate and predict: with the settings of the training, on any number of ranks."""
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,6 @@ from train.data.sources.in_memory import FAMILIES, read_half
 # Settings unlike the defaults: an evaluation without them would get another model, or other data
 TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101",
            "--eval-batch-size", "10", "--epochs", "4", "--tensorboard=false")
-
-
-def stdin_from_file() -> None:
-    """Preloaded: what stands in the file that INPUT names comes from standard input."""
-    os.dup2(os.open(os.environ["INPUT"], os.O_RDONLY), 0)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +75,6 @@ def test_checkpoint_that_is_not_there_or_does_not_fit_is_one_line(forks: Forks, 
 
 
 def predicted(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines()]
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -99,11 +91,9 @@ def test_prediction_is_of_the_test_data_in_order(forks: Forks, trained: Path, tm
 
 
 def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trained: Path, tmp_path: Path) -> None:
-    for name, world_size in (("1.csv", 1), ("2.csv", 2), ("3.csv", 3), ("3.jsonl", 3)):
-        command(forks, trained, "predict", "--output", tmp_path / name, world_size=world_size)
+    for world_size in (1, 2, 3):
+        command(forks, trained, "predict", "--output", tmp_path / f"{world_size}.csv", world_size=world_size)
     assert len({(tmp_path / f"{world_size}.csv").read_bytes() for world_size in (1, 2, 3)}) == 1
-    as_csv, as_json = predicted(tmp_path / "1.csv"), predicted(tmp_path / "3.jsonl")
-    assert [{**row, "probability": float(row["probability"])} for row in as_csv] == as_json
 
 
 @pytest.fixture
@@ -122,12 +112,9 @@ def pictures(tmp_path: Path) -> Path:
 def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Path, tmp_path: Path) -> None:
     command(forks, trained, "predict", "--input", pictures, "--output", tmp_path / "out.csv", world_size=2)
     rows = predicted(tmp_path / "out.csv")
-    words = ("predict", "--name=run", "--run-dir", trained.parent, "--input", "-", "--output", tmp_path / "one.csv")
-    env = {"INPUT": str(pictures / "even/2.png")}
-    forks.ends(*words, world_size=2, env=env, preload=f"{__name__}:stdin_from_file")  # one rank has nothing to do
-    assert predicted(tmp_path / "one.csv") == [{**rows[1], "input": "-"}]
-    env = {"INPUT": str(pictures / "notes.txt")}
-    assert "error: standard input" in forks.ends(*words, env=env, preload=f"{__name__}:stdin_from_file", code=2)
+    one = ("predict", "--input", pictures / "even/2.png", "--output", tmp_path / "one.csv")
+    command(forks, trained, *one, world_size=2)  # one rank has nothing to do
+    assert predicted(tmp_path / "one.csv") == [rows[1]]
     assert [Path(row["input"]).relative_to(pictures).as_posix() for row in rows] == [
         "even/0.png", "even/2.png", "even/4.png", "odd/1.png", "odd/3.png"
     ]
@@ -144,7 +131,7 @@ def test_folder_of_images_is_predicted(forks: Forks, trained: Path, pictures: Pa
     ("input", "empty", "--input must be an image or a folder of images, got {0}/empty, where there is none."),
     ("input", "notes.png", "{0}/notes.png"),
     ("output", "notes.png/out.csv", "--output must be a file that can be written, got {0}/notes.png/out.csv"),
-    ("output", "out.xlsx", '--output must be a .csv or .jsonl file, got "{0}/'),
+    ("output", "out.xlsx", '--output must be a .csv file, got "{0}/'),
 ])
 def test_prediction_that_cannot_be_is_one_line(
     forks: Forks, trained: Path, tmp_path: Path, flag: str, given: str, said: str

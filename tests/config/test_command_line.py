@@ -116,7 +116,7 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     ("train epochs=3", ['unexpected argument "epochs=3".']),
     ("train --rank two", ['--rank must be a valid integer, * or null, got "two".']),
     ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
-    ("predict --output x.txt", ['--output must be a .csv or .jsonl file, got "x.txt".']),
+    ("predict --output x.txt", ['--output must be a .csv file, got "x.txt".']),
     ("train --output x.csv", ['unknown setting "--output"*']),
     ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
     ("train --stpes 3 --lr -1 --dataset 3 --bogus",

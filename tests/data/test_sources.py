@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import gzip
 import hashlib
 import os
 import pickle
-import resource
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,8 +18,7 @@ from rankup.errors import USER_MISTAKE, UserError
 from tests.rigs.idx_files import made_up, write_idx, write_set
 from train.config import Config
 from train.data.samples import TensorSamples
-from train.data.sources import fetch, in_memory, load
-from train.data.sources.fetch import locate
+from train.data.sources import in_memory, load
 from train.data.sources.in_memory import FAMILIES, FOLDER
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -47,16 +41,6 @@ def test_fashion_mnist_is_found_in_data_dir(tmp_path: Path, suffix: str, below: 
     assert torch.equal(train.images[:, 0], made_up(20)[0])
     assert (train.name[:14], len(train.classes)) == ("fashion-mnist-", 10)
     assert str(tmp_path) in train.origin
-
-
-def test_fashion_mnist_in_debians_place_comes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    write_set(tmp_path / "cache" / "FashionMNIST" / "raw")
-    debian = replace(FAMILIES["fashion-mnist"], here=write_set(tmp_path / "debian", suffix=".gz"))
-    assert locate(debian, data_dir=None, timeout_s=1.0) == tmp_path / "debian"
-    without = replace(FAMILIES["fashion-mnist"], here=tmp_path / "nothing")
-    there = tmp_path / "cache" / "FashionMNIST" / "raw"
-    assert locate(without, data_dir=None, timeout_s=1.0) == there
 
 
 def test_other_images_of_the_same_number_are_other_data(tmp_path: Path) -> None:
@@ -106,60 +90,6 @@ def test_folder_that_holds_no_good_set_is_refused_by_the_name_of_the_file(tmp_pa
     with pytest.raises(UserError, match=message) as caught:
         load(Config(dataset="mnist", data_dir=str(tmp_path)))
     assert "\n" not in str(caught.value)
-
-
-def test_packed_images_are_unpacked_once_and_each_rank_may_change_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
-    config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
-    kept = tmp_path / "cache" / "unpacked"
-    kept.mkdir(parents=True)
-    (kept / "tmpleft").write_bytes(b"by a process that was killed")
-    with (kept / "tmpbusy").open("wb") as busy:
-        fcntl.flock(busy, fcntl.LOCK_EX)
-        first, _ = load_in_memory(config)
-    assert [path.name for path in kept.glob("tmp*")] == ["tmpbusy"]
-    monkeypatch.setattr(gzip, "GzipFile", None)
-    second, _ = load_in_memory(config)
-    assert torch.equal(second.images, first.images)
-    second.images.zero_()
-    assert torch.equal(load_in_memory(config)[0].images, first.images)
-
-
-def test_unpacked_images_are_kept_where_the_file_system_has_no_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
-    load_in_memory(Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz"))))
-    assert [path for path in (tmp_path / "cache" / "unpacked").iterdir() if not path.name.startswith("tmp")]
-
-
-def test_full_disk_leaves_no_part_of_unpacked_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
-    config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        first, _ = load_in_memory(config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert torch.equal(load_in_memory(config)[0].images, first.images)
-
-
-def test_packed_images_need_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(fetch, "KEPT_BYTES", 0)
-    config = Config(data_dir=str(write_set(tmp_path / "set", suffix=".gz")))
-    assert len(load_in_memory(config)[0]) == 20
-    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError))  # as below a folder of another user
-    assert len(load_in_memory(config)[0]) == 20
 
 
 def test_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -70,13 +70,13 @@ class Mirror:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def download(self, *, wrong: bool = False, first: int = 1) -> str:
-        """The program that downloads, from here. The first address of each file is another port: one leads nowhere."""
-        addresses = [f"http://127.0.0.1:{port}/" for port in (first, self.server.server_port)]
+    def download(self, *, wrong: bool = False) -> str:
+        """The program that downloads, from here."""
+        address = f"http://127.0.0.1:{self.server.server_port}/"
         files = [(file.name, "0" * 32 if wrong else hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest())
                  for file in sorted(self.folder.iterdir())]
-        here = f"datasets.FashionMNIST.mirrors, datasets.FashionMNIST.resources = {addresses}, {files}"
-        return fetch.DOWNLOAD.replace("kind =", f"{here}\nkind =")
+        here = f"datasets.FashionMNIST.mirrors, datasets.FashionMNIST.resources = ['{address}'], {files}"
+        return fetch.DOWNLOAD.replace("try:", f"{here}\ntry:")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def all_wait_for_the_download(workers: list[subprocess.Popen[str]], server: Mirr
     assert server.begun.wait(WAIT_S)
     for worker in workers:
         assert worker.stdout is not None
-        assert worker.stdout.readline().startswith("downloading FashionMNIST to")
+        assert worker.stdout.readline().startswith("fetching FashionMNIST to")
 
 
 def test_four_processes_with_one_folder_download_each_file_once(tmp_path: Path, mirror: Callable[..., Mirror]) -> None:
@@ -210,16 +210,6 @@ def test_file_that_is_wrong_or_stops_is_refused_and_nothing_is_left(
     assert everything(tmp_path / "data") == []
 
 
-def test_next_mirror_is_asked_where_the_first_resets_in_the_middle_of_a_file(
-    tmp_path: Path, mirror: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = mirror(cut=True), mirror()
-    monkeypatch.setattr(fetch, "DOWNLOAD", second.download(first=first.server.server_port))
-    fetch.locate(small(), data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
-    assert first.served
-    assert everything(tmp_path / "data") == ["FashionMNIST"]
-
-
 # Debian's package, bounded waiting, the cache, and the digits that ship -----------------------------------------------
 
 # Quicker than what imports torchvision to be refused by its servers
@@ -241,10 +231,10 @@ DPKG = """#!/bin/sh
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     """A family that no server has, and Debian does: its package holds what `served` holds."""
     monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
-    write_set(tmp_path / "served")
+    write_set(tmp_path / "served", suffix=".gz")
     put(tmp_path, apt_get=APT_GET, dpkg=DPKG.format(served=tmp_path / "served"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    return replace(small(), package="some-package", here=Path("/usr/share/place"))
+    return replace(small(), package="some-package", packed=Path("/usr/share/place"))
 
 
 def put(tmp_path: Path, **scripts: str) -> None:
@@ -281,18 +271,24 @@ def test_apt_that_fails_or_hangs_gives_its_reason(
 
 
 def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, packaged: Family) -> None:
-    write_idx(tmp_path / "served" / "t10k-images-idx3-ubyte", torch.zeros(9, 5, 5, dtype=torch.uint8))
+    write_idx(tmp_path / "served" / "t10k-images-idx3-ubyte.gz", torch.zeros(9, 5, 5, dtype=torch.uint8))
     with pytest.raises(NotFetched, match="10 labels for 9 images"):
         fetch.locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
     assert everything(tmp_path / "data") == []
 
 
-def test_debians_package_that_is_installed_is_what_was_published() -> None:
+def test_debians_package_that_is_installed_is_what_was_published_and_is_unpacked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     family = FAMILIES["fashion-mnist"]
-    if not (family.here and family.here.is_dir()):
+    if not (family.packed and family.packed.is_dir()):
         pytest.skip("needs Debian's dataset-fashion-mnist")
-    halves = load(Config())
-    assert [(half.name, len(half)) for half in halves] == [("fashion-mnist", 60_000), ("fashion-mnist", 10_000)]
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path))
+    for _ in range(2):
+        halves = load(Config())
+        assert [(half.name, len(half)) for half in halves] == [("fashion-mnist", 60_000), ("fashion-mnist", 10_000)]
+        assert {path.suffix for path in (tmp_path / "FashionMNIST" / "raw").iterdir()} == {""}
+        monkeypatch.setattr(fetch, "fetch", None)
 
 
 def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

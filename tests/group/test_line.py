@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PEER_LOST
 from rankup.group import joining, watchdog
@@ -23,8 +23,8 @@ from rankup.group.watchdog import Watchdog, describe
 
 def watchdog_of(rank: int, *, waiting: bool) -> Watchdog:
     status: Any = SimpleNamespace(rank=rank, world_size=4, run_dir=Path(), attempt="a")
-    watch = Watchdog(status, StopRequest(), record=RecordWriter(None), log=logging.getLogger("quiet"))
-    watch.record.wait(waiting)
+    watch = Watchdog(status, StopRequest(), record=Record.new(), log=logging.getLogger("quiet"))
+    watch.record.waiting = waiting
     return watch
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs import faulting_workload
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import MAIN, ROOT, ended, free_port, metrics, probe, result, start, status, wait_for
+from tests.rigs.jobs import MAIN, ROOT, ended, metrics, probe, result, start, status
 from train.config import Config
 from train.workloads import Workload
 
@@ -363,23 +363,3 @@ def test_launch_passes_a_signal_on_and_keeps_the_code(forks: Forks, tmp_path: Pa
     assert f"saved at step {stopped_at}" in job.output
     output = forks.ends(*train(run, "--max-steps", str(stopped_at + 3)), world_size=2)
     assert f"resumed from step-{stopped_at:08d}" in output
-
-
-def test_torchrun_signalled_as_schedulers_do_saves_once(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    port = str(free_port())
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port)
-    # torchrun itself may warn
-    env = {"PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
-    job = start(*torchrun, MAIN, *train(run, "--epochs", "100000"), env=env)
-    with ended(job):
-        agent = psutil.Process(job.processes[0].pid)
-        wait_for("a save", (run / "checkpoints" / "step-00000008").exists, process=job.processes[0])
-        # All processes of the job, and torchrun passes its own on: each rank gets two
-        for process in [agent, *agent.children()]:
-            process.send_signal(signal.SIGTERM)
-        assert job.wait() != [0]  # torchrun's own code: it makes 1 of every worker's
-    summary = status(run)
-    assert summary["state"] == "stopped", job.output
-    assert [end["code"] for end in summary["ranks"].values()] == [143, 143]
-    assert steps(run)[-1] == summary["ranks"]["0"]["step"]

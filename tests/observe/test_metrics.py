@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
 
 from rankup.errors import UserError
 from rankup.loop.record import Position
@@ -28,7 +26,9 @@ def at(run: Path) -> tuple[str, ...]:
     return ("--run-dir", str(run.parent), "--name", run.name)
 
 
-def events(run: Path) -> EventAccumulator:
+def events(run: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow
+
     found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
     found.Reload()
     return found
@@ -89,6 +89,8 @@ def test_scalars_are_those_of_the_run(digits: Path) -> None:
 
 def session(run: Path) -> dict[str, Any]:
     """The settings that TensorBoard's HPARAMS tab shows of a run."""
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
     content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
     start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}

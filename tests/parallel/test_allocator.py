@@ -1,13 +1,11 @@
 """The memory that a step frees stays with the process: the next step gets it without the kernel's help."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rigs import jobs
-from tests.rigs.jobs import MAIN, ROOT
+from tests.rigs.fork_server import Forks
 
 STEPS = 20
 LATE = 11  # steps that are judged, the last ones
@@ -38,13 +36,13 @@ def build(config):
     (4, 5_000_000),
     (1, 50_000_000),  # larger than any block that glibc, told a size, takes from the heap
 ])
-def test_steps_reuse_the_memory_that_earlier_ones_freed(count: int, numbers: int, tmp_path: Path) -> None:
+def test_steps_reuse_the_memory_that_earlier_ones_freed(
+    count: int, numbers: int, forks: Forks, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("NUMBERS", str(numbers)).replace("COUNT", str(count)))
     line = ["--workload", "own:build", "--batch-size", "4", "--max-steps", str(STEPS), "--run-dir", tmp_path / "runs"]
-    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    with jobs.ended(jobs.start(sys.executable, MAIN, "train", *line, env=path)) as job:
-        assert job.wait() == [0], job.output
-    counts = [int(found) for found in re.findall(r"page faults so far: (\d+)", job.output)]
+    output = forks.ends("train", *line, cwds=[tmp_path])
+    counts = [int(found) for found in re.findall(r"page faults so far: (\d+)", output)]
     assert len(counts) >= STEPS
     late = counts[-1] - counts[-1 - LATE]
     # What is given back costs its pages, of 4 KiB, in each of these steps. Twice is allowed: now and then blocks move

@@ -46,7 +46,7 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return found
 
 
-@pytest.mark.parametrize("world_size", range(2, 8))
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 7])  # four: below
 def test_any_number_of_ranks_follows_one(forks: Forks, alone: list[float], tmp_path: Path, world_size: int) -> None:
     difference = largest_difference(train(forks, tmp_path, world_size), alone)
     print(f"{world_size} ranks, batch 64: loss within {difference:.1e}")

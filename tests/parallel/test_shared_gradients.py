@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,7 @@ def far() -> None:
     methods.share_gradients = lambda group: None
 
 
-# A rank that ends, and strangers -------------------------------------------------------------------------------------
+# A rank that ends, and others than these two --------------------------------------------------------------------------
 
 
 def test_rank_that_ends_wakes_the_one_that_waits_for_it(forks: Forks) -> None:
@@ -154,53 +153,29 @@ def lose_a_rank() -> None:
     os._exit(7)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_connection_of_another_user_is_left_out(forks: Forks) -> None:
-    forks.ends(world_size=2, preload="tests.parallel.test_shared_gradients:meet_among_strangers")
-
-
-def meet_among_strangers() -> None:
-    """In each of the two ranks: one of another user is the first to connect to rank 0."""
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    group = group_of(rank, 2)
-    broadcast, strangers = group.broadcast, list[int]()
-
-    def known_to_strangers(address: str) -> str:
-        if rank == 0:
-            connected, tell = os.pipe()
-            if (child := os.fork()) == 0:
-                os.setuid(65534)
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                    stranger.connect(address)
-                    os.write(tell, b"!")
-                    signal.pause()
-            os.read(connected, 1)
-            strangers.append(child)
-        return str(broadcast(address))
-
-    group.broadcast = known_to_strangers  # type: ignore[method-assign, assignment]
-    shared = share_gradients(group)
-    assert shared is not None
-    shared.meet()
-    shared.parts[0, rank, 0] = rank + 1
-    shared.meet()
-    assert shared.parts[0, :, 0].tolist() == [1, 2]
-    for child in strangers:
-        os.kill(child, signal.SIGKILL)
-    os._exit(0)
-
-
-def test_rank_on_another_host_leaves_both_to_gloo(forks: Forks) -> None:
-    forks.ends(world_size=2, preload="tests.parallel.test_shared_gradients:meet_nobody")
+@pytest.mark.parametrize("where", ["meet_nobody", "meet_another_user"])
+def test_rank_of_another_host_or_user_leaves_both_to_gloo(forks: Forks, where: str) -> None:
+    if where == "meet_another_user" and os.getuid() != 0:
+        pytest.skip("only root can be somebody else")
+    forks.ends(world_size=2, preload=f"tests.parallel.test_shared_gradients:{where}")
 
 
 def meet_nobody() -> None:
-    """In each of the two ranks: the address of rank 0 is none of this host."""
+    """In each of the two ranks: the number of the other rank's process is that of another one here."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    group = group_of(rank, 2)
-    broadcast = group.broadcast
-    group.broadcast = lambda address: f"{broadcast(address)}, elsewhere"  # type: ignore[method-assign, assignment]
-    assert share_gradients(group) is None
+    files = os.listdir("/proc/self/fd")
+    os.getpid = os.getppid
+    assert share_gradients(group_of(rank, 2)) is None
+    assert os.listdir("/proc/self/fd") == files
+    os._exit(0)
+
+
+def meet_another_user() -> None:
+    """In each of the two ranks: the first one may open what the other one has, but not the other way round."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    if rank == 1:
+        os.setuid(65534)
+    assert share_gradients(group_of(rank, 2)) is None
     os._exit(0)

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from rankup.state import second_place
 from tests.rigs.checkpoints import SETTINGS, flip
 from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import outcome, result
 from tests.rigs.object_store import BUCKET, S3, Request
 
 LINE = ("train", *SETTINGS, "--name=run", "--save-every-steps=8")
-IMPATIENT = "tests.places.test_mirror:impatient"
 # In step 9: the ranks agree to stop two steps after the one that they are in
 STOP: dict[str, Any] = {"where": "loss", "call": 11, "signal": "SIGTERM", "rank": 0}
 
@@ -28,10 +26,10 @@ class Disks:
         self.run_dir = self.runs / "run"
         self.env: dict[str, str] = {}
 
-    def start(self, *more: str, mirror: str = "", preload: str = "", **order: Any) -> Job:
+    def start(self, *more: str, mirror: str = "", **order: Any) -> Job:
         env = self.env | ({"PROBE": json.dumps(order)} if order else {})
         line = (*LINE, f"--run-dir={self.runs}", f"--mirror={mirror or self.mirror}", *more)
-        return self.forks.start(*line, world_size=2, env=env, preload=preload)
+        return self.forks.start(*line, world_size=2, env=env)
 
     def run(self, *more: str, code: int = 0, **how: Any) -> str:
         job = self.start(*more, **how)
@@ -112,13 +110,8 @@ def test_only_damaged_ones_are_left_there_and_nothing_begins_anew_without_a_word
 
 def test_mirror_that_cannot_be_read_is_asked_again_later_where_it_alone_may_know_the_run(disks: Disks) -> None:
     disks.mirror.write_text("in the way")
-    output = disks.run(preload=IMPATIENT, code=171)
+    output = disks.run("--save-timeout-s=1", code=171)
     assert f"{disks.mirror}/run did not answer in time: " in output
-
-
-def impatient() -> None:
-    """Preloaded: a mirror that does not answer is given up at once, at the opening and at the end alike."""
-    second_place.SEARCH_S = second_place.FIND_S = second_place.UPLOAD_END_S = 0.1
 
 
 def test_mirror_in_a_store_that_denies_gets_the_newest_checkpoint_once_it_is_back(

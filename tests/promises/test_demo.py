@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rankup.places.files import write_json
-from tests.rigs.jobs import ROOT, Job, ended, environment, metrics, result, start, wait_for
+from tests.rigs.jobs import ROOT, Job, ended, environment, metrics, result, start, status, wait_for
 
 TINY = ["--dataset", "digits", "--model", "mlp", "--epochs", "1", "--batch-size", "64", "--step-timeout-s", "60"]
 ENDLESS = [*TINY, "--epochs", "100000"]
@@ -115,6 +115,8 @@ def test_demo_interrupted_saves_goes_on_next_time_and_fails_with_an_agent_that_i
         os.killpg(demo.processes[0].pid, random.choice((signal.SIGINT, signal.SIGHUP)))
         assert demo.wait() != [0]
     assert "SIGTERM: saved at step" in demo.output
+    summary = status(clone / "runs/demo")
+    assert (summary["state"], [end["code"] for end in summary["ranks"].values()]) == ("stopped", [143, 143])
     assert "resumed from step-" not in demo.output
     with endless(clone, trained=(clone / "runs/demo/metrics.jsonl").stat().st_size) as demo:
         tree, node = tree_of(demo), random.randrange(2)

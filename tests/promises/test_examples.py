@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 import random
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +40,10 @@ def strike(folder: Path, **what: Any) -> dict[str, str]:
 
 
 def by_hand(
-    forks: Forks, folder: Path, name: str, *, ranks: int, env: dict[str, str] | None = None
+    forks: Forks, folder: Path, script: Path, *, ranks: int, env: dict[str, str] | None = None
 ) -> tuple[set[int], str]:
     """The exit codes and the output of ranks without a launcher: the five variables."""
-    codes, output = forks.run(STRUCK, EXAMPLES / f"{name}.py", world_size=ranks, cwds=[folder] * ranks,
+    codes, output = forks.run(STRUCK, script, world_size=ranks, cwds=[folder] * ranks,
                               preload="tests.rigs.struck:by_fork", env=env)
     return {*codes}, output
 
@@ -52,21 +53,40 @@ def undisturbed(once: Once, forks: Forks, folder: Path, name: str, ranks: int) -
 
     def compute() -> str:
         (folder / "undisturbed").mkdir()
-        codes, output = by_hand(forks, folder / "undisturbed", name, ranks=ranks)
+        codes, output = by_hand(forks, folder / "undisturbed", EXAMPLES / f"{name}.py", ranks=ranks)
         assert codes == {0}, output
         return digest(folder / "undisturbed", name)
 
     return once(f"example-{name}-{ranks}", compute)
 
 
+def script_before(name: str) -> str:
+    """The example without the library's lines: each part of its diff as it was."""
+    text = (EXAMPLES / f"{name}.py").read_text()
+    for part in re.split(r"(?m)^@@.*\n", (EXAMPLES / f"{name}.diff").read_text())[1:]:
+        lines = part.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+        assert text.count(after) == 1, after
+        text = text.replace(after, before)
+    return text
+
+
 @each
 def test_examples_change_at_most_six_lines(name: str) -> None:
     """Changed and added ones, blank ones left out, those that only move to the right too."""
-    before, after = ((EXAMPLES / f"{file}.py").read_text().splitlines() for file in (f"{name}_before", name))
+    before, after = script_before(name).splitlines(), (EXAMPLES / f"{name}.py").read_text().splitlines()
     moved = difflib.ndiff([line.strip() for line in before], [line.strip() for line in after])
     changed = [line for line in moved if line.startswith("+ ") and line.strip() != "+"]
     assert 0 < len(changed) <= 6, changed
     assert 50 <= len(before) <= 110
+    assert not re.search("rankup|job", "\n".join(before))
+
+
+def test_script_before_trains_too(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "before.py").write_text(script_before("ddp"))
+    codes, output = by_hand(forks, tmp_path, tmp_path / "before.py", ranks=2)
+    assert codes == {0}, output
+    assert digest(tmp_path, "ddp")
 
 
 @each
@@ -76,7 +96,8 @@ def test_examples_go_on_after_a_stop_and_after_a_killed_rank_to_the_same_weights
     """One rank alone is asked to stop: all save the same step and leave. Then the script goes on under `launch`."""
     ranks, calls = LOOPS[name]
     stop = {"rank": random.randrange(ranks), "call": random.randrange(2, calls // 2), "hold_s": 0.15}
-    codes, output = by_hand(forks, tmp_path, name, ranks=ranks, env=strike(tmp_path, signal="SIGTERM", **stop))
+    asked = strike(tmp_path, signal="SIGTERM", **stop)
+    codes, output = by_hand(forks, tmp_path, EXAMPLES / f"{name}.py", ranks=ranks, env=asked)
     assert codes == {143}, f"{stop}\n{output}"
     assert not (tmp_path / f"{name}.pt").exists()
 

@@ -1,6 +1,7 @@
 """The promise: the weights are the same to the bit whoever starts the ranks.
 
-Of mpirun, and of ranks that meet at a URL: tests/parallel/test_methods_kills.py. That any number of ranks trains as one
+Of torchrun that starts its ranks again: test_torchrun.py. Of mpirun, and of ranks that meet at a URL:
+tests/parallel/test_methods_kills.py. That any number of ranks trains as one
 does: tests/parallel/test_any_ranks.py.
 """
 
@@ -41,12 +42,6 @@ def test_setting_that_should_not_change_the_weights_does_not(
     assert result(run(forks, tmp_path, 2, *LINE, *arguments))["digest"] == reference
 
 
-def by_torchrun(*arguments: str) -> Job:
-    # Unset, torchrun sets it to 1 for several processes and says so
-    return start("env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc-per-node", "2", "-m", "train.main", *arguments, env={"PYTHONWARNINGS": ""})
-
-
 def by_hand(*arguments: str) -> Job:
     """The five variables in two terminals, in which OMP_NUM_THREADS is not set and 2."""
     job, port = Job(), free_port()
@@ -59,7 +54,7 @@ def by_fresh(*arguments: str) -> Job:
 
 
 def by_two_agents_of_old(*arguments: str) -> Job:
-    """PyTorch's older launcher puts --local-rank=N before everything else. Two of torchrun's: test_demo.py."""
+    """PyTorch's older launcher is torchrun that puts --local-rank=N before everything else."""
     job, port = Job(), free_port()
     for node in ("1", "0"):
         start(sys.executable, "-m", "torch.distributed.launch", "--nnodes", "2", "--nproc-per-node", "1",
@@ -68,21 +63,20 @@ def by_two_agents_of_old(*arguments: str) -> Job:
     return job
 
 
-def by_launch_in_pods(*arguments: str) -> Job:
-    """Kubeflow's variables count pods, and so agents."""
-    job, port = Job(), str(free_port())
-    for node in ("1", "0"):
-        pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,
-               "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        start(sys.executable, MAIN, "launch", MAIN, *arguments, env=pod, job=job)
-    return job
-
-
-@pytest.mark.parametrize("launcher", [
-    by_torchrun, by_launch_in_pods, by_fresh, by_hand, by_two_agents_of_old,
-], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("launcher", [by_fresh, by_hand, by_two_agents_of_old], ids=lambda f: f.__name__)
 def test_launcher_changes_no_bit(reference: str, tmp_path: Path, launcher: Callable[..., Job]) -> None:
     with ended(launcher(*LINE, "--run-dir", str(tmp_path))) as job:
         assert set(job.wait()) == {0}, job.output
     assert result(tmp_path / "run")["digest"] == reference
     assert result(tmp_path / "run")["world_size"] == 2
+
+
+def test_launch_in_pods_changes_no_bit(forks: Forks, reference: str, tmp_path: Path) -> None:
+    """Kubeflow's variables count pods, and so agents."""
+    port, agents = str(free_port()), []
+    for node in ("1", "0"):
+        pod = {"RANK": node, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_NODE_RANK": node,
+               "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        agents.append(forks.start("launch", MAIN, *LINE, "--run-dir", tmp_path, env=pod))
+    assert [agent.wait() for agent in agents] == [[0], [0]], "\n".join(agent.output for agent in agents)
+    assert result(tmp_path / "run")["digest"] == reference

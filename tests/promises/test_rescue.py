@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from rankup.agent.ends import new_job
+from rankup.agent.record import Record
 from rankup.state.memory import homes
 from tests.rigs import places
 from tests.rigs.fork_server import Forks
@@ -79,12 +80,12 @@ def test_fresh_goes_on_from_its_own_rescue_and_takes_none_of_an_earlier_run(
 def test_fresh_that_was_killed_before_it_began_is_still_fresh_after_the_restart(forks: Forks, tmp_path: Path) -> None:
     """The first attempt of a launch may be killed before it puts the earlier run aside. Only attempts after the one
     that did must not put it aside again."""
-    line = train(tmp_path, "--max-steps=6", "--fresh")
+    line, record = train(tmp_path, "--max-steps=6", "--fresh"), Record.new()
 
     def attempt(job: str, restart: int) -> str:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
         env = {**rank_env(0, 1, store.port), "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": None})
+        env["RANKUP_AGENT"] = json.dumps({"commit": {"job": job, "restarts": restart}, "record": record.path})
         return forks.ends(*line, env=env)
 
     yesterday, today = new_job(), new_job()

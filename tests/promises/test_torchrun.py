@@ -23,6 +23,7 @@ from tests.rigs.jobs import (
     environment,
     free_port,
     lives,
+    probe,
     result,
     start,
     wait_for,
@@ -77,13 +78,13 @@ def test_torchruns_summary_names_no_victim_as_the_cause(tmp_path: Path) -> None:
     assert "lost rank 1" in str(summary)
 
 
-def test_torchruns_summary_says_what_a_rank_waited_for(tmp_path: Path) -> None:
+def test_torchruns_summary_says_what_a_rank_waited_for(forks: Forks, tmp_path: Path) -> None:
     """A rank that ends at its own deadline has no exception: its reason stands there all the same."""
-    order = {"where": "loss", "call": 5, "rank": 1, "sleep_s": 600}
-    with ended(torchrun(tmp_path / "run", "--step-timeout-s=10", options=("--max-restarts=0",), order=order)) as job:
-        assert job.wait() == [1], job.output
-    _, _, summary = job.output.partition("FAILED\n---")
-    assert "took longer than 10 s" in summary, job.output
+    line, file = (*SETTINGS, f"--run-dir={tmp_path}", "--name=run", "--step-timeout-s=5"), tmp_path / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(file), **probe("loss", 5, sleep_s=600)}
+    forks.ends("train", *line, env=env, code=171)
+    summary = str(ChildFailedError("job", {0: ProcessFailure(0, pid=1, exitcode=171, error_file=str(file))}))
+    assert "took longer than 5 s" in summary
     assert "NoneType" not in summary
     assert "<N/A>" not in summary
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from rankup.agent.record import RecordWriter
+from rankup.agent.record import Record
 from rankup.group.group import Group
 
 
 def group_of(rank: int, world_size: int) -> Group:
     launch = SimpleNamespace(rank=rank, world_size=world_size, restart_count=0)
-    watch: Any = SimpleNamespace(record=RecordWriter(None), status=SimpleNamespace(run_dir=Path()),
+    watch: Any = SimpleNamespace(record=Record.new(), status=SimpleNamespace(run_dir=Path()),
                                  hosts=["here"] * world_size, stop=None, log=SimpleNamespace(host="here"))
     return Group(launch, torch.device("cpu"), watch)  # type: ignore[arg-type]

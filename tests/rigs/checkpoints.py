@@ -23,7 +23,7 @@ SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", 
 
 def load_checkpoint(path: Path) -> reading.Copy:
     """Read one checkpoint folder as the program does. Raises UserError where it is damaged, or not the program's."""
-    return reading.load(path, _checked(check))
+    return reading.read(path, _checked(check))
 
 
 def load_newest(directory: Path, warn: Callable[[str], None]) -> reading.Copy | None:

@@ -104,7 +104,7 @@ def stop_is_known(stop: Any) -> bool:
     StopRequest."""
     if stop.watch is None or stop.watch.world_size == 1 or not stop.finish_step_first:
         return bool(stop.requested)
-    cell = stop.watch.record._cell
+    cell = stop.watch.record
     return bool(cell.confirmed == cell.stop < NO_STOP)
 
 

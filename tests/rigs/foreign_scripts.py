@@ -3,13 +3,13 @@
 import functools
 import os
 import re
-import runpy
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from rankup.agent import fork_server
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 
@@ -79,10 +79,7 @@ def expected(name: str, once: Once, forks: Forks, folder: Path, *, nproc: int = 
     return once(name, by_forks)
 
 
-def be_script() -> None:
+def be_script() -> NoReturn:
     """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank."""
     warnings.simplefilter("default")
-    sys.argv = [word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit()
+    fork_server.run([word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]])

@@ -5,6 +5,7 @@ So it is with the process from which an agent forks its ranks. Tests of the star
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -202,8 +203,11 @@ AT_START = dict(os.environ)
 def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
     commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop")
+    gc.disable()
     for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images", *sys.argv[1:]):
         importlib.import_module(slow)
+    gc.freeze()  # as in the agent's own: a collection in a fork must not write to, and so copy, what all share
+    gc.enable()
 
     wakeup, writer = socket.socketpair()
     writer.setblocking(False)

@@ -234,7 +234,7 @@ def words() -> Files:
             encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
                    job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
-            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"), encode("stacks"), encode("leave", n=1),
+            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"), encode("leave", n=1),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
             encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
     end = End(1, "", 1, "x", 7).message()
@@ -312,8 +312,8 @@ def pictures() -> Files:
 SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
 IDX = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
 FORMATS = {
-    "plain_copy": Format(plain_copy, lambda folder: reading.load(folder).as_plain(), sealed=True),
-    "sharded_copy": Format(sharded_copy, lambda folder: reading.load(folder).as_plain(), sealed=True),
+    "plain_copy": Format(plain_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
+    "sharded_copy": Format(sharded_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
     "weights": Format(weights, lambda folder: init_from(torch.nn.Linear(3, 2), folder, lambda text: None)),
     "settings": Format(lambda: {"c.yaml": SETTINGS}, lambda folder: load_config({}, file=str(folder / "c.yaml")),
                        replaced=False),

@@ -42,7 +42,7 @@ def write_set(folder: Path, *, suffix: str = "") -> Path:
 
 def small() -> Family:
     """Fashion-MNIST as `write_set` makes it, which lies nowhere on this machine."""
-    return replace(FAMILIES["fashion-mnist"], here=None, package="")
+    return replace(FAMILIES["fashion-mnist"], packed=None, package="")
 
 
 def everything(root: Path) -> list[str]:

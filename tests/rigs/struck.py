@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import rankup  # noqa: F401  # for `launch`, which forks the ranks of a script that imports it
+from rankup.agent import fork_server
 
 STRIKE = json.loads(os.environ.get("STRIKE", "{}"))
 CALLS = itertools.count(1)
@@ -30,12 +31,9 @@ def run(script: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def by_fork() -> None:
-    """The preload of a process of tests/rigs/fork_server.py, which ends with it, as Python ends a script."""
-    sys.argv = sys.argv[1:]
-    sys.path.insert(0, "")
-    runpy.run_path(__file__, run_name="__main__")
-    sys.exit()
+def by_fork() -> NoReturn:
+    """The preload of a process of tests/rigs/fork_server.py, which then is `python tests/rigs/struck.py WORDS`."""
+    fork_server.run([__file__, *sys.argv[1:]])
 
 
 def _strike(*_: Any) -> None:

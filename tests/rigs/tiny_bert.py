@@ -15,6 +15,14 @@ SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "i
          "max_position_embeddings": 64, "initializer_range": 0.1}
 
 
+def of_transformers(folder: Path) -> Any:
+    """The classifier that transformers itself makes of it. Imported by the one process that needs it, not by each that
+    collects tests."""
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification.from_pretrained(folder, num_labels=5, local_files_only=True)
+
+
 def sample_texts(part: str = "train") -> list[str]:
     lines = (SAMPLE / f"{part}.txt").read_text(encoding="utf-8").splitlines()
     return [line.partition("\t")[2] for line in lines]

@@ -12,9 +12,10 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.job import _checked
 from rankup.places.lease import Lineage
-from rankup.state.choice import SECOND, Origin, find_origin, found_in
+from rankup.state.choice import SECOND, found_in
 from rankup.state.copies import list_copies
 from rankup.state.memory import write_rescue
+from rankup.state.run import Run
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
@@ -41,7 +42,7 @@ class Node:
         self.run_dir.mkdir()
         self.rank, self.local_rank, self.world_size, self.hosts, self.is_rank0 = 0, 0, 1, ["node0"], True
         self.log = SimpleNamespace(warning=self.said.append)
-        self.launch, self.restarted = SimpleNamespace(start="", agent=None), False
+        self.launch, self.restarted, self.attempt = SimpleNamespace(start="", agent=None), False, "next"
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -56,9 +57,9 @@ class Node:
 
     def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)
-        assert write_rescue(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)})) == ""
+        write_rescue(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)}))
 
-    def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False) -> Origin:
+    def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False) -> Run:
         """`newest`: step and attempt of rank 0's newest checkpoint."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
@@ -70,9 +71,10 @@ class Node:
             _check_settings(path, record, Config())
 
         group: Any = self
-        return find_origin(group, self.run_dir, known, line(0, run="new"), "",
-                           found_in(list_copies(self.run_dir / "checkpoints")), {},
-                           Options(check=_checked(check), fits=fits))
+        run = Run(self.run_dir, group, Options(check=_checked(check), fits=fits))
+        run.token, run.lineage = "", known or line(0, run="new")
+        run._choose(known, found_in(list_copies(self.run_dir / "checkpoints")))
+        return run
 
 
 @pytest.fixture
@@ -101,24 +103,24 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
     expected: tuple[int, str] | None,
 ) -> None:
     node.copy(*copy)
-    origin = node.go_on(known, newest)
-    found = origin.copy
+    run = node.go_on(known, newest)
+    found = run.newest
     assert (found and (found.step, found.record["attempt"])) == expected
-    assert origin.writer == (expected[1] if expected else None)
+    assert run._writer == (expected[1] if expected else None)
     if expected is None:
-        assert not origin.words
+        assert not run.words
     elif newest == expected:
-        assert origin.words == f"step-{expected[0]:08d}"
+        assert run.words == f"step-{expected[0]:08d}"
     else:
-        assert origin.words == f"step {expected[0]}, the second copy on node0 (rank 0)"
+        assert run.words == f"step {expected[0]}, the second copy on node0 (rank 0)"
 
 
 def test_damaged_checkpoint_is_not_taken_for_the_one_that_is_saved(node: Node) -> None:
     """Else the run would not save that step again, and rescue none before it."""
     node.copy(4, "a", A)
-    origin = node.go_on(A, (8, "a"), damaged=True)
-    assert origin.copy is not None
-    assert (origin.copy.step, origin.saved) == (4, ("", None))
+    run = node.go_on(A, (8, "a"), damaged=True)
+    assert run.newest is not None
+    assert (run.newest.step, run.saved) == (4, None)
 
 
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:

@@ -34,8 +34,8 @@ def files(step: int, **fields: Any) -> dict[str, Content]:
     return files_of(training_state(step, **fields), {"weight": torch.full((3,), float(step))})
 
 
-def write(step: int, **fields: Any) -> str:
-    return write_rescue(RUN, step, lambda: files(step, **fields))
+def write(step: int, **fields: Any) -> None:
+    write_rescue(RUN, step, lambda: files(step, **fields))
 
 
 def found() -> int | None:
@@ -44,7 +44,7 @@ def found() -> int | None:
 
 
 def test_rescue_is_a_checkpoint_that_only_its_user_can_read(memory: Path) -> None:
-    assert write(7) == ""
+    write(7)
     path = memory / f"rankup-{os.getuid()}" / RUN / "step-00000007"
     assert load_checkpoint(path).tracked["model"]["weight"].tolist() == [7.0] * 3
     assert stat.S_IMODE(path.parents[1].stat().st_mode) == 0o700
@@ -54,10 +54,10 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
     def unexpected() -> dict[str, bytes]:
         raise AssertionError("the state was copied once more")
 
-    assert write(7) == ""
-    assert write_rescue(RUN, 7, unexpected) == ""
-    assert write_rescue(RUN, 6, unexpected) == ""
-    assert write(8) == ""
+    write(7)
+    write_rescue(RUN, 7, unexpected)
+    write_rescue(RUN, 6, unexpected)
+    write(8)
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
 
 
@@ -75,7 +75,7 @@ def test_temporary_directory_where_shared_memory_can_not_be_written_or_is_absent
     monkeypatch.setattr(Path, "open", fails)
     if file is None:
         memory.rmdir()
-    assert write(7) == ""
+    write(7)
     assert [path.parents[2].name for path in list_held()] == ["tmp"]
 
 
@@ -83,7 +83,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     own = memory / f"rankup-{os.getuid()}"
     (memory / "elsewhere").mkdir(mode=0o700)
     own.symlink_to(memory / "elsewhere")
-    assert write(7) == ""
+    write(7)
     assert [path.parents[2].name for path in list_held()] == ["tmp"]
     assert list((memory / "elsewhere").glob("*/step-*")) == []
     own.unlink()
@@ -91,7 +91,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
     assert found() == 7
     own.chmod(0o777)  # somebody else may have put it there
     assert found() is None
-    assert write(8) == ""
+    write(8)
     assert [path.parents[2].name for path in list_held()] == ["tmp"]
 
 

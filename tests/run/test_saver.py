@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankup.errors import UserError
 from rankup.state import copies
 from rankup.state.saver import HostCopies, Options, Saver
 from tests.rigs.checkpoints import steps, train
@@ -251,8 +252,11 @@ def held_save_without_rescue() -> None:
     """Preloaded: `held_save` on a node that has no memory for a rescue."""
     from rankup.state import memory
 
+    def fails(*_: Any) -> None:
+        raise UserError("no memory is left")
+
     held_save()
-    memory.write_rescue = lambda *_: "no memory is left"
+    memory.write_rescue = fails
 
 
 def test_survivor_that_has_no_rescue_finishes_the_save_under_way(forks: Forks, tmp_path: Path) -> None:

@@ -163,11 +163,9 @@ def test_failing_disk_loses_no_earlier_checkpoint(
 SPLIT = ("--parallel=fsdp", "--checkpoint-format=sharded", "--memory-every-steps=0")
 
 
-@pytest.mark.parametrize("more", [(), SPLIT], ids=["plain", "sharded"])
-def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(
-    forks: Forks, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    wide = ("--options.width", "20000", "--keep", "3", *more)
+def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, tmp_path: Path) -> None:
+    """With parts of all ranks. Whole ones in containers: test_compose_limits.py."""
+    wide = ("--options.width", "20000", "--keep", "3", *SPLIT)
     output = forks.ends(*train(tmp_path / "undisturbed", *wide), world_size=2)
     with small_disk(tmp_path / "disk", "5m") as (disk, resize):
         run = disk / "run"

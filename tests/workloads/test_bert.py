@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, BertTokenizer
 
 from rankup.errors import UserError
-from tests.rigs.tiny_bert import change_json, change_weights, make_bert, sample_texts
+from tests.rigs.tiny_bert import change_json, change_weights, make_bert, of_transformers, sample_texts
 from train.config import Config
 from train.workloads import load
 from train.workloads.bert import Bert, WordPieceTokenizer, build_bert
@@ -51,6 +50,8 @@ def build(
     "options", [{}, {"do_lower_case": False}, {"tokenize_chinese_chars": False, "strip_accents": False}]
 )
 def test_words_are_those_of_transformers(folder: Path, options: dict[str, bool]) -> None:
+    from transformers import BertTokenizer
+
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
     texts = [*sample_texts(), "Ünïcode Café", "  \t ", "汤soup汤", "\u3000全角ＡＢ"]
     tokens = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
@@ -91,7 +92,7 @@ def test_cut_texts_are_told_once_for_each_part(made: Path) -> None:
 
 def test_bert_is_that_of_transformers_and_does_not_see_the_padding(made: Path) -> None:
     words, model, _ = build(made)
-    theirs = BertForSequenceClassification.from_pretrained(made, num_labels=5, local_files_only=True).eval()
+    theirs = of_transformers(made).eval()
     theirs.load_state_dict(model.state_dict())  # strict: the same names
     rows, _ = words(sample_texts()[:6])
     longest = max(map(len, rows))

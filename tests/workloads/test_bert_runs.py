@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertForSequenceClassification
 
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import losses_of, result
-from tests.rigs.tiny_bert import SLOW, change_json, make_bert, sample_texts
+from tests.rigs.tiny_bert import SLOW, change_json, make_bert, of_transformers, sample_texts
 from train.workloads.text import TextSamples
 
 # As in test_parallel.py: a constant, small rate, and no dropout, which each rank draws for itself
@@ -65,7 +64,7 @@ def test_bert_follows_one_process_and_its_weights_fit_everywhere(
     run, arguments = tmp_path / "run", ("--parallel", method)
     train(jobs, bert, run, 2, *arguments)
     assert losses(run) == pytest.approx(losses(alone), rel=1e-3)
-    model = BertForSequenceClassification.from_pretrained(bert, num_labels=5, local_files_only=True)
+    model = of_transformers(bert)
     model.load_state_dict(weights_of(run))  # strict
     # The weights of one process fit this method, and back.
     of_alone = ("--init-from", str(checkpoint_of(alone)), "--max-steps", "1")
@@ -124,7 +123,7 @@ def expected_labels(bert: Path, run: Path, texts: list[str]) -> list[str]:
     """By transformers itself, one text after the other, without padding."""
     from train.workloads.bert import WordPieceTokenizer
 
-    model = BertForSequenceClassification.from_pretrained(bert, num_labels=5, local_files_only=True).eval()
+    model = of_transformers(bert).eval()
     model.load_state_dict(weights_of(run))
     samples = TextSamples(texts, [0] * len(texts), WordPieceTokenizer(bert, max_seq_len=40))
     with torch.no_grad():

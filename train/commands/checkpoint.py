@@ -4,8 +4,6 @@ import csv
 import io
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,8 +46,7 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
     with program.join(
-        run_dir / "evaluations", timeout_s=config.join_timeout_s, needs_process_group=False, trains=False,
-        **join_options(config),
+        run_dir / "evaluations", timeout_s=config.join_timeout_s, needs_process_group=False, **join_options(config),
     ) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
@@ -103,10 +100,8 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
 
 def predict(config: Config, program: Program, run_dir: Path, options: PredictOptions) -> None:
     """Write a line for each sample, in the samples' order, whatever the number of ranks. Raises UserError."""
-    with (
-        open_checkpoint(config, program, run_dir, options.checkpoint) as opened,
-        _open_samples(opened, options.input) as (samples, name_of),
-    ):
+    with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
+        samples, name_of = _open_samples(opened, options.input)
         own = _predict_share(opened, samples)
         rows = [
             {"input": name_of(index), "label": label, "probability": round(probability, 6)}
@@ -117,32 +112,16 @@ def predict(config: Config, program: Program, run_dir: Path, options: PredictOpt
         program.log.info(f"{len(rows)} predictions in {output}")
 
 
-@contextmanager
-def _open_samples(opened: CheckpointModel, path: str) -> Iterator[tuple[Samples, Callable[[int], str]]]:
-    """The samples in `path` ("-": standard input, "": the test data), and the name of each by its number."""
+def _open_samples(opened: CheckpointModel, path: str) -> tuple[Samples, Callable[[int], str]]:
+    """The samples in `path`, or the test data where it is empty; and the name of each by its number."""
     workload, name = opened.workload, opened.config.workload
     if workload.predict is None:
         raise UserError(f"workload {name} must have a predict function, got none. Give its Workload one.")
     if not path:
-        yield workload.evaluation, workload.input_name
-        return
+        return workload.evaluation, workload.input_name
     if workload.open_input is None:
         raise UserError(f"workload {name} must have open_input for --input, got none. Give its Workload one.")
-    if path != "-":
-        yield workload.open_input(path)
-        return
-    # Launchers connect standard input to rank 0 only
-    content = opened.group.broadcast_bytes(sys.stdin.buffer.read() if opened.group.is_rank0 else b"")
-    with tempfile.TemporaryFile() as file:  # of which nothing is left, however this process ends
-        file.write(content)
-        file.flush()
-        here = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        try:
-            # An image is read when a batch asks for it: the file is there until the caller's block ends
-            samples, name_of = workload.open_input(here)
-            yield samples, lambda index: name_of(index).replace(here, "-")
-        except UserError as error:
-            raise UserError(str(error).replace(here, "standard input")) from None
+    return workload.open_input(path)
 
 
 @torch.no_grad()
@@ -166,12 +145,9 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Raises UserError if it can't be written."""
     file = io.StringIO()
-    if path.suffix == ".csv":
-        writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    else:
-        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     try:
         _write(path, file.getvalue())
     except OSError as error:

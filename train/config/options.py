@@ -54,12 +54,11 @@ class EvaluateOptions(CheckpointOptions):
 
 
 class PredictOptions(CheckpointOptions):
-    """Write input, label and probability of each sample to a CSV or JSONL file."""
+    """Write input, label and probability of each sample to a CSV file."""
 
-    input: str = setting("", "What to predict: an image, a folder of images, a file of texts, or - for standard input; "
-                         "by default the test data.")
-    output: str = setting(
-        "predictions.csv", "Where to write.", pattern=r"\.(csv|jsonl)$", rule="a .csv or .jsonl file")
+    input: str = setting("", "What to predict: an image, a folder of images, or a file of texts; by default the test "
+                         "data.")
+    output: str = setting("predictions.csv", "Where to write.", pattern=r"\.csv$", rule="a .csv file")
 
 
 class ShowOptions(JsonOptions):

@@ -72,8 +72,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                                      unit="pixels", ge=8, le=1024)
     max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, le=65_536, of="text")
     bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
-    length_pool: Natural = _result(50, "Batches from which samples of like length are put together; 0: any lengths.",
-                                   unit="batches", of="text")
     eval_split: Literal["dev", "test"] = setting("dev", "text, hf: which part to evaluate on, where there are both.")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
@@ -137,8 +135,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
-    download_timeout_s: float = _deadline(600.0, "finding or downloading the data")
-    setup_timeout_s: float = _deadline(600.0, "preparing data, model and first batch")
+    setup_timeout_s: float = _deadline(600.0, "fetching and preparing data, model and first batch")
     step_timeout_s: float = _deadline(300.0, "one step")
     eval_timeout_s: float = _deadline(900.0, "one evaluation")
     save_timeout_s: float = _deadline(600.0, "saving one checkpoint")

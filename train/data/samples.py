@@ -140,7 +140,7 @@ class Order:
     batch_size: int
     seed: int
     lengths: torch.Tensor | None = None  # int64 [num_samples]: samples of similar length shall share a batch ...
-    pool: int = 0  # ... chosen from this many batches; 0: lengths are ignored
+    pool: int = 50  # ... chosen from this many batches
     now: int = 0  # the epoch
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class Order:
         """All samples in the order of that epoch, int64 [num_samples]."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
-        if self.lengths is None or self.pool == 0:
+        if self.lengths is None:
             return order
         # The tail that is left out stays a random one. The rest is cut into pools, each is sorted by length and cut
         # into batches, and the batches are shuffled.

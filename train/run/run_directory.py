@@ -35,14 +35,12 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
         save_timeout_s=config.save_timeout_s, store=config.run_dir if rankup.urls.is_url(config.run_dir) else "",
         mirror=config.mirror or "", save=config.save, sharded=config.checkpoint_format == "sharded", share_all=True,
         can_rescue=method.every_rank_has_all, tracker=config.tracker, shown=config.model_dump(mode="json"),
-        check=check,
-        again=f"The same command{' without --fresh' if config.fresh else ''}",
-        fits=lambda path, record: _check_settings(path, record, config),
+        check=check, fits=lambda path, record: _check_settings(path, record, config),
         finished=lambda newest, result: _is_finished(newest, result, config, group),
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            job.write("config.yaml", to_yaml(config))
+            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(to_yaml(config)))
         yield job
 
 

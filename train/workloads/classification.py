@@ -106,7 +106,7 @@ TEXT = 28  # pixels, as a point is one at this resolution
 DPI = 72
 # The first comes with matplotlib: Latin, Greek, Cyrillic, Arabic. The others are for Chinese and Japanese, if installed
 FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei"]
-LETTERS = 15  # of a name
+LETTERS = 15  # of a name are shown
 NAMED = 20  # with more classes, the names and counts of a matrix would be too small to read
 
 
@@ -123,7 +123,7 @@ def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str
     ours: Any = {"font.family": FONTS, "font.size": TEXT, "text.usetex": False, "text.parse_math": False}
     with matplotlib.rc_context(ours), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it draws a box then
-        return {"eval/confusion": to_tensor(draw_matrix(matrix, [shorten(name, LETTERS) for name in classes]))}
+        return {"eval/confusion": to_tensor(draw_matrix(matrix, [name[:LETTERS] for name in classes]))}
 
 
 def draw_matrix(matrix: torch.Tensor, labels: Sequence[str]) -> "Figure":
@@ -154,10 +154,3 @@ def to_tensor(figure: "Figure") -> torch.Tensor:
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return torch.from_numpy(np.array(canvas.buffer_rgba())[:, :, :3]).permute(2, 0, 1).contiguous()
-
-
-def shorten(text: str, limit: int) -> str:
-    """Both ends of a long text: names of classes often begin alike. A Chinese character is as wide as two."""
-    text = "".join(character if character.isprintable() else " " for character in text)
-    limit = limit // 2 if any(ord(character) > 0x2E7F for character in text) else limit
-    return text if len(text) <= limit else f"{text[: limit - limit // 3 - 1]}…{text[-(limit // 3) :]}"

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1200)]
 
 
 def doctor(folder: Path, limits: str) -> tuple[list[int], str, dict[str, Any]]:
-    """Exit codes, the log without line breaks and prefixes (a long line is wrapped), and the report."""
+    """Exit codes, the log without line breaks and prefixes, and the report."""
     with project(folder, RESTART="no", SCRIPT="train/main.py doctor", ARGS="--name job") as made:
         made.override(f"services: {{node1: {{{limits}}}}}")
         made.up()
@@ -31,4 +31,4 @@ def test_compose_doctor_names_the_container_that_has_too_little(tmp_path: Path) 
     ):
         assert f"WARNING {warning}" in said
     assert len(warned(report)) == 3, report
-    assert "doctor: fit to train, with warnings (" in said
+    assert "doctor: fit to train, with warnings: " in said

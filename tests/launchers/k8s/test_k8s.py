@@ -25,10 +25,9 @@ def test_k8s_image_of_this_version_is_the_one_that_was_built(image: str) -> None
     assert len(found) == 1
 
 
-# The PyTorchJob's: test_k8s_ends.py
-@pytest.mark.parametrize("what", ["trainjob.yaml", "jobset.yaml"])
-def test_k8s_pods_train_to_the_digest_of_the_host(what: str, pods: Pods, digest_of_short: str) -> None:
-    cluster = pods(what, SHORT)
+# The PyTorchJob's: test_k8s_ends.py. Those of a JobSet, which are a Job's with other names, find each other below
+def test_k8s_pods_of_a_trainjob_train_to_the_digest_of_the_host(pods: Pods, digest_of_short: str) -> None:
+    cluster = pods("trainjob.yaml", SHORT)
     cluster.start()
     assert cluster.codes() == [0, 0], cluster.logs()
     assert cluster.read("result.json")["digest"] == digest_of_short

@@ -1,23 +1,18 @@
 """Find a data set, or fetch it once per node: one process downloads to a temporary name, checks and renames; the others
 wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
 
-import contextlib
-import fcntl
-import mmap
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankup import UserError, cache_roots
 
 GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
-KEPT_BYTES = 1 << 20  # a packed file from this size on is unpacked once
 SILENCE_S = 10  # give up when a server has sent nothing for this long
 
 # torchvision knows the addresses and the md5 of each file. It runs in a process of its own, which can be ended in time
@@ -26,16 +21,10 @@ import ctypes, socket, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # it dies with the process that waits for it
 from torchvision import datasets
 socket.setdefaulttimeout({SILENCE_S})
-kind = getattr(datasets, sys.argv[1])
-for mirror in getattr(kind, "mirrors", [None]):  # torchvision's own loop ends where one resets or stalls
-    kind.mirrors = [mirror]
-    try:
-        kind(".", download=True)
-        break
-    except Exception as error:
-        reason = f"{{type(error).__name__}}: {{error}}"
-else:
-    sys.exit(reason)
+try:
+    getattr(datasets, sys.argv[1])(".", download=True)
+except Exception as error:
+    sys.exit(f"{{type(error).__name__}}: {{error}}")
 """
 
 
@@ -50,8 +39,9 @@ class Remote:
     kind: str  # the class of torchvision.datasets
     folder: str  # where that keeps it, below its root
     files: tuple[str, ...]  # what lies in that folder, plain or .gz
-    here: Path | None = None  # where Debian's package puts it
+    here: Path | None = None  # where it lies, if it ships with the program
     package: str = ""  # Debian's, for a network that mirrors only Debian
+    packed: Path | None = None  # where that puts it, in .gz files
 
     def find(self, root: Path) -> Path | None:
         """The folder that holds the files, if they are there: `root` itself, or torchvision's below it."""
@@ -72,8 +62,8 @@ def say(line: str) -> None:
 
 
 def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
-    """The folder that holds the data set: in data_dir if it is given, otherwise where Debian's package has it, or in
-    the cache; fetched if need be. Raises UserError for a data_dir that holds something else, and as `fetch` does."""
+    """The folder that holds the data set: in data_dir if it is given, otherwise where it ships, or in the cache;
+    fetched if need be. Raises UserError for a data_dir that holds something else, and as `fetch` does."""
     others: list[str] = []
     if data_dir is None:
         places = [place for place in (remote.here, *cache_roots()) if place is not None]
@@ -106,7 +96,7 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
     root, failed, began_s = target.parent, target.with_name(f".{target.name}.failed"), time.time()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        say(f"downloading {remote.kind} to {root}, or waiting for the process that does (at most {timeout_s:g} s)")
+        say(f"fetching {remote.kind} to {root}, or waiting for the process that does (at most {timeout_s:g} s)")
         # The kernel takes the lock back when its owner dies
         with FileLock(target.with_name(f".{target.name}.lock"), timeout=timeout_s + GRACE_S):
             if target.exists():
@@ -119,7 +109,7 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
                 failed.write_text(str(error))
                 raise
     except Timeout as error:
-        late = f"after {timeout_s:g} s (download_timeout_s). Is it alive?"
+        late = f"after {timeout_s:g} s (see setup_timeout_s). Is it alive?"
         raise UserError(f"{root}: another process has not finished downloading {remote.kind} {late}") from error
     except OSError as error:
         why = f"{remote.kind} cannot be stored there ({error.strerror}). Set --data-dir or RANKUP_CACHE."
@@ -127,12 +117,16 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
 
 
 def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """From the web, else from Debian's package: to a temporary folder beside the target, check, rename."""
+    """From Debian's package if it is installed, else from the web, else from the package's file: to a temporary folder
+    beside the target, check, rename."""
     for path in target.parent.glob(f".{target.name}.partial-*"):  # of processes that were killed
         shutil.rmtree(path, ignore_errors=True)
     reasons = []
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as temporary:
-        sources = {"web": [[sys.executable, "-W", "ignore", "-c", DOWNLOAD, remote.kind]]}
+        sources = {}
+        if remote.packed and remote.packed.is_dir():
+            sources["package"] = _unpack(remote.packed, remote.folder)
+        sources["web"] = [[sys.executable, "-W", "ignore", "-c", DOWNLOAD, remote.kind]]
         if remote.package and shutil.which("apt-get") and shutil.which("dpkg"):
             sources["apt"] = _of_debian(remote, Path(temporary) / "apt")
         for name, commands in sources.items():
@@ -155,17 +149,23 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
 
 
 def _of_debian(remote: Remote, folder: Path) -> list[list[str]]:
-    """Unpack the folder of the package, without root. A bare container has no lists of packages: they come first."""
+    """The files of the package, without root. A bare container has no lists of packages: they come first."""
     # As root, apt switches to a user who may not write here, unless the first option keeps it from doing so
     options = ["APT::Sandbox::User=root", "Acquire::Retries=0", f"Acquire::http::Timeout={SILENCE_S}",
                f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache"]
     apt = ["apt-get", *(word for option in options for word in ("-o", option))]
     return [
-        ["mkdir", "-p", "lists/partial", "cache/archives/partial", str(Path(remote.folder).parent)],
+        ["mkdir", "-p", "lists/partial", "cache/archives/partial"],
         [*apt, "update"],  # some of the lists may be enough
         [*apt, "download", remote.package],
-        ["sh", "-c", f"dpkg -x *.deb unpacked && mv unpacked{remote.here} {remote.folder}"],
+        ["sh", "-c", "dpkg -x *.deb files"],
+        *_unpack(Path(f"files{remote.packed}"), remote.folder),
     ]
+
+
+def _unpack(packed: Path, folder: str) -> list[list[str]]:
+    """Once: it would take a third of a second at each start of each rank."""
+    return [["mkdir", "-p", folder], ["sh", "-c", f"cp {packed}/*.gz {folder} && gunzip {folder}/*"]]
 
 
 def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
@@ -181,41 +181,6 @@ def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
     if done.returncode:
         errors = [line for line in lines if line.startswith(("E:", "Err:"))]
         raise OSError(" ".join(errors[:2] or lines[-2:]) or f"{command[0]} ended with {done.returncode}")
-
-
-def unpacked(path: Path, unpack: Callable[[], bytes]) -> bytearray | mmap.mmap:
-    """What `unpack` makes of the gzip file `path`. Of a large one the cache keeps it: the ranks of this node share its
-    memory, and one that is started again has it at once."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(-min(size, 8), os.SEEK_END)
-        mark = f"{size:x}-{file.read().hex()}"  # which ends with the checksum and the size of what was packed
-    if size < KEPT_BYTES:
-        return bytearray(unpack())
-    try:
-        kept = writable_cache() / "unpacked" / f"{path.stem}-{mark}"
-        kept.parent.mkdir(exist_ok=True)
-        is_there = kept.exists()  # raises in the folder of another user with a strict umask
-    except (OSError, UserError):  # each rank holds its own
-        return bytearray(unpack())
-    content = b"" if is_there else unpack()
-    try:
-        if content:
-            for left in kept.parent.glob("tmp*"):  # of writers that were killed
-                with contextlib.suppress(OSError), left.open("ab") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    left.unlink()
-            with tempfile.NamedTemporaryFile(dir=kept.parent) as staging:
-                with contextlib.suppress(OSError):  # some network file systems have no such locks
-                    fcntl.flock(staging, fcntl.LOCK_EX)  # which ends with this process
-                staging.write(content)
-                staging.flush()  # where the disk is full it fails here, not after the link
-                os.fsync(staging.fileno())  # after a power cut it must not look whole
-                os.link(staging.name, kept)
-        with kept.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError):  # no room, or another rank was first
-        return bytearray(content or unpack())
 
 
 def writable_cache() -> Path:

@@ -16,7 +16,7 @@ from rankup import UserError
 
 from ...config import Config
 from ..samples import TensorSamples
-from .fetch import NotFetched, Remote, file_in, locate, say, unpacked
+from .fetch import NotFetched, Remote, file_in, locate, say
 
 # MNIST and its relatives: four IDX files. An IDX file is a big-endian header (two zero bytes, a type byte, the number
 # of dimensions, one 32-bit size per dimension) followed by the values, here unsigned bytes alone.
@@ -57,7 +57,7 @@ FAMILIES = {
         classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
                  "Ankle boot"),
         mean=0.2860, std=0.3530, digest="ced07e3c", mirror=True,
-        here=Path("/usr/share/datasets/fashion-mnist"), package="dataset-fashion-mnist",
+        package="dataset-fashion-mnist", packed=Path("/usr/share/datasets/fashion-mnist"),
     ),
     # Handwritten digits (LeCun et al. 1998)
     "mnist": Family(name="mnist", kind="MNIST", folder="MNIST/raw", mean=0.1307, std=0.3081),
@@ -75,7 +75,7 @@ def mnist(config: Config) -> tuple[TensorSamples, TensorSamples]:
     family = FAMILIES[config.dataset]
     data_dir = None if config.dataset == "digits" else config.data_dir
     try:
-        folder = locate(family, data_dir=data_dir, timeout_s=config.download_timeout_s)
+        folder = locate(family, data_dir=data_dir, timeout_s=0.9 * config.setup_timeout_s)
     except NotFetched as error:
         if config.dataset != "fashion-mnist" or config.data_dir is not None:
             raise
@@ -117,10 +117,8 @@ def read_idx(path: Path, expect: Kind) -> torch.Tensor:
     try:
         with path.open("rb") as file:
             # One byte more than a whole file may have: the rest of a larger one stays packed
-            if file.peek(2)[:2] == b"\x1f\x8b":  # told by the content, not by the name
-                content = unpacked(path, lambda: gzip.GzipFile(fileobj=file).read(MOST_BYTES + 1))
-            else:
-                content = bytearray(file.read(MOST_BYTES + 1))
+            packed = file.peek(2)[:2] == b"\x1f\x8b"  # told by the content, not by the name
+            content = bytearray((gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}). {DAMAGED}") from error
     num_sizes = 3 if expect == "images" else 1
@@ -141,7 +139,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def cifar10(config: Config) -> tuple[TensorSamples, TensorSamples]:
     """uint8 [50000, 3, 32, 32] to train on and [10000, 3, 32, 32] to test on. Raises UserError."""
     remote = Remote(kind="CIFAR10", folder=FOLDER, files=("batches.meta",))
-    folder = locate(remote, data_dir=config.data_dir, timeout_s=config.download_timeout_s)
+    folder = locate(remote, data_dir=config.data_dir, timeout_s=0.9 * config.setup_timeout_s)
     return _read_cifar10(folder, train=True), _read_cifar10(folder, train=False)
 
 
