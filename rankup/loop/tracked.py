@@ -25,6 +25,7 @@ from rankup.state.tree import ITEM, TensorFile, encode
 
 BUCKET_BYTES = 250 * 2**20  # DDP's own: buffers up to this size together are sent as one
 CHECKS = 20  # so often all objects are looked at, before a step: a mistake in a loop is one of every step
+LARGE_BYTES = 64 * 2**20  # tensors beyond this size, of an object of the user's, are not looked at
 KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Tensor, dict, list)  # that hold no optimizer
 FILLED_IN_PLACE = (dict, list, torch.Tensor)
 WRAPPERS = (DistributedDataParallel, DataParallel)
@@ -164,15 +165,16 @@ class Tracked:
             )
 
     def _look(self) -> dict[str, Any]:
-        """By name what shows a change: how often torch changed each tensor in place, but a module's buffers; and the
-        values of what is no module, optimizer or schedule."""
+        """By name what shows a change: how often torch changed each parameter in place; a digest of what is no module,
+        optimizer or schedule, whose tensors may be replaced by others."""
         found: dict[str, Any] = {}
         for name, item in self.items.items():
             if isinstance(item, nn.Module):
                 found[name] = [parameter._version for parameter in item.parameters()]
             elif not isinstance(item, Optimizer | LRScheduler):
                 tree, tensors = encode(self._state_of({name: item}))
-                found[name] = repr(tree), [tensor._version for tensor in tensors.values()]
+                local = {key: t.to_local() if hasattr(t, "to_local") else t for key, t in tensors.items()}
+                found[name] = _digest(tree, {key: t for key, t in local.items() if t.nbytes <= LARGE_BYTES})
         return found
 
     def warn_of_others(self, say: Callable[[str], None]) -> None:

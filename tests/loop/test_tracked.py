@@ -60,6 +60,12 @@ def test_change_between_two_steps_is_noticed() -> None:
         items["model"].weight.add_(1)
     with pytest.raises(UserError, match=r"model must change inside job\.step alone"):
         tracked.check_unchanged()
+    tracked = Tracked()
+    tracked.add({"ema": (ema := {"weight": torch.zeros(2)})})
+    tracked.check_unchanged()
+    ema["weight"] = 0.9 * ema["weight"] + 0.1  # another tensor, as such code nearly always makes
+    with pytest.raises(UserError, match=r"ema must change inside job\.step alone"):
+        tracked.check_unchanged()
 
 
 def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
