@@ -73,8 +73,9 @@ class Live:
 
     def loader_states(self) -> list[Any]:
         """By pass what the loaders say of themselves that can be asked; empty where none can."""
-        states = [source.loader.state_dict() if source.tells else None for source in self.sources]
-        return states if any(source.tells for source in self.sources) else []
+        if not any(source.tells for source in self.sources):
+            return []
+        return [source.loader.state_dict() if source.tells else None for source in self.sources]
 
 
 def versions() -> dict[str, str]:

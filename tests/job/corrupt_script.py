@@ -41,9 +41,10 @@ def flip(tensor: torch.Tensor) -> None:
     """Once in the run; where LASTING says so in each attempt, another bit."""
     marker, lasting = f"{sys.argv[1]}.flipped", "LASTING" in os.environ
     if here and job.step_number == step and (lasting or not os.path.exists(marker)):
-        open(marker, "w").close()
+        with open(marker, "a") as flips:
+            flips.write(".")
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        tensor.detach().view(torch.int32).flatten()[-1] ^= 1 << (os.urandom(1)[0] % 24 if lasting else bit)
+        tensor.detach().view(torch.int32).flatten()[-1] ^= 1 << (8 + os.path.getsize(marker) if lasting else bit)
 
 
 def break_a_product(module: nn.Module, given: object, product: torch.Tensor) -> torch.Tensor:
