@@ -283,7 +283,6 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
     finally:
         for task in [*agent._tasks, *agent.attendance._tasks]:
             task.cancel()
-        os.close(agent.ranks.records._file)
     assert not broken, broken
     assert {each.name for each in folder.iterdir()} <= {"leader", "rank", "run"}
 
