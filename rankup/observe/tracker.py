@@ -295,7 +295,7 @@ def main() -> None:
         except Exception as error:  # what packages raise has nothing in common
             if works is not False:
                 why = reason(error)[:200].rstrip(". ")
-                say("WARNING", f"{why}. Training goes on; what is missing is sent once this works.")
+                say("WARNING", why + (not state) * ". Training goes on; what is missing is sent once this works.")
             works, pause_s = False, SENDER_PAUSE_S
         else:
             if not works:

@@ -82,10 +82,10 @@ def known_flags() -> set[str]:
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
-    benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench/*.py"))
-    of_benchmarks = set(re.findall(r'add_argument\("(--[a-z-]+)"', benchmarks))
-    assert "--kills" in of_benchmarks
-    return ours | switches | torchruns | of_rankup | of_benchmarks | FOREIGN_FLAGS
+    scripts = "".join(path.read_text() for of in ("tests/bench", "train/examples") for path in ROOT.glob(f"{of}/*.py"))
+    of_scripts = set(re.findall(r'add_argument\("(--[a-z-]+)"', scripts))
+    assert "--kills" in of_scripts
+    return ours | switches | torchruns | of_rankup | of_scripts | FOREIGN_FLAGS
 
 
 def test_docs_link_to_what_exists(document: str) -> None:

@@ -173,7 +173,7 @@ def run_folder() -> Files:
         "run.json": {"run": "abc", "begun_by": at[7:], "start": "", "attempts": [[at[7:], 0]], "number": 1},
         "lease.json": {"attempt": "a", "token": "t", "beat": 3, "host": "h", "pid": 1, "kernel": "k", "released": True},
         "result.json": {"digest": "d", "steps": 9}, f"{at}/progress-t.json": report, f"{at}/rank-1.json": end,
-        "metrics.jsonl": {"step": 7, "ranks/compute_s/0": 0.5, "ranks/data_s/1": 0.1},
+        "metrics.jsonl": {"step": 7, "train/loss": 0.5, "train/lr": 0.1},
         "disagreements.jsonl": {"run": "abc", "step": 3, "sound": 2, "digests": [1, 2], "odd": [1]},
     }
     files = {name: json.dumps(value).encode() + b"\n" for name, value in values.items()}
