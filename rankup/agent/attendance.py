@@ -167,7 +167,7 @@ class Attendance:
     # The connection -----------------------------------------------------------------------------------------------
 
     async def _connect(self) -> Link:
-        crowd, begun_s = min(10.0, max(1.0, self.me.world_size / CROWD)), self._clock()
+        crowd, begun_s, refused = min(10.0, max(1.0, self.me.world_size / CROWD)), self._clock(), ""
         while True:
             try:
                 host, port = await self._find_leader()
@@ -179,7 +179,10 @@ class Attendance:
                 except JoinError as error:
                     self.problem = str(error)
                 except OSError as error:
-                    self.problem = explain(error, host, port)
+                    now = explain(error, host, port)
+                    # When rank 0 gives up, its container goes, and with it the name: the refusal was the cause
+                    refused = now if isinstance(error, ConnectionRefusedError) else refused
+                    self.problem = f"{refused}. By now {now}" if refused and refused != now else now
             now_s = self._clock()
             if now_s > self._until_s:
                 raise self._failure()
