@@ -139,7 +139,7 @@ def nodes(text: str) -> tuple[int, int]:
     option("--spares", int, "nodes beyond that, which replace lost ones (0)", default=0),
     option("--wait-for-node", float, "go on with fewer nodes after (%(default)g)", default=10.0),
     option("--lost-after-s", float, "with 2:4 or spares, a silent node is lost after (%(default)g)", default=10.0),
-    option("--shared-dir", "DIR", "shared folder or address: of two nodes cut apart, one goes on"),
+    option("--shared-dir", "DIR", "shared folder or address: of two halves cut apart, one goes on"),
     option("--max-failures-per-node", int, "leave a node out after so many (no limit)", type=positive),
     option("--node-rank", int, "which of the nodes this is, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),

@@ -78,6 +78,7 @@ class Leader:
         self._model: Member | None = None  # whoever differs from this one is no part of the job; None before it began
         self._same_arguments = False  # all nodes have the same, as it began
         self._next = NONE  # the basis that this leader has proposed last
+        self._owned = set[int]()  # the memberships whose succession is its own, see `votes.claims`
         self._begun_s = self._noticed_s = self._ticked_s = self._beat_s = clock()
         self._beaten_s = -math.inf  # when another part of the job owned what is next
         self._foreign_s = -math.inf  # when somebody called who knows a newer membership
@@ -370,8 +371,11 @@ class Leader:
             first, *others = self.seats.members
             if found := [text for each in others if (text := differences(each, first, arguments=False))]:
                 self.refuse("\n".join(found[:4]), code=USER_MISTAKE)
-            else:
+            elif not self._unowned():
+                self._void()  # what was about to be claimed
                 self._propose(seats)
+            elif self._preparing is None:
+                self._preparing = asyncio.create_task(self._commit(0))
         elif not self._late and self._preparing is None:
             self._preparing = asyncio.create_task(self._commit(self._proposed))
 
@@ -439,20 +443,30 @@ class Leader:
             self._preparing.cancel()
             self._preparing = None
 
+    def _unowned(self) -> list[int]:
+        """What those that are here still have to own."""
+        here = self.seats.tokens
+        return [n for n in claims(self.basis, here) if n not in self._owned] if self._claim is not None else []
+
+    async def _own(self) -> None:
+        """Before a proposal: members take one for newer than what another part of the job has committed meanwhile."""
+        for n in self._unowned():
+            if self._claim is not None and not await self._claim(self.basis["job"], n):
+                self._beaten_s = self._clock()
+                break
+            self._owned.add(n)
+        self._preparing = None
+        self._judge()
+
     async def _commit(self, n: int) -> None:
-        """A fault of ours in it must not look like a hang."""
+        """0: own what follows. A fault of ours in it must not look like a hang."""
         try:
-            await self._agree(n)
+            await (self._agree(n) if n else self._own())
         except Exception as error:
             self.refuse(reason(error), code=error.code if isinstance(error, ExpectedError) else JOIN_FAILED)
 
     async def _agree(self, n: int) -> None:
         """All are ready. Cancelled where one of them goes."""
-        for number in claims(self.basis, self.seats.tokens):
-            if self._claim is not None and not await self._claim(self.basis["job"], number):
-                self._beaten_s, self._preparing = self._clock(), None
-                self._void()
-                return
         if problems := sorted(seat.problem for seat in self._chosen if seat.problem):
             await asyncio.sleep(timing.ENDING_S)
             self._give_up(problems)

@@ -214,7 +214,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):  # v2 names none
             own = PurePosixPath(path.strip("/"))
-            yield from (root / "sys/fs/cgroup" / controllers / group for group in (own, *own.parents))
+            yield from (root / "sys/fs/cgroup" / (controllers and controller) / group for group in (own, *own.parents))
 
 
 def read(path: str | Path) -> str:

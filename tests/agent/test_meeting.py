@@ -67,6 +67,28 @@ def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tup
 
 
 @asynchronous
+async def test_half_that_does_not_own_what_follows_proposes_nothing():
+    """Its members would take that for newer than what the other half has committed, and make others do so."""
+    asked = list[tuple[str, int]]()
+
+    async def claim(job: str, n: int) -> bool:
+        asked.append((job, n))
+        return len(asked) > 1
+
+    async with room(member(2, of=5), ANY, claim) as there:
+        puppets = [await there.enter(member(node, of=5), n=7, basis=basis(4, 4)) for node in (2, 3)]
+        await there.pass_time(ANY.wait_s + 2.0, *puppets)
+        await until(lambda: asked)
+        await there.nothing_is_said_to(*puppets)
+        await there.pass_time(NOTICE_S, *puppets)
+        for said in await all_hear("waiting", puppets):
+            assert said["text"] == "another part of the job goes on, or --shared-dir does not answer"
+        await there.pass_time(1.0, *puppets)
+        assert (await there.agree(puppets))["n"] == 8
+    assert asked == [("job", 7)] * 2
+
+
+@asynchronous
 async def test_proposal_that_was_not_committed_counts_together_with_the_membership_before_it():
     """Nodes 2 to 4 may not know of it, and be the majority of that one."""
     async with room(member(0, of=5), ANY) as there:

@@ -145,9 +145,9 @@ def test_memory_left_is_that_of_the_container(tmp_path: Path, contents: dict[str
       "sys/fs/cgroup/job/cpu.max": "200000 100000\n"}, 8, 2.0),
     # In a container: the path is the host's
     ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 8, 2.0),
-    ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
-      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "50000\n",
-      "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
+    # The folder is called cpu,cpuacct, whatever the kernel's order, and has a link for each
+    ({"proc/self/cgroup": "4:memory:/x\n3:cpuacct,cpu:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000\n",
+      "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, 8, 0.5),
     ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, 3, 3.0),
     ({}, 4, 4.0),
 ], ids=["quota", "affinity-less", "parent", "container", "v1", "v1-unlimited", "no-cgroup"])

@@ -17,6 +17,7 @@ from rankup.env.node_env import Limits
 
 BOUND_S = 60.0  # of each test, on a machine with ten times as much to do
 HELLO = {"n": 0}
+Claim = Callable[[str, int], Awaitable[bool]]
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -80,13 +81,13 @@ async def get_ready(puppets: Iterable[Puppet]) -> None:
 class Room:
     """A leader of three ranks that anybody can connect to, and a clock that only the test moves."""
 
-    def __init__(self, me: Member, limits: Limits | None) -> None:
+    def __init__(self, me: Member, limits: Limits | None, claim: Claim | None) -> None:
         self.now_s, self.said, self.raised = 1000.0, list[str](), list[Exception]()
         self.heard: asyncio.Queue[tuple[Member, Mapping[str, Any]]] = asyncio.Queue()
         self.prepared: Callable[[int], Awaitable[Mapping[str, Any]]] = self.prepare_nothing
         self.leader = Leader(
             me, say=self.said.append, prepare=lambda n: self.prepared(n), limits=limits, clock=lambda: self.now_s,
-            hear=lambda member, message: self.heard.put_nowait((member, message)),
+            hear=lambda member, message: self.heard.put_nowait((member, message)), claim=claim,
         )
         self.port, self.links, self.attended = 0, list[Link](), 0
 
@@ -153,8 +154,10 @@ class Room:
 
 
 @contextlib.asynccontextmanager
-async def room(me: Member | None = None, limits: Limits | None = None) -> AsyncIterator[Room]:
-    made = Room(me or member(0), limits)
+async def room(
+    me: Member | None = None, limits: Limits | None = None, claim: Claim | None = None
+) -> AsyncIterator[Room]:
+    made = Room(me or member(0), limits, claim)
     listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)  # as agents do
     server = await asyncio.start_server(made.attend, sock=listener, limit=LONGEST)
     made.port = server.sockets[0].getsockname()[1]
