@@ -137,7 +137,8 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
     if any_order:
         return Source(loader, rank, replays=False)
     map_style, stateful = _is_map_style(loader), has_state(loader)
-    if map_style and loader.batch_sampler and (stateful or type(loader).__iter__ is DataLoader.__iter__):
+    usual = stateful or type(loader).__iter__ is DataLoader.__iter__
+    if map_style and loader.batch_sampler is not None and usual:
         return Split(loader, rank, world_size)
     if stateful:
         return Source(loader, rank)
