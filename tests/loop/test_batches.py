@@ -94,6 +94,16 @@ class Prefetching(DataLoader[int]):
         return super().__iter__()
 
 
+class Telling(DataLoader[int]):
+    """Can be asked for its state, as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 def flat(batches: list[Any]) -> list[Any]:
     return [torch.stack(each).tolist() if isinstance(each, list | tuple) else torch.as_tensor(each).tolist()
             for each in batches]
@@ -224,6 +234,7 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
     (DataLoader(Numbers(), batch_sampler=Curriculum()), "Curriculum must draw the same batches"),  # type: ignore[arg-type]
     (Prefetching(Numbers(), batch_size=8), "must split its samples among 2 ranks"),
     (DataLoader(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
+    (Telling(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
 ])
 def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
     with pytest.raises(UserError, match=why) as refused:
