@@ -137,19 +137,20 @@ def source_of(loader: Any, rank: int, world_size: int, *, any_order: bool) -> So
     if any_order:
         return Source(loader, rank, replays=False)
     map_style, stateful = _is_map_style(loader), has_state(loader)
-    if map_style and loader.batch_sampler and (stateful or type(loader).__iter__ is DataLoader.__iter__):
+    usual = stateful or type(loader).__iter__ is DataLoader.__iter__
+    if map_style and loader.batch_sampler is not None and usual:
         return Split(loader, rank, world_size)
+    if map_style and world_size > 1 and not splits(loader):
+        raise UserError(
+            f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
+            "its own way or has no batches. Give it a DistributedSampler, or use torch's DataLoader with a batch_size."
+        )
     if stateful:
         return Source(loader, rank)
     if iter(loader) is loader:
         raise UserError(
             f"batches: the loader must be one that can be iterated from the beginning, got {type(loader).__name__}, "
             f"which can be neither replayed nor asked for its state. Give it state_dict and load_state_dict. {NO_ORDER}"
-        )
-    if map_style and world_size > 1 and not splits(loader):
-        raise UserError(
-            f"batches: {type(loader).__name__} must split its samples among {world_size} ranks, because it iterates in "
-            "its own way or has no batches. Give it a DistributedSampler, or use torch's DataLoader with a batch_size."
         )
     return Source(loader, rank)
 

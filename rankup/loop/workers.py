@@ -65,9 +65,9 @@ class Workers:
     def __next__(self) -> Any:
         try:
             return next(self._iterator)
-        except StopIteration:
-            raise
         except Exception as error:
+            if not self._workers:
+                raise
             explained = self._explained(error)
             if explained is None and not str(error).startswith("Caught "):
                 raise

@@ -331,7 +331,7 @@ class Lineage:
 
 
 def before(run_dir: Path) -> Path:
-    """Where --fresh puts what an earlier run has left: a folder of this process's own."""
+    """Where what is put aside goes: a folder of this process's own."""
     return run_dir / f"before-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 

@@ -142,7 +142,7 @@ class Run:
         self.words = choice.words_for(one, copy, self.group)
         if line is not None and line.number > self.lineage.number:  # than what rank 0's disk knows
             self.lineage = line
-        elif line is None and one.kind == CHECKPOINT:
+        elif not self.lineage.number and one.kind == CHECKPOINT:
             self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
         return copy
 

@@ -269,6 +269,8 @@ class SecondPlace(StoredRun):
         try:
             self.patient(opening_s if self.required or alone else FIND_S)
             yield
+        except Damaged:
+            raise
         except (UserError, PeerLost) as error:
             if self.required or alone:
                 raise

@@ -70,6 +70,13 @@ class Foreign:
             yield [random.randrange(50) for _ in range(random.randint(3, 8))]
 
 
+class Unsized:
+    """A sampler that does not say how many samples it draws."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(50), 50))
+
+
 class Curriculum(Foreign):
     """Draws other batches each time that it is asked."""
 
@@ -85,6 +92,16 @@ class Prefetching(DataLoader[int]):
 
     def __iter__(self) -> Any:
         return super().__iter__()
+
+
+class Telling(DataLoader[int]):
+    """Can be asked for its state, as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
 
 
 def flat(batches: list[Any]) -> list[Any]:
@@ -107,6 +124,7 @@ LOADERS = {
     "with replacement": lambda: DataLoader(Numbers(), batch_size=8, sampler=RandomSampler(Numbers(), replacement=True)),
     "weighted": lambda: DataLoader(Numbers(), batch_size=8, sampler=data.WeightedRandomSampler([1.0] * 50, 70)),
     "own sampler": lambda: DataLoader(Numbers(), batch_sampler=Foreign()),  # type: ignore[arg-type]
+    "own sampler of samples": lambda: DataLoader(Numbers(), batch_size=8, sampler=Unsized()),
     "workers": lambda: DataLoader(Noise(), batch_size=8, shuffle=True, num_workers=2),
     "batched by the sampler": lambda: DataLoader(
         data.TensorDataset(torch.arange(50)), batch_size=None, sampler=BatchSampler(RandomSampler(Numbers()), 8, False)
@@ -216,6 +234,7 @@ def test_sampler_is_drawn_ahead_without_touching_the_random_state_of_the_trainin
     (DataLoader(Numbers(), batch_sampler=Curriculum()), "Curriculum must draw the same batches"),  # type: ignore[arg-type]
     (Prefetching(Numbers(), batch_size=8), "must split its samples among 2 ranks"),
     (DataLoader(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
+    (Telling(Numbers(), batch_size=None), "must split its samples among 2 ranks"),
 ])
 def test_loader_that_can_not_be_exact_is_refused_in_one_line(loader: Any, why: str) -> None:
     with pytest.raises(UserError, match=why) as refused:
@@ -259,6 +278,15 @@ def test_lasting_workers_of_an_evaluation_end_with_their_loader() -> None:
         assert {*multiprocessing.active_children()} <= before
     finally:
         gc.enable()
+
+
+def test_error_of_an_evaluation_without_workers_is_no_death_of_a_worker() -> None:
+    class Unreachable(Numbers):
+        def __getitem__(self, index: int) -> int:
+            raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        next(evaluation_batches(DataLoader(Unreachable()), 1, 0, 1, pad=False))
 
 
 def test_evaluation_leaves_the_random_state_as_it_was_and_does_not_depend_on_it() -> None:

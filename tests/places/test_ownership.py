@@ -305,3 +305,14 @@ def test_mirror_that_was_away_at_the_opening_stays_with_who_has_gone_on_since(tm
     with pytest.raises(PeerLost, match="another attempt has gone on"):
         late.upload(path)
     runs.look("other", 2)
+
+
+def test_damaged_copy_on_a_mirror_is_no_failing_mirror(tmp_path: Path) -> None:
+    runs = AtSecondPlace(tmp_path, str(tmp_path / "mirror"), required=False)
+    runs.attempt("first", 1, None)
+    (manifest,) = (tmp_path / "mirror").glob("run/*/checkpoints/*/*/manifest.json")
+    manifest.write_text("{}")
+    mirror = runs.open("next", tmp_path / "first" / "run")  # which has a copy too
+    ((stored, *_),) = mirror.found()
+    with pytest.raises(Damaged, match="does not match the digest"):
+        mirror.fetch(stored)

@@ -59,11 +59,13 @@ class Node:
         state = training_state(step, **{"attempt": writer} | fields)
         write_rescue(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)}))
 
-    def go_on(self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False) -> Run:
-        """`newest`: step and attempt of rank 0's newest checkpoint."""
+    def go_on(
+        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False, of: str = RUN
+    ) -> Run:
+        """`newest`: step and attempt of rank 0's newest checkpoint, a copy of the run `of`."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
-            path = save(self.run_dir / "checkpoints", newest[0], attempt=newest[1])
+            path = save(self.run_dir / "checkpoints", newest[0], attempt=newest[1], run=of)
             if damaged:
                 flip(path / "model.safetensors", 99)
 
@@ -113,6 +115,12 @@ def test_copy_is_the_newest_on_the_line_that_knows_most(
         assert run.words == f"step-{expected[0]:08d}"
     else:
         assert run.words == f"step {expected[0]}, the second copy on node0 (rank 0)"
+
+
+def test_checkpoint_of_another_run_gives_its_id_only_where_the_folder_knows_none(node: Node) -> None:
+    """Else this run would remove what the other one has in memory."""
+    assert node.go_on(A, (9, "x"), of="other").lineage.run == RUN
+    assert node.go_on(None, (9, "x"), of="other").lineage.run == "other"
 
 
 def test_damaged_checkpoint_is_not_taken_for_the_one_that_is_saved(node: Node) -> None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import time
-from functools import partial
+from io import FileIO
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,11 @@ class SharedGradients:
         """`own`, `other`: the memory of this rank and of the other one. `signals`: the pipe that this rank reads.
         `peer`: the one that the other rank reads."""
         self.own, self.other = _mapped(own), _mapped(other)
-        self.signals, self.peer = signals, peer
+        self.signals, self.peer = signals, FileIO(peer, "w")
         self.turn, self.waited_s = 0, 0.0
-        # DataLoader workers are forked, and a pipe ends only when its last writer has closed it
-        os.register_at_fork(after_in_child=partial(os.close, peer))
+        # DataLoader workers are forked, and a pipe ends only when its last writer has closed it. A file is closed once
+        # alone: what a worker forks may have another one of that number
+        os.register_at_fork(after_in_child=self.peer.close)
 
     def meet(self) -> None:
         """Wait until the other rank has called this too. Raises DistNetworkError where it has ended, as torch's
@@ -45,7 +46,7 @@ class SharedGradients:
         began_s = time.perf_counter()
         try:
             with record_function("c10d::shared"):  # a name that the profiler takes for communication
-                os.write(self.peer, b"!")
+                self.peer.write(b"!")
                 if not os.read(self.signals, 1):
                     raise ConnectionResetError("closed by peer")
         except OSError as error:
