@@ -172,8 +172,9 @@ def create_staging(staging: Path) -> Path:
 
 def remove_unfinished(directory: Path) -> None:
     """Remove what others were writing. Nobody else may own the directory. Raises nothing."""
-    for left in directory.glob(f"{STAGING}*"):
-        remove(left)
+    with contextlib.suppress(FileNotFoundError):  # another rank of the node may remove the folder itself meanwhile
+        for left in directory.glob(f"{STAGING}*"):
+            remove(left)
 
 
 def remove(folder: Path) -> None:

@@ -179,3 +179,16 @@ def test_full_disk_ends_all_ranks_with_2_and_room_lets_them_go_on(forks: Forks, 
         output = forks.ends(*train(run, *wide), world_size=2)
         assert "resumed from step-00000016" in output
         assert result(run)["digest"] == result(tmp_path / "undisturbed")["digest"]
+
+
+def test_a_folder_may_go_while_it_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a node remove the parts of their run at the same time."""
+    scandir = os.scandir
+
+    def late(path: Path) -> Any:
+        path.rmdir()  # as another rank does between the look whether it is there and this one
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    copies.remove_unfinished(tmp_path)
+    assert not tmp_path.exists()
