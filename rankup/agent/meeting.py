@@ -173,39 +173,40 @@ class Leader:
         return member
 
     async def _seat(self, link: Link, member: Member, *, warm: bool) -> None:
-        """Give a newcomer its seat once its ranks are free. Whoever has them gives a sign of life, or is replaced.
+        """Give a newcomer its seat once its ranks are free. Whoever has them gives a sign of life, or is lost in the end.
 
         Raises ConnectionError where the job is over before.
         """
-        known: dict[Seat, list[int]] = {}  # for each that has them: messages until now, and looks that are left
+        came_s = self._clock()
         while rivals := self.seats.claimed(member.ranks):
             for rival in rivals:
-                # Looks, not seconds: a leader that was stopped itself has heard nobody meanwhile
-                answer = known.setdefault(rival, [rival.num_heard, round(timing.ANSWER_S / timing.PAUSE_S)])
-                answer[1] -= 1
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
-                elif rival.num_heard > answer[0]:
+                elif rival.signed_s > came_s:
                     claims = f"rank {member.first_rank} was claimed twice: by {rival.member.who} and by {member.who}"
                     hint = "Or another job uses this port, or an earlier attempt does not end."
                     self._turn_away(link, member, f"{claims}. Give each process a RANK of its own. {hint}")
                     return
-                elif answer[1] < 0 and self._is_foreign(link, member):
-                    return
-                elif answer[1] < 0:
-                    self._say(f"{rival.member.who} gives no answer: it was replaced by {member.who}")
-                    self._remove(rival.link, f"was replaced by {member.who}")
             await asyncio.sleep(timing.PAUSE_S)
         if self._over:
             raise ConnectionError
-        if self._is_foreign(link, member):
-            return
         now_s = self._clock()
         self.seats[link] = Seat(link, member, member.ranks, now_s, now_s, warm)
-        self._lost.pop(member.first_rank, None)
-        self._judge()
-        if self.running and self._limits is not None:
-            link.send("spare", basis=self.basis)
+        self._sort_out()
+        if link in self.seats:
+            self._lost.pop(member.first_rank, None)
+            self._judge()
+            if self.running and self._limits is not None:
+                link.send("spare", basis=self.basis)
+
+    def _sort_out(self) -> None:
+        """Turn away who is no part of this job: a newcomer, or who came before that was known."""
+        for seat in list(self.seats.values()):
+            if self._over or self._model is None:
+                return
+            if text := differences(seat.member, self._model, arguments=self._same_arguments):
+                del self.seats[seat.link]
+                self._turn_away(seat.link, seat.member, text, code=USER_MISTAKE)
 
     def _turn_away(self, link: Link, member: Member, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
@@ -218,31 +219,12 @@ class Leader:
             self.tell("waiting", text=f"{member.name} was turned away: {text}")
             self.dismiss()
 
-    def _is_foreign(self, link: Link, member: Member) -> bool:
-        """Turn away who is no part of this job. The leader's own member gets a seat first, and then gives way."""
-        if member.token == self.me.token or not (text := self._unlike(member)):
-            return False
-        self._turn_away(link, member, text, code=USER_MISTAKE)
-        return True
-
-    def _unlike(self, member: Member) -> str:
-        """How a member differs from the job; "" where it may belong to it."""
-        return differences(member, self._model, arguments=self._same_arguments) if self._model is not None else ""
-
-    def _sort_out(self) -> None:
-        """Turn away who came before it was known that this is not their job."""
-        for seat in list(self.seats.values()):
-            if not self._over and (text := self._unlike(seat.member)):
-                del self.seats[seat.link]
-                self._turn_away(seat.link, seat.member, text, code=USER_MISTAKE)
-
     # What they say ------------------------------------------------------------------------------------------------
 
     def _take(self, link: Link, message: Mapping[str, Any]) -> None:
         if (seat := self.seats.get(link)) is None:
             return  # it was refused, and has not left yet
         seat.heard_s, kind = self._clock(), message["is"]
-        seat.num_heard += 1
         if kind == "ready":
             if message["n"] == self._proposed and seat in self._late:
                 seat.problem = str(message["problem"])
@@ -365,8 +347,7 @@ class Leader:
         if self.running or self._over:
             return
         if not self._proposed:
-            self._sort_out()
-            if self._over or not (seats := self._choose()):
+            if not (seats := self._choose()):
                 return
             first, *others = self.seats.members
             if found := [text for each in others if (text := differences(each, first, arguments=False))]:

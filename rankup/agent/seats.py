@@ -18,7 +18,6 @@ class Seat:
     heard_s: float
     warm: bool  # it has imported torch
     lost: str = ""  # why
-    num_heard: int = 0  # messages
     problem: str = ""  # with the route to the next member
     signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
     signed_s: float = 0.0  # when it did
