@@ -7,16 +7,22 @@ the job may not know of the newest voters, those `before` have to agree too, unt
 proposal until it is committed, and where a spare has come or gone (as in Raft's joint consensus).
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from rankup.agent.seats import Seat
 
 Basis = dict[str, Any]
 NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
 
 
-def age(basis: Mapping[str, Any]) -> tuple[int, int]:
-    """The larger, the newer."""
-    return int(basis["n"]), int(basis["v"])
+def age(basis: Mapping[str, Any]) -> tuple[float, float, int]:
+    """The larger, the newer. A proposal, whose `v` is 0, is older than what was committed after the membership that it
+    follows: a leader that has not noticed yet who is cut off may propose again and again, with higher numbers."""
+    n, v = int(basis["n"]), int(basis["v"])
+    follows = [each["n"] for each in basis.get("before") or []]
+    return (n, v, 0) if v or not follows else (follows[-1], math.inf, n)
 
 
 def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -43,10 +49,10 @@ def outvoted(basis: Basis, here: Collection[str], *, shared: bool) -> str:
     return ""
 
 
-def claims(basis: Basis, here: Collection[str]) -> list[int]:
+def claims(basis: Basis, here: Collection[str]) -> set[int]:
     """The memberships whose succession those that are here must own. Of two equal halves the one with the leader goes
     on; where they share a place, the one that is the first to write there that it does."""
-    return [each["n"] for each in electorates(basis) if each["voters"] and not _is_majority(here, each["voters"])]
+    return {each["n"] for each in electorates(basis) if each["voters"] and not _is_majority(here, each["voters"])}
 
 
 def without(basis: Basis, token: str) -> dict[str, Any]:
@@ -72,3 +78,22 @@ def recount(basis: Basis, spares: Collection[str], knowing: Collection[str]) -> 
 
 def _is_majority(tokens: Collection[str], voters: Collection[str]) -> bool:
     return 2 * sum(token in tokens for token in voters) > len(voters)
+
+
+def describe_change(last: Basis, new: Basis, seats: Iterable[Seat]) -> str:
+    """What membership `new` changes, for the log; "" where it has the same nodes. `seats`: of who is here or was lost,
+    who is here last."""
+    old, used = {*new["ran"]}, {*new["used"]}
+    if old == used:
+        return ""
+    unseen = "is lost: it is not here"
+    found = {token: (name, unseen) for token, _, _, name in last["known"]}
+    for seat in seats:
+        became = f"is left out: {seat.unfit}" if seat.unfit else f"is lost: {seat.lost}"
+        found[seat.member.token] = seat.name, became if seat.unfit or seat.lost else "is a spare now"
+    parts = [" ".join(found.get(token, ("the node that led", unseen))) for token in sorted(old - used)]
+    parts += [f"{found[token][0]} joins" for token in sorted(used - old)] if old else []
+    spares = sum(not seat.lost for seat in seats) - len(used)
+    parts += [f"{spares} spare"] if spares else []
+    what = f"membership {new['n']}: {len(used)} node{'s' * (len(used) > 1)}"
+    return f"{what}{' (' + '; '.join(parts) + ')' if parts else ''}"

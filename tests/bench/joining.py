@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.record import Record
 from rankup.env.rank_env import read_rank_env
-from rankup.group.joining import MemberLine
+from rankup.group.member import MemberLine
 from tests.rigs.jobs import free_port, rank_env
 
 THREADS = 64  # ranks of one process

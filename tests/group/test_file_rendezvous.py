@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankup.group.joining import read_place
+from rankup.group.member import read_place
 from tests.rigs.fork_server import Forks, Job
 
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--max-steps", "3", "--tensorboard=false", "--name", "run")

@@ -17,6 +17,7 @@ from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import PEER_LOST
 from rankup.group import joining, watchdog
+from rankup.group.member import MemberLine
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 
@@ -142,5 +143,5 @@ def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypat
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True
         )
         group: Any = SimpleNamespace(launch=launch, settings={}, log=logging.getLogger("quiet"))
-        joining.MemberLine(group, timeout_s=60.0)
+        MemberLine(group, timeout_s=60.0)
     assert connected == ["127.0.0.1"]

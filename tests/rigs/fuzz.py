@@ -33,7 +33,7 @@ from rankup.agent.script import Script
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import JoinError, UserError
 from rankup.explain import diagnose_files, format_report
-from rankup.group.joining import read_place
+from rankup.group.member import read_place
 from rankup.loop.agreement import Agreement
 from rankup.observe.metrics import cut_after
 from rankup.observe.status import status

@@ -1,0 +1,227 @@
+"""A rank that another launcher started: it is a member of the meeting itself, and rank 0 leads it.
+
+Members meet at the master's port, or where the launcher's store or a file says. Ranks of an agent do without this.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import queue
+import resource
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# torch exports them under a condition that mypy does not follow
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from rankup.agent.attendance import Attendance
+from rankup.agent.logs import host_name
+from rankup.agent.meeting import Leader
+from rankup.agent.network import address_of, chosen_address, in_thread, interface_variables, listen, open_port
+from rankup.agent.protocol import Member
+from rankup.env.rank_env import is_loopback
+from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
+from rankup.group.group import Group
+from rankup.group.joining import connect_store, no_name_lookups
+from rankup.places.files import write_atomically
+from rankup.timing import CONNECT_S, SAY_S
+
+LEADER = "rankup/leader"  # in the launcher's store: the port where the leader listens
+
+
+class MemberLine:
+    """The line of such a rank to the others. One thread serves it."""
+
+    def __init__(self, group: Group, *, timeout_s: float) -> None:
+        self.group, self.log, self.timeout_s = group, group.log, timeout_s
+        self.launch = launch = group.launch
+        me = Member(
+            token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
+            host=host_name(), pid=os.getpid(), settings=dict(group.settings), left_s=timeout_s,
+            restarts=launch.restart_count, ip=chosen_address(os.environ),
+        )
+        self._attendance = Attendance(
+            me, self._leader_at, notice=self.log.warning, records=lambda: {launch.rank: group.record}
+        )
+        self._leader: Leader | None = None
+        if launch.rank == 0:
+            self._leader = Leader(me, say=self.log.warning, prepare=self._prepare, hear=self._hear_member)
+        self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
+        self._loop: asyncio.AbstractEventLoop
+        self._member = False  # of a membership
+        self._store: Store | None = None  # torch's, where this rank serves it
+        self._file = Path(launch.file) if launch.file else None
+        self._board: Store | None = None  # the launcher's store
+        if launch.agent_store:
+            # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there. Its
+            # name is looked up before: a store that connects asks no resolver
+            place = launch.master_addr, launch.master_port
+            with contextlib.suppress(OSError), socket.create_connection(place, timeout=CONNECT_S) as found:
+                place = str(found.getpeername()[0]), launch.master_port
+            self._board = connect_store(*place, timeout_s=timeout_s)
+        self._port = 0 if self._file or self._board else launch.master_port  # 0: one that the system picks
+        # With all ranks on this machine nobody else needs to come in
+        alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
+        self._ip = "127.0.0.1" if alone and not self._file else ""
+
+    def join(self) -> Mapping[str, Any]:
+        """Returns the commit: n, hosts as [host, number of ranks] in the order of ranks, and what `_prepare` says.
+        Raises as `meet` does."""
+        if self._leader is not None:
+            where = self.launch.file or f"{self.launch.master_addr}:{self.launch.master_port}"
+            self.log.info(f"waiting for {self.launch.world_size} ranks at {where}")
+            # Rank 0 holds several connections of each rank. Most systems allow 1,024 at first, and more if asked
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        threading.Thread(target=self._run, name="line", daemon=True).start()
+        found = self._commit.get()
+        if isinstance(found, Exception):
+            raise found
+        if self._file and self._leader is not None:
+            self._file.unlink(missing_ok=True)  # all have met: nobody needs it any more
+        return found
+
+    def open_store(self, commit: Mapping[str, Any]) -> Store:
+        """The store that the commit names."""
+        if self._board is not None:
+            return PrefixStore(f"rankup/{commit['job']}", self._board)
+        return self._store or connect_store(commit["ip"], commit["port"], timeout_s=self.timeout_s)
+
+    def say(self, kind: str, **values: Any) -> bool:
+        """To the leader. Any thread. Returns False where it reached nobody."""
+        said: queue.Queue[bool] = queue.Queue()
+        with contextlib.suppress(RuntimeError, queue.Empty):  # the loop has ended
+            say = self._leader.take if self._leader is not None else self._attendance.say
+            self._loop.call_soon_threadsafe(lambda: said.put(say(kind, **values)))
+            return said.get(timeout=SAY_S)
+        return False
+
+    # In the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._attend())
+        except Exception as error:
+            self._commit.put(error)
+
+    async def _attend(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._leader is None:
+            await self._attendance.attend(self._hear)
+            return
+        server = await listen(self._leader.attend, ip=self._ip, port=self._port)
+        try:
+            self._port = server.sockets[0].getsockname()[1]
+            await in_thread(self._publish, timeout_s=math.inf)
+            watch = asyncio.create_task(self._leader.watch())
+            await self._attendance.attend(self._hear)
+            await watch  # without end: the others still hear what it has to say
+        finally:
+            server.close()  # the end of the event loop does not
+
+    def _hear(self, event: Mapping[str, Any]) -> bool:
+        """Returns whether it is over: this process belongs to one membership, and must not come into the next one's
+        way."""
+        if event["is"] == "propose":
+            os.environ.update(interface_variables(os.environ, event["ip"]))
+            self._attendance.ready(event["n"])
+        elif event["is"] == "commit":
+            self._member = True
+            self._commit.put(event)
+        elif event["is"] == "refused":
+            kind = UserError if event["code"] == USER_MISTAKE else JoinError
+            self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
+        elif self._member:
+            self.group.watch.hear(event)
+        return self._member and event["is"] in ("lost", "gone")
+
+    async def _prepare(self, n: int) -> Mapping[str, Any]:
+        """The leader's side of a commit: serve torch's store where no launcher does, on a port that the system picks.
+
+        This process looks up no names until all clients have come.
+        """
+        assert self._leader is not None
+        port = 0
+        if self._board is None:
+            listener = open_port(self._ip, 0)
+            port = listener.getsockname()[1]
+            self.group.until_formed.enter_context(no_name_lookups())
+            self._store = await in_thread(lambda: TCPStore(
+                "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            ), timeout_s=math.inf)
+        # Where one rank was started again the job goes on, whatever rank 0 knows of that
+        restarts = max(member.restarts for member in self._leader.chosen)
+        return {"port": port, "job": self.group.attempt, "restarts": restarts}
+
+    def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
+        """Each rank is a process that is started anew by somebody else: a bad end is the end of all, this leader among
+        them. Whoever comes while its process still ends waits for the next one, also with other settings."""
+        assert self._leader is not None
+        over = message["is"] == "lost"
+        if message["is"] == "stop":
+            self._leader.stop(str(message["signal"]))
+        elif message["is"] == "end" and message["code"] != FINISHED:
+            over = self._leader.running
+            self._leader.lose_by(member, message)
+        if over:
+            self._leader.tell("over", code=PEER_LOST, text="the job at this address is about to end")
+
+    # Where the leader is ------------------------------------------------------------------------------------------
+
+    async def _leader_at(self) -> tuple[str, int]:
+        """Raises OSError where the leader has not said where it is, and UserError for a file of somebody else."""
+        if self._leader is not None:
+            return "127.0.0.1", self._port
+        if self._file or self._board is not None:
+            return await in_thread(self._find, timeout_s=math.inf)
+        return self.launch.master_addr, self.launch.master_port
+
+    def _find(self) -> tuple[str, int]:
+        """In a thread, as `_publish`: a disk or a store may take seconds to answer."""
+        if self._file:
+            if found := read_place(self._file):
+                return found
+            raise ConnectionError(f"rank 0 has not left its address in {self._file}")
+        assert self._board is not None
+        try:
+            self._board.wait([LEADER], timedelta(seconds=CONNECT_S))
+            return self.launch.master_addr, int(self._board.get(LEADER))
+        except RuntimeError:
+            where = f"{self.launch.master_addr}:{self.launch.master_port}"
+            raise ConnectionError(f"nothing was heard from rank 0 at {where}") from None
+
+    def _publish(self) -> None:
+        """On rank 0. Raises UserError for a file of somebody else; one of an earlier run is replaced."""
+        if self._board is not None:
+            self._board.set(LEADER, str(self._port))
+        elif self._file:
+            read_place(self._file)
+            reached = [ip for name in psutil.net_if_addrs() if (ip := address_of(name)) and not is_loopback(ip)]
+            write_atomically(self._file, json.dumps({"rankup": [(reached or ["127.0.0.1"])[0], self._port]}))
+
+
+def read_place(file: Path) -> tuple[str, int] | None:
+    """What rank 0 left there; None for no file, and for an empty one, as mktemp makes it. Raises UserError where it
+    is somebody else's, OSError where it can't be read."""
+    try:
+        text = file.read_text(errors="replace")
+        if not text:
+            return None
+        ip, port = json.loads(text)["rankup"]
+        return str(ip), int(port)
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        raise UserError(
+            f"--init-method: {file} must be a new file, got one that holds something else. Name another."
+        ) from None
