@@ -264,7 +264,7 @@ async def _led(folder: Path, leader: bytes, rank: bytes) -> None:
 
     async def connect() -> Link:
         if heard:
-            raise agent.attendance._failure()
+            raise JoinError("over")
         heard.append(Link(*_said(leader)))
         agent.attendance._link = heard[0]
         return heard[0]
