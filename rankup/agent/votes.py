@@ -21,7 +21,7 @@ def age(basis: Mapping[str, Any]) -> tuple[float, float, int]:
     """The larger, the newer. A proposal, whose `v` is 0, is older than what was committed after the membership that it
     follows: a leader that has not noticed yet who is cut off may propose again and again, with higher numbers."""
     n, v = int(basis["n"]), int(basis["v"])
-    follows = [each["n"] for each in basis.get("before") or []]
+    follows = [int(each["n"]) for each in basis.get("before") or []]
     return (n, v, 0) if v or not follows else (follows[-1], math.inf, n)
 
 
