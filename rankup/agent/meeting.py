@@ -16,9 +16,9 @@ from typing import Any
 from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
-from rankup.agent.protocol import Member, by_host, describe_missing
+from rankup.agent.protocol import BASIS, Member, by_host, describe_missing, fits
 from rankup.agent.seats import Seat
-from rankup.agent.votes import age, electorates, recount, same_job, without
+from rankup.agent.votes import NONE, age, electorates, recount, same_job, without
 from rankup.env.rank_env import ranges
 
 
@@ -78,23 +78,20 @@ class Leader(Memberships):
         """The life of one connection, for `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
         # A task is cancelled as the event loop ends: Python 3.11 prints a traceback where that is passed on
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
-            await self._attend(link)
-
-    async def _attend(self, link: Link) -> None:
-        link.send("leader", over=self._over, **self.greeting())
-        why = ENDED
-        try:
-            async with asyncio.timeout(timing.HELLO_S):
-                hello = await link.receive()
-            if (member := self._read(link, hello)) is not None:
-                await self._seat(link, member, warm=hello.get("warm") is not False)
-            while True:  # also for who was refused: an end of ours before its own may hide the reason
-                self._take(link, await link.receive())
-        except (ConnectionError, TimeoutError):
-            pass
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
-        self._remove(link, why)
+            link.send("leader", over=self._over, **self.greeting())
+            why = ENDED
+            try:
+                async with asyncio.timeout(timing.HELLO_S):
+                    hello = await link.receive()
+                if (member := self._read(link, hello)) is not None:
+                    await self._seat(link, member, warm=hello.get("warm") is not False)
+                while True:  # also for who was refused: an end of ours before its own may hide the reason
+                    self._take(link, await link.receive())
+            except (ConnectionError, TimeoutError):
+                pass
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
+                why = f"it sent a message that makes no sense: {type(error).__name__}: {error}"
+            self._remove(link, why)
 
     def greeting(self) -> dict[str, Any]:
         """What this leader says of itself to whoever connects."""
@@ -114,17 +111,16 @@ class Leader(Memberships):
                 self._outdone(link.remote_ip, int(hello["port"]))
         if hello["is"] != "hello" or self._over:
             raise ValueError(hello["is"])  # it may be early, and wait for the next leader
-        member = Member.read(hello)
+        member, basis = Member.read(hello), hello.get("basis", NONE)
         if member.world_size != self.me.world_size:
             others = f"{self.me.who} with WORLD_SIZE={self.me.world_size}. Set the same on all ranks."
-            text = f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}"
-            self._turn_away(link, member, text)
+            self._turn_away(link, member, f"{member.who} was started with WORLD_SIZE={member.world_size}, {others}")
             return None
         self.membership = max(self.membership, int(hello["n"]))  # this leader may be a successor
         if int(hello["n"]) and self._model is None:
             self._model = member
-        if self._limits is not None and not self.running and age(hello.get("basis", self.basis)) > age(self.basis):
-            self.basis = dict(hello["basis"])
+        if self._limits is not None and not self.running and fits(basis, BASIS) and age(basis) > age(self.basis):
+            self.basis = dict(basis)
             self._same_arguments = bool(self.basis.get("same_arguments"))
             self.membership = max(self.membership, self.basis["n"])  # a spare may not have heard its proposal
         return member
