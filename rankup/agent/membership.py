@@ -189,7 +189,7 @@ class Memberships:
                 return
             self._propose(seats)
             await self._all_ready.wait()
-            if problems := sorted(seat.problem for seat in self._chosen if seat.problem):
+            if problems := [seat.problem for seat in self._chosen if seat.problem]:
                 await asyncio.sleep(timing.ENDING_S)
                 self._give_up(problems)
                 return
