@@ -18,7 +18,7 @@ def code_of(*files: Path) -> str:
 # As they are imported: a rank may be forked from a process that has imported them days ago
 CODE = code_of(*sorted(Path(__file__).parent.rglob("*.py")))
 # Paths may differ from node to node, and so may what is shown
-OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "progress", "report_every_s", "num_workers"}
+OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "num_workers"}
 
 
 def join_options(config: Config) -> dict[str, Any]:

@@ -51,12 +51,12 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
         t = build(config, job, method)
         job.begin()  # from here on a lost rank costs no finished step
         program.log.info(f"ready after {time.monotonic() - began_s:.1f} s")
-        with progress(t) as show:
-            evaluate_and_save(t)  # where the attempt before had no time to
-            for batches in batches_to_end(t):
-                step(t, batches)
-                evaluate_and_save(t)
-                show()
+        show = progress(t)
+        evaluate_and_save(t)  # where the attempt before had no time to
+        for batches in batches_to_end(t):
+            step(t, batches)
+            evaluate_and_save(t)
+            show()
         job.finish()
         write_result(t, seconds=time.monotonic() - began_s)
 

@@ -158,8 +158,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         None, "fsdp: each rank keeps its part in its node's memory each so many steps; null: as often as it costs half "
         "a percent; 0: never.", unit="steps", ge=0)
     evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs")
-    report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
-                                    gt=0, le=WEEK_S)
     log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
     compare_every_steps: int | None = setting(
         None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.",
@@ -170,7 +168,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     tracker: Literal["none", "mlflow", "wandb"] = setting(
         "none", "Also send metrics, settings and result to a tracker, one run for all attempts.")
-    progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
     advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
 
 
