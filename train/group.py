@@ -26,8 +26,7 @@ def join_options(config: Config) -> dict[str, Any]:
     device = None if config.device == "auto" else config.device
     if config.device_ids:  # DataParallel wants the module on the first of its devices
         device = f"cuda:{config.device_ids.split(',')[0]}"
-    return {"settings": same_settings(config), "device": device, "longest_phase_s": longest_phase_s(config),
-            "backend": None if config.backend == "auto" else config.backend}
+    return {"settings": same_settings(config), "device": device, "longest_phase_s": longest_phase_s(config)}
 
 
 def same_settings(config: Config) -> dict[str, str]:

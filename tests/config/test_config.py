@@ -66,8 +66,8 @@ def test_precedence_is_defaults_then_file_then_flags(write):
 @pytest.mark.parametrize(("name", "text", "value"), [
     ("name", "1e5", "1e5"), ("run_dir", "null", "null"), ("data_dir", "none", None), ("data_dir", "1", "1"),
     ("image_size", "null", None), ("image_size", "32", 32), ("lr", "1", 1.0), ("lr", "1e-3", 1e-3),
-    ("augment", "false", False), ("compile", "true", True), ("channels_last", "auto", "auto"),
-    ("channels_last", "true", True), ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
+    ("augment", "false", False), ("compile", "true", True),
+    ("options.a", "no", "no"), ("options.a", "[1, 2]", "[1, 2]"),
     ("options.a", "null", None), ("options.a", "1e-3", 1e-3), ("options.a.b", "1", 1),
 ])
 def test_flag_is_read_by_the_type_of_its_field(name, text, value):

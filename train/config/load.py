@@ -187,8 +187,7 @@ def to_yaml(config: Config) -> str:
 # Settings that are each right and cannot go together, with one another or with the number of processes --------------
 
 # Method -> the switches that it does not have, and why
-_ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
-             "channels_last": "It takes contiguous parameters only. Use ddp."}  # so auto is false there
+_ONLY_DDP = {"compile": "The two together are not tried here. Use ddp."}
 NOT_WITH = {
     "dp": {"compile": "DataParallel copies the module in each step. Use ddp.",
            "sync_bn": "Its threads are no ranks. Use ddp."},
@@ -220,8 +219,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
     if c.sync_bn and c.device == "cpu":
         yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
-    if c.backend == "nccl" and c.device == "cpu":
-        yield "backend", "gloo or auto with device cpu", "nccl moves GPU memory only."
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):

@@ -101,12 +101,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     epochs: Count = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs")
     max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps")
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")
-    lr: float = _result(0.08, "Learning rate, before lr_scaling and schedule.", unit="per step", gt=0, le=1000)
+    lr: float = _result(0.08, "Learning rate at its peak; schedule lowers it.", unit="per step", gt=0, le=1000)
     momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1)
     weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0, le=1000)
-    lr_scaling: Literal["none", "linear", "sqrt"] = _result(
-        "none", "Scale lr with batch_size / lr_base_batch; combine with warmup_steps.")
-    lr_base_batch: Count = _result(64, "The global batch that lr was chosen for.", unit="samples")
     schedule: Literal["constant", "step", "cosine"] = _result("cosine", "How lr falls after the warm-up.")
     warmup_steps: Natural = _result(0, "Raise lr linearly over the first steps.", unit="steps")
     step_epochs: Count = _result(1, "schedule step: multiply lr by step_gamma each so many epochs.", unit="epochs")
@@ -115,9 +112,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", unit="norm", ge=0)
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
     compile: bool = _result(False, "torch.compile the model.")
-    channels_last: bool | Literal["auto"] = _result(
-        "auto", "Memory format NHWC, faster for convolutions; auto: for the models of images.",
-        rule="true, false or auto")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
     find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
     compress: Literal["none", "fp16", "bf16"] = _result(
@@ -125,7 +119,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
     device: str = _result("auto", "auto, cpu, cuda, or another accelerator of torch.", pattern=r"^[a-z]+(:[0-9]+)?$",
                           rule="auto, cpu, cuda or another accelerator's name")
-    backend: Literal["auto", "gloo", "nccl"] = _result("auto", "auto: nccl with CUDA, otherwise gloo.")
     num_threads: int = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.",
                                unit="threads", ge=1, le=1024)
 

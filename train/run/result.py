@@ -19,7 +19,6 @@ from ..config import Config
 from ..data.samples import Order
 from ..parallel import method_name
 from ..parallel.methods import Method
-from ..parallel.model import peak_rate
 from ..workloads import Workload
 from . import weights
 from .evaluation import Result
@@ -70,7 +69,7 @@ def describe(config: Config, group: Group, workload: Workload, order: Order) -> 
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples{origin}\n"
         f"model  {name}, {num_parameters:,} parameters, {config.precision} on {group.device}{together}\n"
-        f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
+        f"batch  {config.batch_size} global{split}, peak learning rate {config.lr:g}, "
         f"{len(order)} steps an epoch"
     )
 
