@@ -138,17 +138,19 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 # Settings of one run, shown and compared -----------------------------------------------------------------------------
 
 
-def foreign(config: Config) -> list[str]:
-    """The settings of other data sets, workloads and methods than this run's. An own workload may use any of them."""
+def foreign(config: Config, *, auto: str = "none") -> list[str]:
+    """The settings of other data sets, workloads, methods and so on than this run's. An own workload may use any of
+    those of data and models. `auto`: the method that parallel auto stands for."""
+    method = auto if config.parallel == "auto" else config.parallel
+    here = {"", config.workload, config.dataset.partition(":")[0], method, config.optimizer, config.schedule}
     if ":" in config.workload:
-        return []
-    here = {"", config.workload, config.dataset.partition(":")[0], config.parallel}
-    return [name for name, field in Config.model_fields.items() if facts(field)["of"] not in here]
+        here |= {"own", "images", "text", "hf", "fake"}
+    return [name for name, field in Config.model_fields.items() if not here & {*facts(field)["of"].split(" or ")}]
 
 
 def refuse_foreign(config: Config) -> None:
     """Raises UserError for a setting of something else, which would be ignored."""
-    for name in foreign(config):
+    for name in foreign(config, auto="ddp"):
         if (value := getattr(config, name)) != Config.model_fields[name].default:
             of = facts(Config.model_fields[name])["of"]
             raise UserError(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
@@ -186,39 +188,14 @@ def to_yaml(config: Config) -> str:
 
 # Settings that are each right and cannot go together, with one another or with the number of processes --------------
 
-# Method -> the switches that it does not have, and why
-_ONLY_DDP = {"compile": "The two together are not tried here. Use ddp."}
-NOT_WITH = {
-    "dp": {"compile": "DataParallel copies the module in each step. Use ddp.",
-           "sync_bn": "Its threads are no ranks. Use ddp."},
-    "fsdp": _ONLY_DDP | {"find_unused_parameters": "FSDP2 waits for every gradient. Freeze them, or use ddp."},
-    "horovod": _ONLY_DDP | {"sync_bn": "Horovod's own needs GPUs, torch's needs a group of them. Use ddp.",
-                            "find_unused_parameters": "Their weights would decay. Freeze them, or use ddp."},
-}
-
-
 def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
     """Those of these settings: which to change, what it must be, and why."""
-    method = f"with parallel {c.parallel}"
-    for name, why in NOT_WITH.get(c.parallel, {}).items():
-        if getattr(c, name) is True:
-            yield name, f"false {method}", why
     if c.parallel == "fsdp" and c.precision == "fp16":
-        yield "precision", f"fp32 or bf16 {method}", "Each rank would scale by the overflows of its own part."
+        yield "precision", "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."
     if c.parallel == "horovod" and c.compress == "bf16":
-        yield "compress", f"none or fp16 {method}", "Horovod does not sum bf16. Use ddp."
-    if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
-        yield "compress", f"none {method}", "Only ddp sends gradients through hooks."
+        yield "compress", "none or fp16 with parallel horovod", "Horovod does not sum bf16. Use ddp."
     if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
-        yield "save", f"auto or sync {method}", "No rank holds a whole state to copy: see --checkpoint-format sharded."
-    if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
-        yield "checkpoint_format", f"plain {method}", "Only fsdp splits what is saved."
-    if c.device_ids and c.parallel != "dp":
-        yield "device_ids", "empty without parallel dp", "Elsewhere each process has one device: see device."
-    if c.device_ids and c.device not in ("auto", "cuda"):
-        yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
-    if c.sync_bn and c.device == "cpu":
-        yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
+        yield "save", "auto or sync with parallel fsdp", "No rank holds a whole state to copy: see --checkpoint-format sharded."
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):
