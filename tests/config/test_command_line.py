@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.jobs import rank_env
+from train.commands import COMMANDS, Doctor, Predict
+from train.commands.line import parse_args
 from train.config import Config, load_config
 from train.config.load import fields_of
-from train.config.options import OPTIONS, DoctorOptions, PredictOptions, parse_args
 from train.config.settings import SOURCES
 from train.main import main
 
@@ -49,8 +50,8 @@ def test_command_line_is_understood(line: str, settings: dict[str, str]) -> None
 def test_options_of_a_command_have_type_and_default() -> None:
     parsed = parse_args(["predict", "--input", "1e5", "--config", "x.yaml", "--rank", "1"])
     assert (parsed.mistakes, parsed.settings) == ([], {})
-    assert parsed.options == PredictOptions(config="x.yaml", input="1e5", rank=1)
-    assert parse_args(["doctor", "--alone", "--json"]).options == DoctorOptions(alone=True, json=True)
+    assert parsed.options == Predict(config="x.yaml", input="1e5", rank=1)
+    assert parse_args(["doctor", "--alone", "--json"]).options == Doctor(alone=True, json=True)
 
 
 def test_every_setting_is_a_flag_in_both_spellings() -> None:
@@ -73,9 +74,9 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
+    ("--stpes 3 --help", COMMANDS), ("-h", COMMANDS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
-       + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items()),
+       + [f"  python -m train.main {name} "]) for name, model in COMMANDS.items()),
 ])
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_width_and_a_screen(

@@ -18,9 +18,10 @@ from torch.distributed.run import get_args_parser
 from rankup import cli, errors
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
+from train.commands import COMMANDS
+from train.commands.line import parse_args
 from train.config import Config, load_config
 from train.config.load import fields_of
-from train.config.options import OPTIONS, parse_args
 from train.workloads import Workload
 
 TOP_LEVEL = {
@@ -77,7 +78,7 @@ def read(name: str) -> str:
 
 
 def known_flags() -> set[str]:
-    options = [name for model in OPTIONS.values() for name in fields_of(model)]
+    options = [name for model in COMMANDS.values() for name in fields_of(model)]
     ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
     switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
@@ -143,7 +144,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
                 cli.COMMANDS[words[0]].parse(words[1:])
             continue
         parsed = parse_args(words)
-        assert parsed.command in OPTIONS, words
+        assert parsed.command in COMMANDS, words
         load_config(parsed.settings, file=parsed.options.config, mistakes=parsed.mistakes)
 
 

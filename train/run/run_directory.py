@@ -40,7 +40,8 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8"))
+            text = to_yaml(config.model_copy(update={"fresh": False}))  # `--config` with this file goes on
+            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(text, encoding="utf-8"))
         yield job
 
 

@@ -1,5 +1,5 @@
-"""The command line, `COMMAND --SETTING VALUE ...`: the commands and their options, what a line means, and --help.
-Values stay texts here: pydantic reads them by the types of their settings. No torch here."""
+"""The command line, `COMMAND --SETTING VALUE ...`: what a line means, and --help. Values stay texts here: pydantic
+reads them by the types of their settings. No torch here."""
 
 from __future__ import annotations
 
@@ -10,73 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from .load import PROGRAM, describe, dump_value, fields_of, flag, is_switch, literals, unknown, validate
-from .settings import Config, setting
-
-
-class Options(BaseModel):
-    """The options of one command. The docstring of a command's class is its text in --help."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    config: str | None = setting(None, "YAML file of settings. Flags outrank it.", min_length=1, rule="a file's name")
-
-
-class RankOptions(Options):
-    """Of the commands that run as ranks."""
-
-    init_method: str = setting("", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR.")
-    rank: int | None = setting(None, "In place of RANK.")
-    world_size: int | None = setting(None, "In place of WORLD_SIZE.")
-
-
-class JsonOptions(Options):
-    """Of the commands that have a result to read by a program."""
-
-    as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
-
-
-class CheckpointOptions(RankOptions):
-    """Of the commands that read a checkpoint."""
-
-    checkpoint: str = setting("", "Checkpoint directory, or its address; by default the newest good one of the run.")
-
-
-class TrainOptions(RankOptions):
-    """Train; the same command again goes on where it stopped."""
-
-
-class EvaluateOptions(CheckpointOptions):
-    """Evaluate a checkpoint on the test data, exactly, with any number of processes."""
-
-
-class PredictOptions(CheckpointOptions):
-    """Write input, label and probability of each sample to a CSV file."""
-
-    input: str = setting("", "What to predict: an image, a folder of images, or a file of texts; by default the test "
-                         "data.")
-    output: str = setting("predictions.csv", "Where to write.", pattern=r"\.csv$", rule="a .csv file")
-
-
-class ShowOptions(JsonOptions):
-    """Print all settings as they would be used, with help, range and unit."""
-
-
-class DoctorOptions(JsonOptions, RankOptions):
-    """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
-
-    alone: bool = setting(False, "Only this machine: as one process, whoever has started it.")
-
-
-OPTIONS: dict[str, type[Options]] = {
-    "train": TrainOptions, "evaluate": EvaluateOptions, "predict": PredictOptions, "show": ShowOptions,
-    "doctor": DoctorOptions,
-}
-
-# What a line means ---------------------------------------------------------------------------------------------------
+from ..config.load import PROGRAM, describe, dump_value, fields_of, flag, is_switch, literals, unknown, validate
+from ..config.settings import Config
+from . import COMMANDS, Command
 
 # Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
 NOT_FIRES = ("--", "--separator=\0")
@@ -88,7 +26,7 @@ class Request:
 
     command: str | None = None
     settings: dict[str, str] = field(default_factory=dict)  # name -> text, as given; `options.key` sets one key
-    options: Options = field(default_factory=Options)  # those of the command, all of them
+    options: Command = field(default_factory=Command)  # the command itself, with its options
     help: bool = False
     mistakes: list[str] = field(default_factory=list)
 
@@ -101,12 +39,12 @@ def parse_args(argv: Sequence[str]) -> Request:
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
     if {"-h", "--help"} & set(words):
-        return Request(next((word for word in words if word in OPTIONS), None), help=True)
+        return Request(next((word for word in words if word in COMMANDS), None), help=True)
     if not words:
         return Request()
     command = "train" if re.match(r"--|-[a-zA-Z]", words[0]) else words.pop(0)
-    if command not in OPTIONS:
-        near = get_close_matches(command, OPTIONS, n=1)
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {describe(near[0])}?" if near else "."
         return Request(command, mistakes=[f"unknown command {describe(command)}{hint}"])
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
@@ -122,7 +60,7 @@ def parse_args(argv: Sequence[str]) -> Request:
 
 def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Request:
     """`more`: words that are neither flags nor values."""
-    own = fields_of(OPTIONS[command])
+    own = fields_of(COMMANDS[command])
     fields = {**Config.model_fields, **own}
     settings: dict[str, str] = {}
     given: dict[str, str] = {}
@@ -139,7 +77,7 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
             given[name] = text
         else:
             settings[name] = text
-    options, wrong = validate(OPTIONS[command], given, flag)
+    options, wrong = validate(COMMANDS[command], given, flag)
     return Request(command, settings, options, mistakes=[*mistakes, *wrong.values()])
 
 
@@ -153,30 +91,23 @@ NOTE = (
     "--dataset hf:NAME, --workload text and so on those of that data set or workload. A switch: --augment, "
     "--no-augment or --augment=false."
 )
-EXAMPLES = {
-    "train": ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine"),
-    "evaluate": ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110"),
-    "predict": ("predict --name mine --output predictions.csv", "predict --name mine --input photos/"),
-    "show": ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json"),
-    "doctor": ("doctor", "doctor --alone --json"),
-}
 
 
 def help_text(command: str = "") -> str:
     """The help of `command`, or of all: at most 40 lines at 80 columns."""
     width = min(shutil.get_terminal_size().columns, 120)
-    if command not in OPTIONS:
-        rows = [(name, str(model.__doc__)) for name, model in OPTIONS.items()]
+    if command not in COMMANDS:
+        rows = [(name, str(model.__doc__)) for name, model in COMMANDS.items()]
         more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
         lines = [f"usage: {PROGRAM} COMMAND [--config FILE] [--SETTING VALUE ...]", "", "commands:"]
         return "\n".join([*lines, *_table(rows, width), "", *textwrap.wrap(f"{more} {NOTE}", width)]) + "\n"
-    rows = [_row(name, field) for name, field in fields_of(OPTIONS[command]).items()]
-    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(OPTIONS[command].__doc__), width)]
+    rows = [_row(name, field) for name, field in fields_of(COMMANDS[command]).items()]
+    lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(COMMANDS[command].__doc__), width)]
     lines += ["", "options:", *_table(rows, width)]
     if command == "train":
         rows = [_row(name, Config.model_fields[name]) for name in COMMON]
         lines += ["", "settings, the most common ones:", *_table(rows, width)]
-    lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in EXAMPLES[command])]
+    lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in COMMANDS[command].examples)]
     lines += ["", *textwrap.wrap(NOTE, width)] if command in ("train", "show") else []
     return "\n".join(lines) + "\n"
 
