@@ -17,7 +17,6 @@ from tests.rigs.jobs import result
 from train.config import Config
 from train.config.settings import Augment
 from train.data.file_samples import FileSamples, decode
-from train.data.samples import TensorSamples
 from train.data.sources import load
 from train.workloads import images as workload
 
@@ -79,8 +78,10 @@ def test_sample_is_the_same_in_any_batch_and_another_in_each_epoch_and_run(folde
 
 
 def test_images_held_in_memory_are_those_of_the_files(folder: Path) -> None:
-    files = samples_of(folder, True, seed=1)
-    held = TensorSamples(*files.batch(torch.arange(12), None), augment=True, seed=1)
+    config = config_of(folder, True)
+    files, held = (
+        workload.build(config.model_copy(update={"in_memory": where})).train for where in ("never", "always")
+    )
     for epoch in (None, 0, 5):
         for one, other in zip(files.batch(torch.arange(12), epoch), held.batch(torch.arange(12), epoch), strict=True):
             assert torch.equal(one, other)

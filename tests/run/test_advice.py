@@ -13,7 +13,6 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
 from train import loop
-from train.data.samples import TensorSamples
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 
@@ -77,16 +76,10 @@ def test_advice_is_measured_and_changes_no_bit(forks: Forks, tmp_path: Path, wor
     assert not train(forks, tmp_path / "short", "--max-steps", "5", world_size=world_size)
 
 
-def prepared_each_time() -> None:
-    """The same, and no images are held in memory."""
-    always()
-    TensorSamples.in_memory = property(lambda self: False, lambda self, value: None)
-
-
 def test_data_that_are_waited_for_are_a_reason_for_workers(forks: Forks, tmp_path: Path) -> None:
-    more = ("--precision", "bf16", "--num-threads", "4")  # with nothing else to advise
-    assert not train(forks, tmp_path / "busy", "--max-steps", "10", *more, preload="prepared_each_time")
-    line = train(forks, tmp_path / "run", "--max-steps", "10", *more[:2], preload="prepared_each_time")[0]
+    more = ("--in-memory", "never", "--precision", "bf16", "--num-threads", "4")  # with nothing else to advise
+    assert not train(forks, tmp_path / "busy", "--max-steps", "10", *more)
+    line = train(forks, tmp_path / "run", "--max-steps", "10", *more[:4])[0]
     assert re.match(r"--num-workers 1 may gain up to [\d.]+x here \(measured: preparing a batch takes ", line)
 
 

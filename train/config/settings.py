@@ -74,8 +74,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                                      unit="pixels", ge=8, le=1024, of="images")
     max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, le=65_536, of="text")
     bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
-    eval_split: Literal["dev", "test"] = setting(
-        "dev", "Which part to evaluate on, where there are both.", of="text or hf")
+    eval_split: Literal["dev", "test"] = setting("dev", "Which part to evaluate on, where there are both.", of="text or hf")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
@@ -125,8 +124,9 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     num_threads: int = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.",
                                unit="threads", ge=1, le=1024)
 
-    num_workers: int = setting(0, "DataLoader workers of each process; with 0 small images are held in memory.",
-                               unit="processes", ge=0, le=1024)
+    in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
+    num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
+                               ge=0, le=1024)
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
@@ -167,5 +167,5 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
 
 # The first setting of each group -> the group's title
-GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "num_workers": "loading",
+GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
           "join_timeout_s": "deadlines", "name": "the run"}

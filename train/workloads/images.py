@@ -63,11 +63,15 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
 
 def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
     """Raises UserError for random crops of images that memory holds, whose edges are gone."""
-    if not isinstance(found, TensorSamples):
-        return replace(found, augment=augment, seed=config.seed)
-    if isinstance(augment, str):
+    if isinstance(augment, str) and (isinstance(found, TensorSamples) or config.in_memory == "always"):
         raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
-    return replace(found, augment=augment, seed=config.seed, in_memory=not config.num_workers)
+    if isinstance(found, TensorSamples):
+        return replace(found, augment=augment is True, seed=config.seed, in_memory=config.in_memory != "never")
+    files = replace(found, augment=augment, seed=config.seed)
+    if config.in_memory != "always":
+        return files
+    images, labels = files.batch(torch.arange(len(files)), None)
+    return TensorSamples(images, labels, augment=augment is True, seed=config.seed)
 
 
 def _open_input(
