@@ -195,7 +195,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
     if c.parallel == "horovod" and c.compress == "bf16":
         yield "compress", "none or fp16 with parallel horovod", "Horovod does not sum bf16. Use ddp."
     if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
-        yield "save", "auto or sync with parallel fsdp", "No rank holds a whole state to copy: see --checkpoint-format sharded."
+        why = "No rank holds a whole state to copy: see --checkpoint-format sharded."
+        yield "save", "auto or sync with parallel fsdp", why
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):

@@ -74,7 +74,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                                      unit="pixels", ge=8, le=1024, of="images")
     max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, le=65_536, of="text")
     bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
-    eval_split: Literal["dev", "test"] = setting("dev", "Which part to evaluate on, where there are both.", of="text or hf")
+    eval_split: Literal["dev", "test"] = setting(
+        "dev", "Which part to evaluate on, where there are both.", of="text or hf")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
