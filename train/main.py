@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
         return rankup.cli.main(argv)
     request = parse_args(argv)
     if request.help or request.command is None:
-        rankup.cli.print_whole(help_text(request.command or ""))
+        rankup.cli.print_whole(help_text(request))
         return 0 if request.help else rankup.UserError.code
     try:
         program.read_rank(**request.options.model_dump(include={"init_method", "rank", "world_size", "alone"}))

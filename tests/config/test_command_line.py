@@ -74,7 +74,8 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("--stpes 3 --help", COMMANDS), ("-h", COMMANDS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
+    ("-h", COMMANDS), ("tarin --help", COMMANDS), ("--stpes 3 --help", ["--init-method", ", ".join(SOURCES)]),
+    ("train --workload text --help", ["--bert-dir"]), ("--parallel dp -h", ["--device-ids"]),
     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
        + [f"  python -m train.main {name} "]) for name, model in COMMANDS.items()),
 ])

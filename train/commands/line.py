@@ -7,13 +7,13 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from pydantic.fields import FieldInfo
 
+from ..config import Config, foreign
 from ..config.load import PROGRAM, describe, dump_value, fields_of, flag, is_switch, literals, unknown, validate
-from ..config.settings import Config
 from . import COMMANDS, Command
 
 # Fire takes a lone "-" for the end of a call. No argument of a process can be a zero byte: now "-" means nothing to it
@@ -38,15 +38,15 @@ def parse_args(argv: Sequence[str]) -> Request:
     # torch.distributed.launch puts it in front. LOCAL_RANK says the same
     if words and (found := re.fullmatch(r"--local[-_]rank(=.*)?", words[0])):
         words = words[1 if found[1] else 2 :]
-    if {"-h", "--help"} & set(words):
-        return Request(next((word for word in words if word in COMMANDS), None), help=True)
+    asks = bool({"-h", "--help"} & set(words))
+    words = [word for word in words if word not in ("-h", "--help")]
     if not words:
-        return Request()
+        return Request(help=asks)
     command = "train" if re.match(r"--|-[a-zA-Z]", words[0]) else words.pop(0)
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {describe(near[0])}?" if near else "."
-        return Request(command, mistakes=[f"unknown command {describe(command)}{hint}"])
+        return Request(command, mistakes=[f"unknown command {describe(command)}{hint}"], help=asks)
     import fire  # here, since it costs 50 ms, which a module that only needs Request shall not pay
     from fire.decorators import SetParseFn
 
@@ -55,7 +55,7 @@ def parse_args(argv: Sequence[str]) -> Request:
 
     table = {command: SetParseFn(str)(understand)}
     request: Request = fire.Fire(table, command=[command, *words, *NOT_FIRES], serialize=lambda _: None)
-    return request
+    return replace(request, help=asks)
 
 
 def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Request:
@@ -87,15 +87,16 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
 COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
           "parallel", "seed", "name", "run_dir", "fresh")
 NOTE = (
-    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them, and with "
-    "--dataset hf:NAME, --workload text and so on those of that data set or workload. A switch: --augment, "
+    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them. It and "
+    "--help have those of hf:NAME, fsdp and so on only beside --dataset hf:NAME, --parallel fsdp. A switch: --augment, "
     "--no-augment or --augment=false."
 )
 
 
-def help_text(command: str = "") -> str:
-    """The help of `command`, or of all: at most 40 lines at 80 columns."""
-    width = min(shutil.get_terminal_size().columns, 120)
+def help_text(request: Request) -> str:
+    """The help of the command, or of all where none is named: 40 lines at 80 columns, and what was chosen adds its own
+    settings."""
+    command, width = request.command, min(shutil.get_terminal_size().columns, 120)
     if command not in COMMANDS:
         rows = [(name, str(model.__doc__)) for name, model in COMMANDS.items()]
         more = f"`{PROGRAM} COMMAND --help` explains one. `rankup` lists those that start, watch and explain runs."
@@ -105,7 +106,10 @@ def help_text(command: str = "") -> str:
     lines = [f"usage: {PROGRAM} {command} [OPTIONS]", "", *textwrap.wrap(str(COMMANDS[command].__doc__), width)]
     lines += ["", "options:", *_table(rows, width)]
     if command == "train":
-        rows = [_row(name, Config.model_fields[name]) for name in COMMON]
+        # As texts, right or wrong: only which of them go with the others is asked
+        others, usual = (foreign(Config.model_construct(**given)) for given in (request.settings, {}))
+        rows = [_row(name, field) for name, field in Config.model_fields.items()
+                if name not in others and (name in COMMON or name in usual)]
         lines += ["", "settings, the most common ones:", *_table(rows, width)]
     lines += ["", "examples:", *(f"  {PROGRAM} {line}" for line in COMMANDS[command].examples)]
     lines += ["", *textwrap.wrap(NOTE, width)] if command in ("train", "show") else []
