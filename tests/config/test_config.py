@@ -45,10 +45,10 @@ def test_settings_that_may_change_on_resume_are_exactly_these():
     assert free == {
         "data_dir", "epochs", "max_steps", "in_memory", "num_workers", "eval_batch_size",
         "join_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
-        "name", "run_dir", "fresh", "save", "keep", "save_every_steps", "evaluate_every_epochs",
+        "name", "run_dir", "save", "keep", "save_every_steps", "evaluate_every_epochs",
         "log_every_steps", "compare_every_steps", "recompute_every_steps", "memory_every_steps", "tensorboard",
         "eval_split",
-        "parallel", "bert_dir", "checkpoint_format", "advice",
+        "parallel", "bert_dir", "checkpoint_format",
         "hf_eval_split", "hf_download", "tracker", "mirror",
     }
 

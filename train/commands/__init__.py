@@ -55,7 +55,14 @@ class RankCommand(Command):
     world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
 
-class Train(RankCommand):
+class TrainingCommand(RankCommand):
+    """Takes the line of a training. These options are of one start, and not of the run."""
+
+    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
+    advice: bool = setting(True, "Say which other settings would be faster here.")
+
+
+class Train(TrainingCommand):
     """Train; the same command again goes on where it stopped."""
 
     examples = ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine")
@@ -65,7 +72,7 @@ class Train(RankCommand):
         check_world_size(config, program.rank_env.world_size)
         run_dir = run_dir_of(config, program)
         program.start(run_dir, stacks=True)
-        _imported("..loop", "train")(config, program, run_dir=run_dir)
+        _imported("..loop", "train")(config, program, run_dir=run_dir, fresh=self.fresh, advice=self.advice)
 
 
 class CheckpointCommand(RankCommand):
@@ -110,7 +117,7 @@ class Show(Command):
         rankup.cli.print_whole(f"{config.model_dump_json()}\n" if self.as_json else to_yaml(config))
 
 
-class Doctor(RankCommand):
+class Doctor(TrainingCommand):
     """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
 
     examples = ("doctor", "doctor --alone --json")

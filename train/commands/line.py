@@ -85,11 +85,10 @@ def _understand(command: str, more: Sequence[str], flags: dict[str, str]) -> Req
 
 # The settings that a first training meets
 COMMON = ("workload", "dataset", "data_dir", "model", "epochs", "batch_size", "lr", "optimizer", "precision",
-          "parallel", "seed", "name", "run_dir", "fresh")
+          "parallel", "seed", "name", "run_dir")
 NOTE = (
-    f"Every setting of a training is a flag too, such as --batch-size 128: `{PROGRAM} show` lists them. It and "
-    "--help have those of hf:NAME, fsdp and so on only beside --dataset hf:NAME, --parallel fsdp. A switch: --augment, "
-    "--no-augment or --augment=false."
+    f"Every setting of a training is a flag: `{PROGRAM} show` lists them. It and --help have those of a data set, "
+    "workload or method beside --dataset hf:NAME, --parallel fsdp and so on. A switch: --augment or --no-augment."
 )
 
 

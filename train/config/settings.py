@@ -143,7 +143,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                            min_length=1, rule="a path or an address")
     mirror: str = setting("", "Also keep the newest checkpoints in this folder, or at this address: s3://bucket/runs.",
                           rule="a path or an address")
-    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
     checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded: each rank its part, on storage that all nodes share.", of="fsdp")
     save: Literal["auto", "async", "sync"] = setting(
@@ -164,7 +163,6 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     tracker: Literal["none", "mlflow", "wandb"] = setting(
         "none", "Also send metrics, settings and result to a tracker, one run for all attempts.")
-    advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
 
 
 # The first setting of each group -> the group's title

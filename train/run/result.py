@@ -28,7 +28,7 @@ SAY_EVERY_S = 5.0
 ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
 OF_IMAGES = {"dataset", "model"}  # other workloads train on something else
 # They say where a run is kept and how it is watched. Its row has its name
-NEVER = {"name", "run_dir", "fresh", "mirror", "advice", "tensorboard", "tracker", "options"}
+NEVER = {"name", "run_dir", "mirror", "tensorboard", "tracker", "options"}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,11 +24,11 @@ def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = N
 
 
 @contextlib.contextmanager
-def open_run_directory(config: Config, group: Group, method: Method) -> Iterator[Job]:
+def open_run_directory(config: Config, group: Group, method: Method, *, fresh: bool) -> Iterator[Job]:
     """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, nothing.
     All ranks call this. Raises UserError where the run can't be gone on with, or another attempt is alive."""
     settings = rankup.Settings(
-        seed=config.seed, fresh=config.fresh, save_every_steps=0, keep=config.keep,
+        seed=config.seed, fresh=fresh, save_every_steps=0, keep=config.keep,
         log_every_steps=config.log_every_steps, compare_every_steps=config.compare_every_steps,
         memory_every_steps=0 if method.replicates_state else config.memory_every_steps,
         tensorboard=config.tensorboard, setup_timeout_s=config.setup_timeout_s, step_timeout_s=config.step_timeout_s,
@@ -40,8 +40,7 @@ def open_run_directory(config: Config, group: Group, method: Method) -> Iterator
     )
     with rankup.open_job(group, settings) as job:
         if not job.run.finished:
-            text = to_yaml(config.model_copy(update={"fresh": False}))  # `--config` with this file goes on
-            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(text, encoding="utf-8"))
+            group.on_rank0(lambda: (group.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8"))
         yield job
 
 
