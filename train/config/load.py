@@ -144,16 +144,20 @@ def foreign(config: Config, *, auto: str = "none") -> list[str]:
     method = auto if config.parallel == "auto" else config.parallel
     here = {"", config.workload, config.dataset.partition(":")[0], method, config.optimizer, config.schedule}
     if ":" in config.workload:
-        here |= {"own", "images", "text", "hf", "fake"}
+        here |= {"your own workload", "images", "text", "hf", "fake"}
     return [name for name, field in Config.model_fields.items() if not here & {*facts(field)["of"].split(" or ")}]
 
 
 def refuse_foreign(config: Config) -> None:
-    """Raises UserError for a setting of something else, which would be ignored."""
+    """Raises UserError for settings of something else, which would be ignored."""
+    wrong = []
     for name in foreign(config, auto="ddp"):
-        if (value := getattr(config, name)) != Config.model_fields[name].default:
-            of = facts(Config.model_fields[name])["of"]
-            raise UserError(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+        field, value = Config.model_fields[name], getattr(config, name)
+        if value != field.default:
+            of = facts(field)["of"]
+            wrong.append(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:

@@ -89,7 +89,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     fake_classes: int = _result(10, "How many classes it has.", unit="classes", ge=2, le=100_000, of="fake")
     # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed
     options: dict[str, JsonValue] = _result(
-        {}, "Free settings of your own workload: --options.key value.", of="own",
+        {}, "Free settings: --options.key value.", of="your own workload",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
     parallel: Literal["auto", "none", "ddp", "dp", "fsdp", "horovod"] = setting(
