@@ -209,7 +209,7 @@ def test_setting_of_what_was_chosen_is_taken(settings):
 @pytest.mark.parametrize(("settings", "message"), [
     ({"fake_classes": 3}, r"fake_classes must be left out here, got 3\. It is a setting of fake alone"),
     ({"eval_split": "test"}, r'eval_split .* got "test"\. It is a setting of text or hf alone'),
-    ({"options": {"a": 1}}, "It is a setting of your own workload alone"), ({"workload": "text", "model": "mlp"}, "of images alone"),
+    ({"options": {"a": 1}}, "of your own workload alone"), ({"workload": "text", "model": "mlp"}, "of images alone"),
     ({"step_gamma": 0.5}, "of step alone"), ({"optimizer": "adamw", "momentum": 0.5}, "of sgd alone"),
     ({"checkpoint_format": "sharded"}, "of fsdp alone"), ({"device_ids": "1,0"}, "of dp alone"),
     ({"parallel": "none", "compress": "fp16"}, "of ddp or horovod alone"),
