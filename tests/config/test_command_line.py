@@ -64,7 +64,7 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
     (folder / "mine.yaml").write_text("lr: 3e-4\nepochs: 7\n")
     code, out, err = ended("show --config mine.yaml --epochs 9 --no-tensorboard", capsys)
     assert (code, err) == (0, "")
-    assert " | ".join(SOURCES) in out
+    assert ", ".join(SOURCES) in out
     (folder / "shown.yaml").write_text(out)
     shown = load_config({}, file="shown.yaml")
     assert shown == Config(lr=3e-4, epochs=9, tensorboard=False)

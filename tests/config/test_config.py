@@ -83,7 +83,6 @@ def test_flag_is_read_by_the_type_of_its_field(name, text, value):
     ("lr: 1e999", "tiny.yaml: lr must be a finite number, got .inf."),
     ("lr:", "tiny.yaml: lr must be a valid number, got null."),
     ("epochs: 1.5", "tiny.yaml: epochs must be a valid integer, got a number with a fractional part, got 1.5."),
-    ("epochs: 99999999999999999999", "tiny.yaml: epochs must be less than or equal to 2147483647, got 9*."),
     ("augment: maybe", 'tiny.yaml: augment must be true, false, imagenet or trivial, got "maybe".'),
     ("image_size: big", "tiny.yaml: image_size must be a valid integer, * or null, got \"big\"."),
     ("optimizer: adam", "tiny.yaml: optimizer must be 'sgd' or 'adamw', got \"adam\"."),

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from rankup import UserError
 from rankup.urls import must_hold_no_secrets, secrets_in
 
-from .settings import GROUPS, INT32_MAX, Config
+from .settings import GROUPS, Config
 
 # How this program is called: an installed rankup has it inside
 PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
@@ -109,7 +109,7 @@ def flag(name: str) -> str:
 
 def literals(field: FieldInfo) -> tuple[str, ...]:
     """The choices of a field; empty: any value."""
-    return facts(field)["choices"] or tuple(word for word in get_args(field.annotation) if isinstance(word, str))
+    return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
 
 
 def is_switch(field: FieldInfo) -> bool:
@@ -120,9 +120,8 @@ def is_switch(field: FieldInfo) -> bool:
 def bounds(field: FieldInfo) -> str:
     """A field's range, such as `>= 0 and < 1`; empty where it has none."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    # An upper bound that is only the width of a counter says nothing to a reader
     return " and ".join(f"{sign} {getattr(limit, key)}" for limit in field.metadata for key, sign in signs.items()
-                        if getattr(limit, key, INT32_MAX) != INT32_MAX)
+                        if hasattr(limit, key))
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
