@@ -77,10 +77,7 @@ def build(config: Config, job: Job, method: Method, *, advice: bool) -> Training
     total_steps = config.max_steps or config.epochs * len(order)
     log.info(describe(config, group, workload, order))
     if group.world_size > 1 and not method.every_rank_has_all:
-        since = "checkpoint"
-        if not method.replicates_state and config.memory_every_steps != 0:
-            since = "part that each rank keeps in its node's memory"
-        log.info(f"rescue none: no rank has the whole state, so a lost rank costs the steps since the newest {since}")
+        log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest copy")
     job.saving.about = {"steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()}
     job.course.unit, job.course.per_step, job.course.total = workload.unit, config.batch_size, total_steps
 

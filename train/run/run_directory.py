@@ -11,7 +11,6 @@ from rankup import Copy, Group, Job, UserError
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.methods import Method
 
-ITEMS = {"model", "optimizer", "scaler"}  # what `train.loop.build` tracks
 ABOUT = {"config", "data", "steps_per_epoch"}  # of the record, beside what each checkpoint has
 
 
@@ -19,8 +18,6 @@ def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = N
     """Raises ValueError where the checkpoint `path` is not of this program."""
     if missing := sorted(ABOUT - record.keys()):
         raise ValueError(f"state.json: {', '.join(missing)} missing")
-    if tracked is not None and not ({*tracked} == ITEMS and all(isinstance(each, dict) for each in tracked.values())):
-        raise ValueError(f"it holds {', '.join(tracked)} in place of {', '.join(sorted(ITEMS))}")
 
 
 @contextlib.contextmanager
