@@ -32,9 +32,11 @@ TOP_LEVEL = {
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
-                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca"}
+                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca",
+                 "--channels-last", "--no-channels-last"}  # which the changelog names: they are gone
 FOREIGN_WORDS = {
-    "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict"
+    "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
+    "channels_last"
 }
 # What torch says, not we
 TORCH_SAYS = re.compile(
@@ -79,8 +81,9 @@ def read(name: str) -> str:
 
 def known_flags() -> set[str]:
     options = [name for model in COMMANDS.values() for name in fields_of(model)]
-    ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
-    switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
+    names = [name.replace("_", "-") for name in [*Config.model_fields, *options]]
+    ours = {"--config", "--help", *(f"--{name}" for name in names)}
+    switches = {f"--no-{name}" for name in names}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
     scripts = "".join(path.read_text() for of in ("tests/bench", "train/examples") for path in ROOT.glob(f"{of}/*.py"))

@@ -106,7 +106,7 @@ def help_text(request: Request) -> str:
     lines += ["", "options:", *_table(rows, width)]
     if command == "train":
         # As texts, right or wrong: only which of them go with the others is asked
-        others, usual = (foreign(Config.model_construct(**given)) for given in (request.settings, {}))
+        usual, others = foreign(Config()), foreign(Config().model_copy(update=request.settings))
         rows = [_row(name, field) for name, field in Config.model_fields.items()
                 if name not in others and (name in COMMON or name in usual)]
         lines += ["", "settings, the most common ones:", *_table(rows, width)]
