@@ -75,7 +75,6 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
 
 @pytest.mark.parametrize(("line", "words"), [
     ("-h", COMMANDS), ("tarin --help", COMMANDS), ("--stpes 3 --help", ["--init-method", ", ".join(SOURCES)]),
-    ("train --workload text --help", ["--bert-dir"]), ("--parallel dp -h", ["--device-ids"]),
     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
        + [f"  python -m train.main {name} "]) for name, model in COMMANDS.items()),
 ])
@@ -91,6 +90,17 @@ def test_help_fits_the_width_and_a_screen(
     assert len(out.splitlines()) <= 40
     assert max(map(len, out.splitlines())) <= width
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("line", "here", "elsewhere"), [
+    ("train --workload text --help", "--bert-dir VALUE", "--model"),
+    ("--parallel dp -h", "--device-ids VALUE", "--bert-dir"), ("train -h", "--model VALUE", "--device-ids"),
+])
+def test_help_has_the_settings_of_what_was_chosen(capsys: Captured, line: str, here: str, elsewhere: str) -> None:
+    code, out, _ = ended(line, capsys)
+    assert code == 0
+    assert here in out
+    assert f"{elsewhere} VALUE" not in out
 
 
 def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) -> None:
