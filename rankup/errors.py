@@ -15,7 +15,7 @@ USER_MISTAKE = 2
 STOPPED = 143
 JOIN_FAILED = 170
 PEER_LOST = 171
-LEFT_OUT = 172  # of a node on which ranks failed again and again
+LEFT_OUT = 172  # of a node on which ranks failed again and again, or that another one does not reach
 
 
 class ExpectedError(Exception):

@@ -113,7 +113,7 @@ def with_options(
     environ: Mapping[str, str], *, init_method: str = "", rank: int | None = None, world_size: int | None = None
 ) -> Mapping[str, str]:
     """`environ` and the variables that these options stand for. Raises UserError for a URL of another kind, and where
-    a variable is set already, or a launcher counts another number of ranks."""
+    a variable is set already."""
     told = _parse_url(init_method) if init_method else {}
     told |= {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
     for name in told:
@@ -121,12 +121,7 @@ def with_options(
             raise UserError(
                 f"--init-method, --rank, --world-size must be left out where {name}={environ[name]} is set. Keep one."
             )
-    told = {**environ, **told}
-    if world_size is not None and "RANK" not in told and (found := launchers.adopt(told)):
-        launcher, says = found
-        if (counted := says.get("WORLD_SIZE", told["WORLD_SIZE"])) != told["WORLD_SIZE"]:
-            raise UserError(f"--world-size must be {counted}, as {launcher} says, got {world_size}. Leave it out.")
-    return told
+    return {**environ, **told}
 
 
 def _parse_url(url: str) -> dict[str, str]:

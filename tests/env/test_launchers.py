@@ -6,7 +6,6 @@ import pytest
 
 from rankup.env.launchers import port_for
 from rankup.env.rank_env import RankEnv, read_rank_env, with_options
-from rankup.errors import UserError
 from tests.env.test_rank_env import AGENT, FULL, LAUNCH, Env, refusal
 
 # What `srun -n 4 -N 2` gives task 3, on the last two of the job's three nodes.
@@ -98,13 +97,6 @@ def test_counts_that_somebody_left_in_the_shell_do_not_beat_the_launchers(left: 
     """With a world size of one, rank 0 would train alone."""
     assert place(read_rank_env({**STEP, **left})) == (3, 1, 4, 2)
     assert place(read_rank_env({**MPI, **left})) == (1, 1, 2, 2)
-
-
-def test_world_size_that_the_launcher_does_not_count_is_refused():
-    assert place(read_rank_env(with_options(STEP, world_size=4))) == (3, 1, 4, 2)
-    for env, size in ((STEP, 4), (MPI, 2)):
-        with pytest.raises(UserError, match=f"--world-size must be {size}, as .*, got 8. Leave it out."):
-            with_options(env, world_size=8)
 
 
 @pytest.mark.parametrize("left", [3, 1])
