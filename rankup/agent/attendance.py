@@ -69,12 +69,12 @@ class Attendance:
         refused, and all that its `tell` says; "gone" (with `why`) where the leader is lost itself. It is then looked
         for again.
 
-        Raises JoinError where no leader answers `me.left_s` after the start, or after the last word of one. One that
+        Raises JoinError where no leader answers `me.left_s` after the start, or after the last one was lost. One that
         answers knows better how long to wait, and who is missing.
         """
         try:
             while True:
-                link = await self._connect()
+                link, before_s = await self._connect(), self._heard_s
                 watch = self._start(self._watch(link))
                 while (message := await self._next(link)) is not None:
                     if self._take(link, message) and hear(message):
@@ -83,6 +83,8 @@ class Attendance:
                 watch.cancel()
                 link.close()
                 self._link, self.at = None, []
+                if self._heard_s > before_s:  # the time to find one begins anew, also after a stop of this process
+                    self._heard_s = self._clock()
                 if hear({"is": "gone", **lost}):
                     return
                 await asyncio.sleep(timing.PAUSE_S)

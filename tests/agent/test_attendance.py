@@ -94,7 +94,7 @@ async def test_member_that_leaves_before_it_is_greeted_closes_its_connection():
 
 
 @asynchronous
-async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_with_the_last_word(
+async def test_a_member_waits_as_long_as_a_leader_answers_and_its_time_begins_when_that_is_lost(
     monkeypatch: pytest.MonkeyPatch
 ):
     clock = Steps(monkeypatch)
