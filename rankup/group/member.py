@@ -31,7 +31,7 @@ from rankup.agent.protocol import Member
 from rankup.env.rank_env import is_loopback
 from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
-from rankup.group.joining import connect_store, no_name_lookups
+from rankup.group.store import connect_store, no_name_lookups
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
 
