@@ -46,7 +46,7 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
     with program.join(
-        run_dir / "evaluations", timeout_s=config.join_timeout_s, needs_process_group=False, **join_options(config),
+        run_dir / "evaluations", timeout_s=config.join_timeout_s, **join_options(config)
     ) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
