@@ -16,7 +16,6 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -65,14 +64,12 @@ class Finding:
         return "\n".join(lines)
 
 
-@cache
-def _table() -> dict[str, dict[str, str]]:
-    return tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
 
 
 def problem(name: str, **words: Any) -> Finding:
     """That entry of findings.toml, with these words."""
-    entry: dict[str, Any] = {part: text.format_map(words) for part, text in _table()[name].items()}
+    entry: dict[str, Any] = {part: text.format_map(words) for part, text in TABLE[name].items()}
     return Finding(**entry)
 
 

@@ -205,29 +205,23 @@ RUNS: dict[str, Callable[[Facts], Any]] = {"mlflow": MlflowRun, "wandb": WandbRu
 
 
 class Sender:
-    """Sends what is new in the run directory at each `look`."""
+    """Sends what is new in the run directory at each `look`. Raises whatever the package raises: then a new one goes on
+    behind what was sent."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self._memory = facts, facts.folder / FOLDER / "sent.json"
-        self.tracked: Any = None
         known = read_json(self._memory)
         self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
         self._read = 0  # bytes of metrics.jsonl
+        self.tracked = RUNS[facts.tracker](facts)
 
     def look(self, state: str = "") -> None:
-        """Send what is new. `state`: how the run has ended, empty while it goes on. Raises whatever the package raises;
-        then the next look begins anew, behind what was sent."""
-        try:
-            if self.tracked is None:
-                self.tracked = RUNS[self.facts.tracker](self.facts)
-            while lines := list(islice(self._new_lines(), MOST_LINES)):
-                self.tracked.log(lines)
-                self._note_sent(lines)
-            if state:
-                self.tracked.end(state)
-        except Exception:
-            self.tracked, self._read = None, 0
-            raise
+        """Send what is new. `state`: how the run has ended, empty while it goes on."""
+        while lines := list(islice(self._new_lines(), MOST_LINES)):
+            self.tracked.log(lines)
+            self._note_sent(lines)
+        if state:
+            self.tracked.end(state)
 
     def _note_sent(self, lines: list[Line]) -> None:
         """Keep on the disk how far that was, for the next attempt."""
@@ -284,24 +278,26 @@ def main() -> None:
     # Not in the seconds that are left once rank 0 has ended: on a busy machine it may take longer than those
     with contextlib.suppress(Exception):  # the first look says why
         importlib.import_module(facts.tracker)
-    sender, pause_s, state = Sender(facts), 0.0, ""
-    works: bool | None = None
+    sender: Sender | None = None
+    pause_s, state, complained = 0.0, "", False
     while not state:
         if select.select([rank0], [], [], pause_s)[0]:
             state = rank0.readline().decode().strip() or "failed"
             signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
+        begun = sender is not None
         try:
+            sender = sender or Sender(facts)
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            if works is not False:
+            if not complained:
                 why = reason(error)[:200].rstrip(". ")
                 say("WARNING", why + (not state) * ". Training goes on; what is missing is sent once this works.")
-            works, pause_s = False, SENDER_PAUSE_S
+            sender, pause_s, complained = None, SENDER_PAUSE_S, True
         else:
-            if not works:
+            if not begun:
                 say("INFO", sender.tracked.address)
-            works, pause_s = True, SENDER_LOOK_S
-    os._exit(0 if works else 1)  # past what the packages do at the end of a process
+            pause_s, complained = SENDER_LOOK_S, False
+    os._exit(1 if sender is None else 0)  # past what the packages do at the end of a process
 
 
 if __name__ == "__main__":
