@@ -123,7 +123,6 @@ class Diagnosis:
     name: str
     file: str
     time: float | None
-    times: int = 1
     traceback: tuple[str, ...] = ()
     # For the search alone
     fault: Fault
@@ -136,6 +135,10 @@ class Diagnosis:
     @property
     def harmless(self) -> bool:
         return self.order == HARMLESS
+
+    @property
+    def place(self) -> str:
+        return f"{self.file} line {self.line}".lstrip()
 
     @property
     def last(self) -> bool:
@@ -159,7 +162,7 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        public = [each.name for each in fields(self)[:13]]
+        public = [each.name for each in fields(self)[:12]]
         return {name: getattr(self, name) for name in (*public, "harmless")}
 
     def may_be_of(self, other: "Diagnosis") -> bool:
@@ -169,7 +172,7 @@ class Diagnosis:
 
     def take(self, other: "Diagnosis") -> None:
         """Be the other one too, which says the same."""
-        self.raised, self.times = self.raised or other.raised, self.times + other.times
+        self.raised = self.raised or other.raised
         self.rank = other.rank if self.rank is None else self.rank
         self.host, self.traceback = self.host or other.host, self.traceback or other.traceback
         self.time = min((time for time in (self.time, other.time) if time is not None), default=None)
@@ -285,7 +288,6 @@ class Search:
         key = (fault.name, rank, host, code)
         finding = self._newest.get(key)
         if finding is not None and not finding.survived:
-            finding.times += 1
             finding.source, finding.last_line = source, self._number
             return finding
         finding = self._finding(fault, line._replace(rank=rank, host=host), source, groups)

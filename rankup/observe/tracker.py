@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rankup
 from rankup.errors import UserError, reason
@@ -34,9 +34,7 @@ from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
 # A new tracker is a class below, and an extra in pyproject.toml with the name of its package
 FOLDER = "tracker"  # in the run directory
-KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
 MOST_LINES = 50  # in one request
-Line = dict[str, Any]  # of metrics.jsonl
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 FOR_PACKAGES = {
     # The sender tries again by itself: a request that hangs keeps it from everything else
@@ -46,6 +44,14 @@ FOR_PACKAGES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
 }
+
+
+class Line(NamedTuple):
+    """Of metrics.jsonl: what has not been sent yet."""
+
+    step: int
+    time: float
+    values: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +162,8 @@ class MlflowRun:
 
         self.client.log_batch(self.id, [
             # MLflow refuses a request for one character in a name that it does not know
-            Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line["time"] * 1000), line["step"])
-            for line in lines for name, value in line.items() if name.startswith(KINDS)
+            Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line.time * 1000), line.step)
+            for line in lines for name, value in line.values.items()
         ])
 
     def end(self, state: str) -> None:
@@ -185,17 +191,14 @@ class WandbRun:
             ),
         )
         self.run.config.update(facts.settings, allow_val_change=True)
-        for kind in KINDS:
-            # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
-            self.run.define_metric(f"{kind}*", step_metric=f"{kind}step")
+        # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
+        self.run.define_metric("*", step_metric="step")
         folder = Path(self.run.settings.sync_dir).parent
         self.address = self.run.url or f"offline, in {folder}; to upload it: wandb sync {folder}/offline-run-*"
 
     def log(self, lines: list[Line]) -> None:
         for line in lines:
-            values = {name: value for name, value in line.items() if name.startswith(KINDS)}
-            kind = next(iter(values)).partition("/")[0]
-            self.run.log({**values, f"{kind}/step": line["step"], "_timestamp": line["time"]})
+            self.run.log({**line.values, "step": line.step, "_timestamp": line.time})
 
     def end(self, state: str) -> None:
         self.run.finish(exit_code=0 if state == "finished" else 1)
@@ -225,7 +228,7 @@ class Sender:
 
     def _note_sent(self, lines: list[Line]) -> None:
         """Keep on the disk how far that was, for the next attempt."""
-        self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
+        self._sent |= {name: line.step for line in lines for name in line.values}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
             write_json(self._memory, {"run": self.facts.run, "sent": self._sent})
 
@@ -238,13 +241,14 @@ class Sender:
                 if not text.endswith(b"\n"):  # it is being written
                     return
                 self._read += len(text)
-                line = json.loads(text)
-                values = {
-                    name: math.nan if value is None else value for name, value in line.items()
-                    if name.startswith(KINDS) and line["step"] > self._sent.get(name, -1)
+                values = json.loads(text)
+                step, time = values.pop("step"), values.pop("time")
+                new = {
+                    name: math.nan if value is None else value for name, value in values.items()
+                    if step > self._sent.get(name, -1)
                 }
-                if values:
-                    yield {"step": line["step"], "time": line["time"], **values}
+                if new:
+                    yield Line(step, time, new)
 
 
 def without_secrets(text: str) -> str:

@@ -66,7 +66,7 @@ def test_long_lines_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> Non
 
 def test_repeated_line_is_one_finding() -> None:
     (found,) = diagnose(OUCH for _ in range(10_000))
-    assert (found.line, found.times) == (1, 10_000)
+    assert found.line == 1
 
 
 def test_network_that_nccl_took_is_told_and_no_fault() -> None:
