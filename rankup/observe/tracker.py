@@ -127,7 +127,7 @@ class Tracker:
 
 # The process that sends -----------------------------------------------------------------------------------------------
 # Each method of a tracker may be called again with the same arguments, and raises what the package raises. Servers and
-# credentials come from the packages' own variables and files. Its `log` gets lines of metrics.jsonl, each of one kind
+# credentials come from the packages' own variables and files
 
 
 class MlflowRun:
