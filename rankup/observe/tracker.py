@@ -120,8 +120,7 @@ class Tracker:
         """In a thread, until the sender has ended."""
         with self._process.stdout as lines:
             for line in lines:
-                level, _, text = line.strip().partition(" ")
-                self._log.log(logging.getLevelName(level), text)
+                self._log.info(line.strip())
         self._process.wait()
 
 
@@ -270,9 +269,9 @@ def main() -> None:
     rank0 = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
     facts = Facts(**json.loads(rank0.readline()))
 
-    def say(level: str, text: str) -> None:
+    def say(text: str) -> None:
         with contextlib.suppress(OSError):  # rank 0 was killed
-            print(level, f"tracker {facts.tracker}: {without_secrets(text)}", file=channel, flush=True)
+            print(f"tracker {facts.tracker}: {without_secrets(text)}", file=channel, flush=True)
 
     with contextlib.suppress(OSError):  # some network file systems have no such locks
         (facts.folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -295,11 +294,11 @@ def main() -> None:
         except Exception as error:  # what packages raise has nothing in common
             if not complained:
                 why = reason(error)[:200].rstrip(". ")
-                say("WARNING", why + (not state) * ". Training goes on; what is missing is sent once this works.")
+                say(why + (not state) * ". Training goes on; what is missing is sent once this works.")
             sender, pause_s, complained = None, SENDER_PAUSE_S, True
         else:
             if not begun:
-                say("INFO", sender.tracked.address)
+                say(sender.tracked.address)
             pause_s, complained = SENDER_LOOK_S, False
     os._exit(1 if sender is None else 0)  # past what the packages do at the end of a process
 
