@@ -31,7 +31,6 @@ BUSY_S = 3.0  # a leader that was silent for so long may only be busy
 # A machine that lost its power holds its connection for long, and its successor waits: so long without a sign of life
 ANSWER_S = ALIVE_S + 4.0
 ENDING_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
-STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 
 # Leaving --------------------------------------------------------------------------------------------------------------
 DECIDE_S = 1.0  # for a comparison of states that may show that this rank's is wrong, before it is rescued

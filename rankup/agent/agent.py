@@ -246,7 +246,6 @@ class Agent:
             if self.node.node_rank == 0:
                 self.lead = Lead(self)
             self.begin(self.attendance.attend(self._hear_leader))
-            self.begin(self.ranks.watch())
             return await self._over
         finally:
             for task in list(self._tasks):
