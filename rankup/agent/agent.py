@@ -84,7 +84,7 @@ class Lead:
             me, say=log.info, prepare=self._prepare, hear=self._hear, limits=agent.limits, outdone=agent.yield_to,
             claim=self._claim if me.settings.get(SHARED) else None,
         )
-        self.status = None if options.knows_us else ScriptStatus(options.run_dir)
+        self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
@@ -148,7 +148,7 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        if self.options.knows_us:
+        if self.options.script.imports_rankup:
             server = self.agent.ranks.server
             await server.ready.wait()
             with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
@@ -168,7 +168,7 @@ class Lead:
             self.agent.begin(in_thread(self.status.report, timeout_s=math.inf))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
+            "store": self.options.script.imports_rankup, "again": self.again or self.ends.restarts > 0,
         }
 
     async def _blame(self, verdict: Verdict) -> Verdict:

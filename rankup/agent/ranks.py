@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -48,11 +47,6 @@ class Options:
     fork: bool = True  # a script that imports rankup
     stop_after: int | None = None  # a part of a replay ends after this step
 
-    @functools.cached_property
-    def knows_us(self) -> bool:
-        """Whether the script imports rankup."""
-        return self.script.imports_rankup()
-
 
 @dataclass(eq=False)
 class Rank:
@@ -77,7 +71,7 @@ class Ranks:
     ) -> None:
         """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
-        self.knows_us, self.host = options.knows_us, host_name()
+        self.knows_us, self.host = self.script.imports_rankup, host_name()
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish

@@ -59,6 +59,7 @@ class Script:
                 f"{self.name}, or mpirun -np {world_size} python {self.name} where Horovod was built with MPI."
             )
 
+    @functools.cached_property
     def imports_rankup(self) -> bool:
         """Whether it, or a file of its own that it imports directly, imports rankup."""
         trees = [self._tree, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]

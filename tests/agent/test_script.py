@@ -44,7 +44,7 @@ def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None
         write(tmp_path, "", name)
     write(tmp_path, "import rankup", "package/helpers.py")
     assert imported(Script.find([str(script)])) == {"../helpers.py", "../outer.py", "near.py"}
-    assert Script.find([str(script)]).imports_rankup()
+    assert Script.find([str(script)]).imports_rankup
 
 
 def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
     write(tmp_path, "import rankup", "own.py")
     write(tmp_path, "import own", "indirect.py")
-    assert Script.find([str(write(tmp_path, text))]).imports_rankup() is forked
+    assert Script.find([str(write(tmp_path, text))]).imports_rankup is forked
 
 
 HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"
