@@ -21,7 +21,7 @@ CALL_S = 2.0  # between two calls of a leader to addresses where another one may
 FOUND_S = 2 * CALL_S  # at least so long a new node 0 waits to be called, before it begins a job with fewer nodes
 PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
 CLAIM_S = 10.0  # for one small file in the folder that the nodes share
-PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
+PREPARE_S = 300.0  # for what follows once all have come: importing torch from a busy network disk takes minutes
 
 # Signs of life --------------------------------------------------------------------------------------------------------
 ALIVE_S = 1.0  # between two signs of life

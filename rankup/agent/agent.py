@@ -149,10 +149,8 @@ class Lead:
             self._end(verdict)
             await asyncio.Event().wait()
         if self.options.script.imports_rankup:
-            server = self.agent.ranks.server
-            await server.ready.wait()
             with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
-                server.start_store(listener)
+                self.agent.ranks.server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
             port = free_port()
@@ -225,7 +223,6 @@ class Agent:
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._tasks: set[asyncio.Task[None]] = set()
-        self._starting: asyncio.Task[None] | None = None  # the ranks of a membership, once the server is ready
         self._asked_s = 0.0  # when a signal came to this agent
         self._over: asyncio.Future[Verdict]  # set once the job is over for this agent
 
@@ -358,15 +355,10 @@ class Agent:
         elif kind == "commit":
             known = self.attendance.basis["known"]
             self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-            if self.ranks.server.ready.is_set() or self.limits is not None:
-                self.ranks.start(event, token=self.attendance.me.token)
-            else:  # the leader may say meanwhile that the job is over
-                self._starting = self.begin(self._start_later(event))
+            self.ranks.start(event, token=self.attendance.me.token)
         elif kind in ("lost", "gone", "ranks", "leave"):
             self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
             if kind in ("lost", "gone"):
-                if self._starting is not None:
-                    self._starting.cancel()
                 self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
         elif kind == "stop":
             self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
@@ -385,17 +377,13 @@ class Agent:
         self.finish(verdict)
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
-        """Answer a proposal once no rank of an earlier membership runs."""
+        """Answer a proposal once no rank of an earlier membership runs, and the next ones can be forked."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
+        if self.limits is None or self.attendance.me.token in self.attendance.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
         self.attendance.ready(event["n"])
-
-    async def _start_later(self, commit: dict[str, Any]) -> None:
-        await self.ranks.server.ready.wait()
-        self.ranks.start(commit, token=self.attendance.me.token)
 
     # Stops ----------------------------------------------------------------------------------------------------------
 
