@@ -112,7 +112,7 @@ class Lead:
     async def _report(self, status: ScriptStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
-            if self.leader.running or self.limits is not None:
+            if status.owner is not None and (self.leader.running or self.limits is not None):
                 report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
