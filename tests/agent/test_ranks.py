@@ -48,7 +48,7 @@ def test_what_a_rank_said_is_heard_although_the_word_of_its_end_is_read_first(tm
 
     async def scene() -> None:
         ranks = made(tmp_path, lambda kind, **values: said.append({"is": kind, **values}))
-        ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None)  # type: ignore[assignment]
+        ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None, pid=0)  # type: ignore[assignment]
         await ranks.links.open()
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
         with socket.socket(socket.AF_UNIX) as rank:
