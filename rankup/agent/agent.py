@@ -155,8 +155,8 @@ class Lead:
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if self.limits is not None:  # whoever leads counts the attempts the same way
-            self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
+        if (job := self.leader.basis["job"]):  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = job, n - 1
         if self.status is not None:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.status.owner is None:
