@@ -165,14 +165,15 @@ def _packages(nodes: Iterable[ast.AST]) -> set[str]:
 
 def _file_of(module: str) -> Path | None:
     """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
-    folders, name = [os.getcwd(), *sys.path], ""  # Python puts the current folder first for -m
+    folders, name, file = [os.getcwd(), *sys.path], "", ""  # Python puts the current folder first for -m
     for part in (*module.split("."), "__main__"):
         name = f"{name}.{part}".strip(".")
         # An editable install has a finder of its own, which knows whole names
         others = (finder.find_spec(name, None) for finder in sys.meta_path if finder is not PathFinder)
         if (spec := PathFinder.find_spec(part, folders) or next(filter(None, others), None)) is None:
             return None
+        file = spec.origin or ""
         if spec.submodule_search_locations is None:
             break
         folders = [*spec.submodule_search_locations]
-    return Path(spec.origin) if spec.origin and os.path.isfile(spec.origin) else None
+    return Path(file) if os.path.isfile(file) else None
