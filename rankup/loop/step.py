@@ -1,6 +1,5 @@
 """A step of a loop: what `with job.step()` does around its block."""
 
-from types import TracebackType
 from typing import Any
 
 from rankup.observe.stragglers import COMPUTE, WAITING
@@ -9,8 +8,9 @@ WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to
 
 
 class Step:
-    """See `Job.step`. One object for all steps, and no generator: a step ends with cold caches, in which each thing that
-    is looked up costs up to a µs. `values`: of the present step. `inside`: a block has begun, and not ended well."""
+    """See `Job.step`. One object for all steps, and no generator: a step finds the processor's caches cold, and each
+    thing that it looks up costs up to a µs. `values`: of the step that begins. `inside`: a block has begun, and not
+    ended well."""
 
     def __init__(self, job: Any) -> None:
         """`job`: a `rankup.loop.job.Job`, which imports this."""
@@ -41,9 +41,7 @@ class Step:
         # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
         self._changing.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         position, line = self._position, self._line
         try:
             if kind is None:
