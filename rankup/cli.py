@@ -198,7 +198,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     )
     setup_logging(rank=None, world_size=node.num_nodes)
     script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
-    if stop_after is not None and not script.imports_rankup():
+    if stop_after is not None and not script.imports_rankup:
         raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
     with disk_errors("--work-dir", Path(given.work_dir)):
         Path(given.work_dir).mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
     code = verdict.code or FINISHED
     if verdict.text and code not in (FINISHED, STOPPED):
         log.error("%s (exit code %d)", verdict.text, code)
-    if not options.knows_us and code not in (FINISHED, STOPPED, USER_MISTAKE):
+    if not options.script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE):
         log.info("%s", what_next(options.run_dir))
     return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
 

@@ -134,9 +134,11 @@ class Record(ctypes.Structure):
     def sign(self) -> dict[str, Any]:
         """Where the rank is, for others: `for_s` is how long it has been there, `ago_s` how long ago it lived."""
         now_s, place = time.monotonic(), self._place.decode(errors="replace")
+        # Before a script has imported rankup, and in one that does not, nobody gives signs of life
+        lived_s = now_s if self.phase in ("start", "script") else max(self.signed_s, self.entered_s)
         return {
             "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": place,
-            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - max(self.signed_s, self.entered_s),
+            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - lived_s,
         }
 
     # What the rank writes -------------------------------------------------------------------------------------------
