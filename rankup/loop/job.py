@@ -12,11 +12,11 @@ from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.batches import Batches, evaluation_batches, source_of
-from rankup.loop.record import Figures, Live, Position, Settings, number_of
+from rankup.loop.record import Figures, Live, Settings, number_of
 from rankup.loop.saving import Saving
 from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked, fix_bucket_order
-from rankup.observe.metrics import evaluation
+from rankup.observe.metrics import Position, evaluation
 from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
@@ -248,8 +248,6 @@ class Job:
         self.saving.begin()
         run.begin(step, lambda: self.figures.open(commit, changed=changed))
         run.newest = None  # its copy of the state would stay in the memory of every rank
-        if self.figures.reporter is not None:
-            self.figures.reporter.follow()
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
             group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)

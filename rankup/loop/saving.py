@@ -14,8 +14,9 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.record import FORMAT, Figures, Position, Settings, versions
+from rankup.loop.record import FORMAT, Figures, Settings, versions
 from rankup.loop.tracked import Tracked
+from rankup.observe.metrics import Position
 from rankup.state import tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json

@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from rankup.errors import UserError
 from rankup.loop.batches import Batches, evaluation_batches, part_of, source_of
-from rankup.loop.record import Live, Position
+from rankup.loop.record import Live
+from rankup.observe.metrics import Position
 from rankup.seeds import AHEAD
 
 
