@@ -53,9 +53,10 @@ class Live:
 
     def loader_states(self) -> list[Any]:
         """By pass what the loaders say of themselves that can be asked; empty where none can."""
-        if not any(source.tells for source in self.sources):
-            return []
-        return [source.loader.state_dict() if source.tells else None for source in self.sources]
+        for source in self.sources:
+            if source.tells:
+                return [each.loader.state_dict() if each.tells else None for each in self.sources]
+        return []
 
 
 def versions() -> dict[str, str]:
