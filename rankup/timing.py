@@ -27,6 +27,7 @@ PREPARE_S = 300.0  # for what follows once all have come: importing torch from a
 ALIVE_S = 1.0  # between two signs of life
 SILENT_S = 30.0  # without a sign of life; a machine with too much to do may look dead for a while
 FROZEN_S = 5.0  # between two looks at the clock: this process was stopped itself, and knows nothing of the others
+BUSY_S = 3.0  # a leader that was silent for so long may only be busy
 ENDING_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
 
 # Leaving --------------------------------------------------------------------------------------------------------------

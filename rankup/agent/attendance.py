@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import socket
 import time
@@ -44,9 +45,10 @@ class Attendance:
         self._silent_s, self._warm, self._records = silent_s, warm, records
         self.me, self._find_leader, self._notice, self._clock = me, find_leader, notice, clock
         self.problem, self.n = "nothing was heard from rank 0", 0
-        self._heard_s = self._noticed_s = clock()  # of the leader, and when a line was printed
+        self._until_s = math.inf  # when the time to find a leader is over; endless in a membership
+        self._heard_s = self._noticed_s = clock()
         self._link: Link | None = None
-        self.at = list[Any]()  # where the leader is, as host and port, while this is a member
+        self._leader, self.at = "", list[Any]()  # where it was found; as host and port while this is a member
         self._chosen_ip = me.ip
         self._listener: socket.socket | None = None
         self._next_member: list[Any] | None = None  # ip, port and name
@@ -69,12 +71,13 @@ class Attendance:
         refused, and all that its `tell` says; "gone" (with `why`) where the leader is lost itself. It is then looked
         for again.
 
-        Raises JoinError where no leader answers `me.left_s` after the start, or after the last one was lost. One that
-        answers knows better how long to wait, and who is missing.
+        Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
+        that answers knows better how long to wait, and who is missing.
         """
+        self._until_s = self._clock() + self.me.left_s
         try:
             while True:
-                link, before_s = await self._connect(), self._heard_s
+                link = await self._connect()
                 watch = self._start(self._watch(link))
                 while (message := await self._next(link)) is not None:
                     if self._take(link, message) and hear(message):
@@ -83,8 +86,12 @@ class Attendance:
                 watch.cancel()
                 link.close()
                 self._link, self.at = None, []
-                if self._heard_s > before_s:  # the time to find one begins anew, also after a stop of this process
-                    self._heard_s = self._clock()
+                if self._clock() > self._until_s:
+                    if "code" not in lost:
+                        stopped = "its process is stopped, or the network between is cut"
+                        self.problem = f"rank 0 at {self._leader} {lost['why']}: {stopped}"
+                    raise self._failure()
+                self._leave_membership()
                 if hear({"is": "gone", **lost}):
                     return
                 await asyncio.sleep(timing.PAUSE_S)
@@ -124,11 +131,16 @@ class Attendance:
             self.n, self.basis = message["n"], message.get("basis") or self.basis
             self._next_member = message.get("next")
         elif kind in ("commit", "spare", "basis"):
+            self._until_s = self._until_s if kind == "basis" else math.inf
             basis = message.get("basis") or self.basis
             if age(basis) >= age(self.basis):  # else a newer one is proposed already
                 self.basis = basis
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
+        elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
+            self._until_s = self._clock()
+        elif kind == "lost":
+            self._leave_membership()
         elif kind == "prepare":
             begun = [record.ask_to_stop(message["stop"]) for record in self._records().values()]
             link.send("standing", n=message["n"], stop=message["stop"], step=max(begun, default=-1))
@@ -143,6 +155,14 @@ class Attendance:
         await asyncio.sleep(timing.REACH_S)
         if not all(record.settled for record in self._records().values()):
             link.send("late", n=n)
+
+    def _leave_membership(self) -> None:
+        if self._until_s == math.inf:
+            self._until_s = self._clock() + self.me.left_s
+
+    def _failure(self) -> JoinError:
+        who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
+        return JoinError(f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {HINT}")
 
     # The connection -----------------------------------------------------------------------------------------------
 
@@ -164,9 +184,8 @@ class Attendance:
                     refused = now if isinstance(error, ConnectionRefusedError) else refused
                     self.problem = f"{refused}. By now {now}" if refused and refused != now else now
             now_s = self._clock()
-            if now_s - self._heard_s > self.me.left_s:
-                who = self.me.name.replace(" on ", f" of {self.me.world_size} on ", 1)
-                raise JoinError(f"{who} could not join within {self.me.left_s:g} s: {self.problem}. {HINT}")
+            if now_s > self._until_s:
+                raise self._failure()
             if now_s - self._noticed_s >= timing.NOTICE_S:
                 self._noticed_s = now_s
                 self._notice(f"still waiting: {self.problem}")
@@ -178,7 +197,7 @@ class Attendance:
         secret = read_secret(os.environ)
         link = await Link.connect(host, port)
         try:
-            async with asyncio.timeout(timing.HELLO_S):
+            async with asyncio.timeout(min(timing.HELLO_S, max(1.0, self._until_s - self._clock()))):
                 over = str((await greeting(link, secret))["over"])
         except asyncio.CancelledError:
             link.close()
@@ -193,22 +212,24 @@ class Attendance:
             raise JoinError(over)
         self.me = replace(self.me, ip=self._chosen_ip or link.local_ip)
         link.send("hello", **asdict(self.me), n=self.n, basis=self.basis, warm=self._warm())
-        self._link, self.at = link, [link.remote_ip, port]
-        self.problem = f"rank 0 at {host}:{port} is still waiting for others"
+        self._link, self._heard_s = link, self._clock()
+        self._leader, self.at = f"{host}:{port}", [link.remote_ip, port]
+        self.problem = f"rank 0 at {self._leader} is still waiting for others"
         return link
 
     async def _watch(self, link: Link) -> str:
         """Give signs of life, until the leader gives none. Returns why it is given up."""
-        looked_s = since_s = self._clock()
+        looked_s = self._clock()
         while True:
             signs = [record.read().sign() for record in self._records().values()]
             link.send("alive", ranks=signs, warm=self._warm())
             await asyncio.sleep(timing.ALIVE_S)
             now_s = self._clock()
             if now_s - looked_s > timing.ALIVE_S + min(timing.FROZEN_S - timing.ALIVE_S, self._silent_s / 2):
-                since_s = now_s
-            looked_s, silent_s = now_s, now_s - max(self._heard_s, since_s)
-            if silent_s > self._silent_s:
+                self._heard_s = now_s
+            looked_s, silent_s = now_s, now_s - self._heard_s
+            is_over = now_s > self._until_s + timing.LAST_WORD_S and silent_s > timing.BUSY_S
+            if silent_s > self._silent_s or is_over:
                 link.close(at_once=True)
                 return f"gave no sign of life for {silent_s:.0f} s"
 

@@ -142,7 +142,7 @@ class MemberLine:
             self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
         elif self._member:
             self.group.watch.hear(event)
-        return event["is"] == "refused" or (self._member and event["is"] in ("lost", "gone"))
+        return self._member and event["is"] in ("lost", "gone")
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """The leader's side of a commit: serve torch's store where no launcher does, on a port that the system picks.

@@ -118,7 +118,9 @@ def failures(begin: Starter, web_server: int) -> dict[str, tuple[int, list[Rank]
             ("rank 1 of 2 has not joined", "MASTER_PORT={port} is in use on {host}"),
             ("", "a second process with RANK=0"),
         ]),
-        ("stopped", 170, ["or the process of rank 0 is stopped"]),
+        ("stopped", 170, [
+            ("rank 0 at 127.0.0.1:{port} gave no sign of life for ", "or the process of rank 0 is stopped"),
+        ]),
         ("double", 170, ["rank 1 was claimed twice: by", "{host} (pid {pid[1]})", "{host} (pid {pid[2]})"]),
         ("sizes", 170, [
             "rank 1 on {host} (pid {pid[1]}) was started with WORLD_SIZE=4",
