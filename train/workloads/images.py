@@ -63,15 +63,11 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
 
 def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
     """Raises UserError for random crops of images that memory holds, whose edges are gone."""
-    if isinstance(augment, str) and (isinstance(found, TensorSamples) or config.in_memory == "always"):
-        raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
     if isinstance(found, TensorSamples):
-        return replace(found, augment=augment is True, seed=config.seed, in_memory=config.in_memory != "never")
-    files = replace(found, augment=augment, seed=config.seed)
-    if config.in_memory != "always":
-        return files
-    images, labels = files.batch(torch.arange(len(files)), None)
-    return TensorSamples(images, labels, augment=augment is True, seed=config.seed)
+        if isinstance(augment, str):
+            raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
+        return replace(found, augment=augment, seed=config.seed)
+    return replace(found, augment=augment, seed=config.seed)
 
 
 def _open_input(
@@ -79,11 +75,12 @@ def _open_input(
 ) -> tuple[Samples, Callable[[int], str]]:
     """Samples from an image file or a folder of them, prepared as those that the model was evaluated with; their labels
     are unknown: all 0. And their names by number."""
-    from ..data.file_samples import FileSamples  # here: torchvision, which images in memory do without
-    from ..data.sources.imagefolder import EXTENSIONS
+    from torchvision.datasets.folder import is_image_file  # here: torchvision, which some sets do without
+
+    from ..data.file_samples import FileSamples
 
     root = Path(path)
-    found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]
+    found = [p for p in root.rglob("*") if is_image_file(p.name)] if root.is_dir() else [root]
     files = sorted(map(str, found))
     if not files or not root.exists():
         raise UserError(f"--input must be an image or a folder of images, got {path}, where there is none.")

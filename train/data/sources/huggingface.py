@@ -18,6 +18,7 @@ from rankup import UserError
 
 from ...config import Config
 from ...config.load import flag
+from .. import one_line
 from ..file_samples import FileSamples, read_file
 from .texts import Texts, TextSet, checked, texts_of
 
@@ -46,11 +47,6 @@ def load_texts(config: Config) -> Texts:
 
 def _title(config: Config) -> str:
     return Path(config.dataset.removeprefix("hf:")).name
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, on one line of at most 200 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
 
 
 def open_splits(config: Config) -> Mapping[str, Any]:
