@@ -5,18 +5,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image
 from torchvision.transforms import RandomCrop, RandomResizedCrop
+from torchvision.transforms.functional import center_crop
 
 from rankup import UserError
 from rankup.seeds import derive_seed, seed_host
 
 from ..config.settings import Augment
 from . import one_line
+from .samples import resize
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as is usual for photographs
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
@@ -42,13 +43,6 @@ class FileSamples:
     augment: Augment = False
     seed: int = 0
     channels: int = 3  # or 1: colours are averaged, for a model that was trained on grey images
-
-    def __post_init__(self) -> None:
-        self._change: Any = None
-        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it
-            from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
-
-            self._change = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -80,8 +74,7 @@ class FileSamples:
         shorter = round(size * 256 / 224) if self.margin else size
         longer = shorter * max(height, width) // min(height, width)
         height, width = (shorter, longer) if height <= width else (longer, shorter)
-        top, left = round((height - size) / 2), round((width - size) / 2)
-        return resize(whole, height, width)[:, top : top + size, left : left + size]
+        return center_crop(resize(whole[None], height, width)[0], [size, size])
 
     def _augmented(self, index: int, epoch: int) -> torch.Tensor:
         """The middle of one image, shifted by up to an eighth over black, or a random part of it
@@ -94,21 +87,16 @@ class FileSamples:
             part = RandomCrop(size, padding=max(1, size // 8))(image)
         else:
             top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
-            part = resize(image[:, top : top + height, left : left + width], size, size)
+            part = resize(image[None, :, top : top + height, left : left + width], size, size)[0]
         part = part.flip(2) if torch.rand(1) < 0.5 else part
-        return part if self._change is None else self._change(part)
+        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it
+            from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
+
+            part = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)(part)
+        return part
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
         return decode(self.paths[index], self.contents(index) if self.contents else None, at_least=at_least)
-
-
-def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """uint8 [3, H, W] -> uint8 [3, height, width], bilinear with antialiasing: the same pixels as
-    torchvision.transforms.v2 gives, which takes 0.3 s to import in each process."""
-    if image.shape[1:] == (height, width):
-        return image
-    size = (height, width)
-    return torch.nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
 
 
 # Decoding to upright RGB: JPEG and WebP by torchvision, everything else by PIL ----------------------------------------

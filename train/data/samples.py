@@ -61,15 +61,15 @@ class TensorSamples:
 
     def scaled(self, size: int | None) -> "TensorSamples":
         """Images uint8 [N, C, size, size], bilinear with antialiasing; None: as they are."""
-        if size is None or self.images.shape[2:] == (size, size):
-            return self
-        scaled = torch.empty((*self.images.shape[:2], size, size), dtype=torch.uint8)
-        # In pieces: float32, which interpolation needs, takes four times the memory of uint8.
-        for start in range(0, len(self), 1024):
-            piece = self.images[start : start + 1024].float()
-            floats = torch.nn.functional.interpolate(piece, size=(size, size), mode="bilinear", antialias=True)
-            scaled[start : start + 1024] = floats.round_().clamp_(0, 255).to(torch.uint8)
-        return replace(self, images=scaled)
+        return self if size is None else replace(self, images=resize(self.images, size, size))
+
+
+def resize(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """uint8 [B, C, H, W] -> uint8 [B, C, height, width], bilinear with antialiasing: the same pixels as
+    torchvision.transforms.v2 gives, which takes 0.3 s to import in each process."""
+    if images.shape[2:] == (height, width):
+        return images
+    return torch.nn.functional.interpolate(images, size=(height, width), mode="bilinear", antialias=True)
 
 
 def shift_and_flip(images: torch.Tensor, numbers: torch.Tensor, *, mirror: bool = True) -> torch.Tensor:

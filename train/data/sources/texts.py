@@ -15,7 +15,7 @@ LAYOUT = (
     "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line; names such as "
     "cnews.train.txt are found too. CSV files are read by --dataset hf:FOLDER."
 )
-NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
+NAMES = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"), "test": ("test",)}
 NAMED = 5  # bad lines that a message names; the others are only counted
 
 
