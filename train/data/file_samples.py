@@ -84,7 +84,7 @@ class FileSamples:
         image = self._middle(index) if self.augment is True else self._decode(index)
         seed_host(derive_seed(self.seed, epoch, index))
         if self.augment is True:
-            part = RandomCrop(size, padding=max(1, size // 8))(image)
+            part: torch.Tensor = RandomCrop(size, padding=max(1, size // 8))(image)
         else:
             top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
             part = resize(image[None, :, top : top + height, left : left + width], size, size)[0]
