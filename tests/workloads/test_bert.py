@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ from rankup.errors import UserError
 from tests.rigs.tiny_bert import change_json, change_weights, make_bert, of_transformers, sample_texts
 from train.config import Config
 from train.workloads import load
-
-if TYPE_CHECKING:  # transformers takes 2 s: not by each process that collects tests
-    from train.workloads.bert import Bert, WordPieceTokenizer
+from train.workloads.bert import Bert, WordPieceTokenizer, build_bert
 
 Weights = dict[str, torch.Tensor]
 
@@ -39,18 +37,10 @@ def config_of(folder: Path | str, **settings: Any) -> Config:
 
 def build(
     folder: Path | str, *, seed: int = 0, pretrained: bool = True, **settings: Any
-) -> tuple["WordPieceTokenizer", "Bert", list[str]]:
-    from train.workloads.bert import build_bert
-
+) -> tuple[WordPieceTokenizer, Bert, list[str]]:
     torch.manual_seed(seed)
     words, model, notes, _ = build_bert(config_of(folder, **settings), num_classes=5, pretrained=pretrained)
     return words, model.eval(), notes
-
-
-def tokenizer(folder: Path, *, max_seq_len: int) -> "WordPieceTokenizer":
-    from train.workloads.bert import WordPieceTokenizer
-
-    return WordPieceTokenizer(folder, max_seq_len=max_seq_len)
 
 
 # Words ----------------------------------------------------------------------------------------------------------
@@ -67,24 +57,24 @@ def test_words_are_those_of_transformers(folder: Path, options: dict[str, bool])
     tokens = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
     theirs = BertTokenizer(vocab={token: number for number, token in enumerate(tokens)}, **options)
     expected = theirs(texts, split_special_tokens=True).input_ids
-    words = tokenizer(folder, max_seq_len=1000)
+    words = WordPieceTokenizer(folder, max_seq_len=1000)
     assert words(texts) == (expected, 0)
     assert sum(token == 1 for row in expected[:900] for token in row) < 0.2 * sum(map(len, expected[:900]))
     theirs.save_pretrained(folder)
     (folder / "vocab.txt").unlink()  # what transformers 5 saves has tokenizer.json alone
-    assert tokenizer(folder, max_seq_len=1000)(texts) == (expected, 0)
+    assert WordPieceTokenizer(folder, max_seq_len=1000)(texts) == (expected, 0)
 
 
 def test_words_that_look_like_padding_are_none(made: Path) -> None:
-    ((row,), _) = tokenizer(made, max_seq_len=20)(["a [PAD] [SEP] b"])
+    ((row,), _) = WordPieceTokenizer(made, max_seq_len=20)(["a [PAD] [SEP] b"])
     assert row.count(0) == 0
     assert row.count(3) == 1
 
 
 def test_words_beyond_the_length_are_cut_and_end_as_all_do(made: Path) -> None:
     long, short = "a soup " * 30, "soup"
-    rows, num_cut = tokenizer(made, max_seq_len=10)([long, short])
-    whole, _ = tokenizer(made, max_seq_len=1000)([long, short])
+    rows, num_cut = WordPieceTokenizer(made, max_seq_len=10)([long, short])
+    whole, _ = WordPieceTokenizer(made, max_seq_len=1000)([long, short])
     assert rows == [[*whole[0][:9], 3], whole[1]]
     assert num_cut == 1
 
@@ -184,8 +174,7 @@ def test_weights_that_are_left_out_and_a_pooler_that_is_missing_are_told(made: P
     (note,) = build(folder)[2]
     assert note.startswith(f"{folder}: left out what config.json does not describe (bert.encoder.layer.1.")
     change_weights(folder, lambda w: {key: value for key, value in w.items() if "pooler" not in key})
-    said = "no bert.pooler.dense.bias, bert.pooler.dense.weight, which start at random as the head does"
-    assert said in build(folder)[2][1]
+    assert "no pooler.dense.bias, pooler.dense.weight, which start at random as the head does" in build(folder)[2][1]
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------
@@ -224,7 +213,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "embeddings of another size": (lambda f: change_json(f / "config.json", vocab_size=900),
                                    r"must hold weights that load, got: "),
     "lost layer": (drop("layer.1.output.dense.weight"),
-                   r"got no bert.encoder.layer.1.output.dense.weight\."),
+                   r"got no encoder.layer.1.output.dense.weight\."),
     "fewer positions": (lambda f: change_json(f / "config.json", max_position_embeddings=40),
                         r"max_seq_len must be <= 40, as .*config.json says .*, got 48"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 2000),
@@ -253,6 +242,5 @@ def test_missing_package_is_one_line_with_the_command_that_installs_it(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "train.workloads.bert", raising=False)
     with pytest.raises(UserError, match=r"null without the package transformers, .*pip install -e '.\[text\]'"):
-        load(config_of(made))
+        build(made)

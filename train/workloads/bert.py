@@ -4,10 +4,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
-from transformers.utils import logging
+from torch import nn
 
 from rankup import UserError
 
@@ -23,6 +23,8 @@ class WordPieceTokenizer:
 
     def __init__(self, folder: Path, *, max_seq_len: int) -> None:
         """Raises UserError for a vocabulary that is missing or no BERT's."""
+        from transformers import BertTokenizer
+
         self.max_seq_len = max_seq_len
         self.path = next((path for name in VOCABULARY[1:3] if (path := folder / name).exists()), None)
         if self.path is None:  # transformers would go on with an empty one
@@ -46,12 +48,16 @@ class WordPieceTokenizer:
         return cut, sum(len(row) > self.max_seq_len for row in rows)
 
 
-class Bert(BertForSequenceClassification):  # type: ignore[misc]  # mypy does not read its types
-    """int64 [B, T], padded with the config's `pad_token_id` -> logits [B, C]."""
+class Bert(nn.Module):
+    """int64 [B, T], padded with `pad` -> logits [B, C]. Its weights are named as in BertForSequenceClassification."""
+
+    def __init__(self, encoder: nn.Module, head: nn.Linear, *, dropout: float, pad: int) -> None:
+        super().__init__()
+        self.bert, self.dropout, self.classifier, self.pad = encoder, nn.Dropout(dropout), head, pad
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found = super().forward(tokens, attention_mask=(tokens != self.config.pad_token_id).long())
-        logits: torch.Tensor = found.logits
+        found = self.bert(input_ids=tokens, attention_mask=(tokens != self.pad).long())
+        logits: torch.Tensor = self.classifier(self.dropout(found.pooler_output))
         return logits
 
 
@@ -60,13 +66,20 @@ def build_bert(
 ) -> tuple[WordPieceTokenizer, Bert, list[str], str]:
     """The tokenizer and the model of `bert_dir`, notes for the log, and a digest of the vocabulary and the config.
     `pretrained`: with the folder's weights; else a checkpoint's will follow. Raises UserError that names the file."""
-    logging.set_verbosity_error()  # what it reports of weights, the notes say
-    logging.disable_progress_bar()
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise UserError(
+            "bert_dir must be null without the package transformers, which is not installed. For a BERT: pip install "
+            "'rankup[text]', in a checkout pip install -e '.[text]'"
+        ) from None
+    transformers.logging.set_verbosity_error()  # what it reports of weights, the notes say
+    transformers.logging.disable_progress_bar()
     assert config.bert_dir is not None
     folder = Path(config.bert_dir).expanduser()
     if not folder.is_dir():
         raise UserError(f"bert_dir must be a folder, got {config.bert_dir}, which is not one here. {LAYOUT}")
-    shape = _shape(folder, config.dropout, num_classes)
+    shape = _shape(folder, config.dropout)
     tokenizer = WordPieceTokenizer(folder, max_seq_len=config.max_seq_len)
     if tokenizer.size > shape.vocab_size:
         rule = f"at most the {shape.vocab_size} tokens that config.json says (vocab_size)"
@@ -74,43 +87,48 @@ def build_bert(
     if config.max_seq_len > shape.max_position_embeddings:
         rule = f"<= {shape.max_position_embeddings}, as {folder}/config.json says (max_position_embeddings)"
         raise UserError(f"max_seq_len must be {rule}, got {config.max_seq_len}. Longer texts are cut.")
-    shape.pad_token_id = tokenizer.pad
-    model, notes = _read_weights(folder, shape) if pretrained else (Bert(shape), [])
+    head = nn.Linear(shape.hidden_size, num_classes)
+    nn.init.normal_(head.weight, std=shape.initializer_range)
+    nn.init.zeros_(head.bias)
+    encoder, notes = _read_encoder(folder, shape) if pretrained else (transformers.BertModel(shape), [])
     contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
+    model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
     return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
 
 
-def _shape(folder: Path, dropout: float, num_classes: int) -> BertConfig:
-    """config.json as transformers has it, with our dropout in place of its own. Raises UserError."""
+def _shape(folder: Path, dropout: float) -> Any:
+    """config.json as transformers' BertConfig, with our dropout in place of its own. Raises UserError."""
+    from transformers import BertConfig
+
     path = folder / "config.json"
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         if (kind := given.get("model_type", "bert")) != "bert":  # the first BERTs' files do not have it
             raise ValueError(f"model_type {kind}; other models need a workload of your own")
-        ours = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), dropout)
-        return BertConfig.from_dict({**given, **ours}, num_labels=num_classes)
+        return BertConfig.from_dict({**given, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout})
     except Exception as error:  # many types
         raise UserError(f"{path}: must be a BERT's, got: {one_line(error)}. {LAYOUT}") from None
 
 
-def _read_weights(folder: Path, shape: BertConfig) -> tuple[Bert, list[str]]:
-    """The model with the folder's weights, and notes on what was left out or starts at random: beside the head only the
-    pooler, without which encoders are published. For others transformers itself would go on with random numbers."""
+def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
+    """The encoder with its weights, and notes on what was left out or starts at random: only the pooler, without which
+    encoders are published. For other missing weights transformers itself would go on with random numbers."""
+    from transformers import BertModel
+
     try:
-        model, info = Bert.from_pretrained(
+        encoder, info = BertModel.from_pretrained(
             folder, config=shape, local_files_only=True, dtype=torch.float32, weights_only=True,
             output_loading_info=True,
         )
     except Exception as error:  # a damaged file raises one of half a dozen unrelated types
         raise UserError(f"{folder}: must hold weights that load, got: {one_line(error)}. {LAYOUT}") from None
-    missing = sorted(key for key in info["missing_keys"] if not key.startswith("classifier."))
-    extra = sorted(info["unexpected_keys"])
-    if lacking := [key for key in missing if not key.startswith("bert.pooler.")]:
+    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if lacking := [key for key in missing if not key.startswith("pooler.")]:
         raise UserError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
     notes = [f"{folder}: left out what config.json does not describe ({_some(extra)})"] if extra else []
     if missing:
         notes.append(f"{folder}: no {_some(missing)}, which start at random as the head does")
-    return model.train(), notes
+    return encoder.train(), notes
 
 
 def _some(names: Sequence[str]) -> str:

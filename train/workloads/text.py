@@ -1,18 +1,16 @@
 """Classification of texts, Chinese included: by a small encoder of characters, or by a BERT from a local folder."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from rankup import UserError
-
 from ..config import Config
 from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
+from .bert import WordPieceTokenizer, build_bert
 from .classification import Classification, confusion_pictures, macro_f1, report
 from .workload import Workload
 
@@ -60,12 +58,15 @@ class TextEncoder(nn.Module):
         return logits
 
 
+Tokenizer = CharacterTokenizer | WordPieceTokenizer
+
+
 class TextSamples:
     """Tokenized texts in memory. A batch is as long as its longest text; `num_cut` texts were too long."""
 
     in_memory = True
 
-    def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any) -> None:
+    def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenizer: Tokenizer) -> None:
         rows, self.num_cut = tokenizer(texts)
         self.pad = tokenizer.pad
         self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
@@ -90,16 +91,9 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`. Raises UserError."""
     found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
     num_classes = len(found.classes)
-    tokenizer: Any  # the one above, or bert.WordPieceTokenizer
+    tokenizer: Tokenizer
     model: nn.Module
     if config.bert_dir is not None:
-        try:
-            from .bert import build_bert  # here: 2 s
-        except ModuleNotFoundError:
-            raise UserError(
-                "bert_dir must be null without the package transformers, which is not installed. For a BERT: pip "
-                "install 'rankup[text]', in a checkout pip install -e '.[text]'"
-            ) from None
         tokenizer, model, notes, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
         data_name = f"{found.name}-{found.digest}-bert-{digest}"
     else:
