@@ -41,7 +41,7 @@ def load_texts(config: Config) -> Texts:
         numbered = ((row, label or "", text or "") for row, (label, text) in enumerate(pairs, rows.start))
         return checked(numbered, Path(config.dataset) / rows.split, train.classes, unit="row")
 
-    return texts_of(read(train), read(test), train.classes, _title(config), config)
+    return texts_of(read(train), read(test), train.classes, _title(config))
 
 
 def _title(config: Config) -> str:
