@@ -74,7 +74,8 @@ class FileSamples:
         shorter = round(size * 256 / 224) if self.margin else size
         longer = shorter * max(height, width) // min(height, width)
         height, width = (shorter, longer) if height <= width else (longer, shorter)
-        return center_crop(resize(whole[None], height, width)[0], [size, size])
+        middle: torch.Tensor = center_crop(resize(whole[None], height, width)[0], [size, size])
+        return middle
 
     def _augmented(self, index: int, epoch: int) -> torch.Tensor:
         """The middle of one image, shifted by up to an eighth over black, or a random part of it

@@ -63,7 +63,7 @@ def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: A
     """Raises UserError for random crops of images that memory holds, whose edges are gone."""
     if isinstance(found, TensorSamples) and isinstance(augment, str):
         raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
-    return replace(found, augment=augment, seed=config.seed)
+    return replace(found, augment=augment, seed=config.seed)  # type: ignore[arg-type]  # no text, see above
 
 
 def _open_input(
