@@ -19,13 +19,15 @@ if not __package__:
 import rankup
 
 if __name__ == "__main__":
-    # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
-    # traceback for SIGINT, nor sit out a grace period
-    _program = rankup.Program().begin()
+    _program = rankup.Program()
+    if not {*sys.argv[1:2]} & (rankup.cli.COMMANDS.keys() - {"launch", "doctor"}):  # else it only reads
+        # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal,
+        # with a traceback for SIGINT, nor sit out a grace period
+        _program.begin()
 
 from .commands import COMMANDS
+from .commands.line import help_text, parse_args
 from .config import load_config
-from .config.options import DoctorOptions, RankOptions, help_text, parse_args
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
@@ -38,30 +40,17 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
     argv = sys.argv[1:] if argv is None else argv
     program = program or rankup.Program()
     if argv and argv[0] in rankup.cli.COMMANDS and argv[0] not in COMMANDS:
-        if argv[0] != "launch":
-            program.stop.uninstall()
         return rankup.cli.main(argv)
     request = parse_args(argv)
-    options = request.options
-    if request.help or (request.command is None and not request.mistakes and not request.settings):
-        rankup.cli.print_whole(help_text(request.command or ""))
+    if request.help or request.command is None:
+        rankup.cli.print_whole(help_text(request))
         return 0 if request.help else rankup.UserError.code
     try:
-        if isinstance(options, RankOptions):
-            program.read_rank(
-                init_method=options.init_method, rank=options.rank, world_size=options.world_size,
-                alone=isinstance(options, DoctorOptions) and options.alone,
-            )
-        else:
-            program.read_rank()
-        config = load_config(request.settings, file=options.config, mistakes=request.mistakes)
-        if request.command is None:
-            raise rankup.UserError(f"a command is missing: {', '.join(COMMANDS)}.")
-        if request.command == "show":
-            program.stop.uninstall()  # it leaves nothing behind, so a signal may end it at once
-        else:
+        program.read_rank(**request.options.model_dump(include={"init_method", "rank", "world_size", "alone"}))
+        config = load_config(request.settings, file=request.options.config, mistakes=request.mistakes)
+        if request.command != "show":
             program.begin()
-        return COMMANDS[request.command](config, program, options) or 0
+        return request.options.run(config, program) or 0
     except BaseException as error:
         return program.end(error)
 

@@ -686,7 +686,7 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
 
 @asynchronous
 async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
-    """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
+    """Nodes wait for each other so long. What each of them does before its ranks can start takes what it takes."""
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()
 
@@ -699,7 +699,7 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
         puppets = await here.three()
         await get_ready(puppets)
         await asked.wait()
-        what = "all 3 ranks have joined, but rank 0 still imports torch"
+        what = "all 3 ranks have joined, but rank 0 still prepares their start"
         for waited_s in range(10, round(timing.PREPARE_S) + 1, 10):
             await here.pass_time(10.0, *puppets)
             assert await all_hear("waiting", puppets) == [{"is": "waiting", "text": f"{what} after {waited_s} s"}] * 3

@@ -17,7 +17,6 @@ from rankup import Copy, Group, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from ..config import Config
-from ..config.options import EvaluateOptions, PredictOptions
 from ..data.samples import Samples, to_device
 from ..group import join_options
 from ..parallel.model import autocast, prepare
@@ -26,6 +25,7 @@ from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
 from ..run.run_directory import check, check_data
 from ..workloads import Workload, load
+from . import Evaluate, Predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,7 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
     if not path and rankup.urls.is_url(config.run_dir):
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
-    with program.join(
-        run_dir / "evaluations", timeout_s=config.join_timeout_s, needs_process_group=False, **join_options(config),
-    ) as group:
+    with program.join(run_dir / "evaluations", timeout_s=config.join_timeout_s, **join_options(config)) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
             path, run_dir=run_dir, group=group, check=check, warn=program.log.warning, timeout_s=config.setup_timeout_s
@@ -80,7 +78,7 @@ def _settings_of(checkpoint: Copy, config: Config) -> Config:
     return config.model_copy(update=update)
 
 
-def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: EvaluateOptions) -> None:
+def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: Evaluate) -> None:
     """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
@@ -98,7 +96,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
 
-def predict(config: Config, program: Program, run_dir: Path, options: PredictOptions) -> None:
+def predict(config: Config, program: Program, run_dir: Path, options: Predict) -> None:
     """Write a line for each sample, in the samples' order, whatever the number of ranks. Raises UserError."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
         samples, name_of = _open_samples(opened, options.input)
