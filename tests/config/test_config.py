@@ -42,7 +42,7 @@ def test_field_says_what_it_is(name):
 def test_settings_that_may_change_on_resume_are_exactly_these():
     free = {n for n, f in Config.model_fields.items() if not f.json_schema_extra["affects_result"]}
     assert free == {
-        "data_dir", "epochs", "max_steps", "in_memory", "num_workers", "eval_batch_size",
+        "data_dir", "epochs", "max_steps", "num_workers", "eval_batch_size",
         "join_timeout_s", "setup_timeout_s", "step_timeout_s", "eval_timeout_s", "save_timeout_s",
         "name", "run_dir", "save", "keep", "save_every_steps", "evaluate_every_epochs",
         "log_every_steps", "compare_every_steps", "recompute_every_steps", "memory_every_steps", "tensorboard",

@@ -11,11 +11,11 @@ from pydantic import BaseModel, Field, JsonValue
 # `dataset` -> module in train/data/sources, and the function (config, say) -> (training half, test half) in it. A new
 # data set is a function and a line in this table.
 SOURCES = {
-    "fashion-mnist": "in_memory:mnist",
-    "mnist": "in_memory:mnist",
-    "cifar10": "in_memory:cifar10",
+    "fashion-mnist": "in_memory:of_torchvision",
+    "mnist": "in_memory:of_torchvision",
+    "cifar10": "in_memory:of_torchvision",
     "imagefolder": "imagefolder:load",
-    "digits": "in_memory:mnist",
+    "digits": "in_memory:digits",
     "fake": "in_memory:fake",
     "hf:PATH_OR_NAME": "huggingface:load",
 }
@@ -117,8 +117,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                           rule="auto, cpu, cuda or another accelerator's name")
     num_threads: Count = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.")
 
-    in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
-    num_workers: Natural = setting(0, "DataLoader workers of each process, for data not in memory.")
+    num_workers: Natural = setting(0, "DataLoader workers of each process; data in memory need none.")
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
@@ -157,5 +156,5 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
 
 # The first setting of each group -> the group's title
-GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
+GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "num_workers": "loading",
           "join_timeout_s": "deadlines", "name": "the run"}
