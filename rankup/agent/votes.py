@@ -17,12 +17,12 @@ Basis = dict[str, Any]
 NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}
 
 
-def age(basis: Mapping[str, Any]) -> tuple[float, float, int]:
-    """The larger, the newer. A proposal, whose `v` is 0, is older than what was committed after the membership that it
-    follows: a leader that has not noticed yet who is cut off may propose again and again, with higher numbers."""
+def age(basis: Mapping[str, Any]) -> tuple[float, ...]:
+    """The larger, the newer. A proposal is older than what was committed after the membership that it follows: a leader
+    that has not noticed yet who is cut off may propose again and again, with higher numbers."""
     n, v = int(basis["n"]), int(basis["v"])
-    follows = [int(each["n"]) for each in basis.get("before") or []]
-    return (n, v, 0) if v or not follows else (follows[-1], math.inf, n)
+    follows = [int(each["n"]) for each in basis.get("before") or [basis]][-1]
+    return (follows, math.inf, n, v) if follows < n else (n, v)
 
 
 def same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
