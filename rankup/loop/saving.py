@@ -195,11 +195,7 @@ class Saving:
     # Saving ---------------------------------------------------------------------------------------------------
 
     def save(self, *, wait: bool = False) -> bool:
-        """Write a copy of the last commit, unless the newest one holds it already. Returns whether it began one.
-
-        All ranks call this at the same step. It is written beside the training, unless `wait`. Raises UserError and
-        PeerLost.
-        """
+        """See `Job.save`. Returns whether it began a copy."""
         position, run = self.position, self.run
         wanted = bool(self.tracked.items) and position.key != self._saved
         if wanted:
