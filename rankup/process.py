@@ -98,7 +98,7 @@ class Program:
 
     def join(
         self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, longest_phase_s: float = 1800.0,
-        device: str | None = None, backend: str | None = None, needs_process_group: bool = True,
+        device: str | None = None, needs_process_group: bool = True,
     ) -> "Group":
         """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
@@ -108,8 +108,8 @@ class Program:
 
         `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the
         backend, are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
-        `backend`: of torch, for the device's memory; None takes torch's default. `longest_phase_s`: of all deadlines;
-        torch's own timeout is longer. `needs_process_group`: even a rank alone gets one.
+        `longest_phase_s`: of all deadlines; torch's own timeout is longer. `needs_process_group`: even a rank alone
+        gets one.
 
         Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
         lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
@@ -121,7 +121,7 @@ class Program:
 
         launch = self.rank_env
         group = joining.start(
-            launch, settings=settings, device=device, backend=backend, stop=self.stop, log=self.log,
+            launch, settings=settings, device=device, stop=self.stop, log=self.log,
             status=StatusFile(run_dir, launch),
         )
         self._watch = group.watch

@@ -18,16 +18,16 @@ def code_of(*files: Path) -> str:
 # As they are imported: a rank may be forked from a process that has imported them days ago
 CODE = code_of(*sorted(Path(__file__).parent.rglob("*.py")))
 # Paths may differ from node to node, and so may what is shown
-OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "progress", "report_every_s", "num_workers"}
+OWN = {"data_dir", "run_dir", "tensorboard", "tracker", "num_workers"}
 
 
-def join_options(config: Config) -> dict[str, Any]:
+def join_options(config: Config, *, fresh: bool = False) -> dict[str, Any]:
     """The arguments of `rankup.Program.join` that `doctor` takes too."""
     device = None if config.device == "auto" else config.device
     if config.device_ids:  # DataParallel wants the module on the first of its devices
         device = f"cuda:{config.device_ids.split(',')[0]}"
-    return {"settings": same_settings(config), "device": device, "longest_phase_s": longest_phase_s(config),
-            "backend": None if config.backend == "auto" else config.backend}
+    settings = {**same_settings(config), "fresh": str(fresh)}
+    return {"settings": settings, "device": device, "longest_phase_s": longest_phase_s(config)}
 
 
 def same_settings(config: Config) -> dict[str, str]:

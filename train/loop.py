@@ -27,8 +27,9 @@ from .run.run_directory import check_data, open_run_directory
 from .workloads import Workload, load
 
 
-def train(config: Config, program: Program, *, run_dir: Path) -> None:
-    """Train to the end, or to where a stop was asked for. What may be raised: `rankup.errors`."""
+def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = False, advice: bool = True) -> None:
+    """Train to the end, or to where a stop was asked for. What may be raised: `rankup.errors`. `fresh`: anew, although
+    the run has checkpoints. `advice`: say which other settings would gain."""
     began_s = time.monotonic()
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
@@ -41,27 +42,27 @@ def train(config: Config, program: Program, *, run_dir: Path) -> None:
     with (
         program.join(
             run_dir, timeout_s=config.join_timeout_s, needs_process_group=chosen.needs_process_group,
-            **join_options(config),
+            **join_options(config, fresh=fresh),
         ) as group,
         chosen(config, group).running() as method,
-        open_run_directory(config, group, method) as job,
+        open_run_directory(config, group, method, fresh=fresh) as job,
     ):
         if job.run.finished:
             return
-        t = build(config, job, method)
+        t = build(config, job, method, advice=advice)
         job.begin()  # from here on a lost rank costs no finished step
         program.log.info(f"ready after {time.monotonic() - began_s:.1f} s")
-        with progress(t) as show:
-            evaluate_and_save(t)  # where the attempt before had no time to
-            for batches in batches_to_end(t):
-                step(t, batches)
-                evaluate_and_save(t)
-                show()
+        show = progress(t)
+        evaluate_and_save(t)  # where the attempt before had no time to
+        for batches in batches_to_end(t):
+            step(t, batches)
+            evaluate_and_save(t)
+            show()
         job.finish()
         write_result(t, seconds=time.monotonic() - began_s)
 
 
-def build(config: Config, job: Job, method: Method) -> Training:
+def build(config: Config, job: Job, method: Method, *, advice: bool) -> Training:
     """Data, model and optimizer: new, or as they were at the run's checkpoint. Raises UserError where that can't be."""
     group, run = job.group, job.run
     log, device = group.log, group.device
@@ -76,10 +77,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     total_steps = config.max_steps or config.epochs * len(order)
     log.info(describe(config, group, workload, order))
     if group.world_size > 1 and not method.every_rank_has_all:
-        since = "checkpoint"
-        if not method.replicates_state and config.memory_every_steps != 0:
-            since = "part that each rank keeps in its node's memory"
-        log.info(f"rescue none: no rank has the whole state, so a lost rank costs the steps since the newest {since}")
+        log.info("rescue none: no rank has the whole state, so a lost rank costs the steps since the newest copy")
     job.saving.about = {"steps_per_epoch": len(order), "data": workload.data_name, "config": config.model_dump()}
     job.course.unit, job.course.per_step, job.course.total = workload.unit, config.batch_size, total_steps
 
@@ -109,7 +107,7 @@ def build(config: Config, job: Job, method: Method) -> Training:
     seed_everything(derive_seed(config.seed, -1, job.rank), device)  # of no step: the run's own are not used up
     batch = first_batch()
     warm_up(plain, lambda: loss(model, batch), unused_allowed=config.find_unused_parameters)
-    if config.advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
+    if advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
         advise(config, group, method, workload, plain, first_batch)
 
     # State: from here on as the run's checkpoint has it -----------------------------------------------------------

@@ -24,8 +24,8 @@ if __name__ == "__main__":
     _program = rankup.Program().begin()
 
 from .commands import COMMANDS
+from .commands.line import help_text, parse_args
 from .config import load_config
-from .config.options import DoctorOptions, RankOptions, help_text, parse_args
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
@@ -42,26 +42,17 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
             program.stop.uninstall()
         return rankup.cli.main(argv)
     request = parse_args(argv)
-    options = request.options
-    if request.help or (request.command is None and not request.mistakes and not request.settings):
-        rankup.cli.print_whole(help_text(request.command or ""))
+    if request.help or request.command is None:
+        rankup.cli.print_whole(help_text(request))
         return 0 if request.help else rankup.UserError.code
     try:
-        if isinstance(options, RankOptions):
-            program.read_rank(
-                init_method=options.init_method, rank=options.rank, world_size=options.world_size,
-                alone=isinstance(options, DoctorOptions) and options.alone,
-            )
-        else:
-            program.read_rank()
-        config = load_config(request.settings, file=options.config, mistakes=request.mistakes)
-        if request.command is None:
-            raise rankup.UserError(f"a command is missing: {', '.join(COMMANDS)}.")
+        program.read_rank(**request.options.model_dump(include={"init_method", "rank", "world_size", "alone"}))
+        config = load_config(request.settings, file=request.options.config, mistakes=request.mistakes)
         if request.command == "show":
             program.stop.uninstall()  # it leaves nothing behind, so a signal may end it at once
         else:
             program.begin()
-        return COMMANDS[request.command](config, program, options) or 0
+        return request.options.run(config, program) or 0
     except BaseException as error:
         return program.end(error)
 

@@ -43,7 +43,7 @@ REPEAT_S = 1.0  # for how long the same thing is computed again and again
 def doctor(
     found: RankEnv | UserError, run_dir: Path, *, stop: StopRequest, log: logging.Logger, as_json: bool = False,
     num_threads: int = 1, num_workers: int = 0, join_timeout_s: float = 120.0, longest_phase_s: float = 1800.0,
-    settings: Mapping[str, str] | None = None, device: str | None = None, backend: str | None = None,
+    settings: Mapping[str, str] | None = None, device: str | None = None,
 ) -> int:
     """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
 
@@ -65,7 +65,7 @@ def doctor(
         report.add(devices())
         try:
             with start(
-                found, settings=settings or {}, device=device, backend=backend,
+                found, settings=settings or {}, device=device,
                 status=StatusFile(run_dir / "doctor", found), stop=stop, log=log,
             ) as group:
                 group.watch.leaving = partial(_leave, report)

@@ -61,8 +61,8 @@ VERSION = hashlib.sha256(b"".join(
 
 
 def start(
-    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, backend: str | None, status: StatusFile,
-    stop: StopRequest, log: logging.Logger,
+    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, status: StatusFile, stop: StopRequest,
+    log: logging.Logger,
 ) -> Group:
     """A group of which only this rank is known yet. For the arguments see `Program.join`."""
     if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
@@ -71,7 +71,7 @@ def start(
     record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
     watch = Watchdog(status, stop, record=record, log=log)
     group = Group(launch, pick_device(device, launch.local_rank), watch)
-    group.backend = pick_backend(backend, group.device)
+    group.backend = pick_backend(group.device)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
     status.write_summary([])
     return group
@@ -99,9 +99,9 @@ def pick_device(wanted: str | None, local_rank: int) -> torch.device:
     return torch.device(kind, number)
 
 
-def pick_backend(wanted: str | None, device: torch.device) -> str:
+def pick_backend(device: torch.device) -> str:
     """gloo for host memory always, beside the device's own: flags and checkpoints travel without the device."""
-    own = "gloo" if device.type == "cpu" else wanted or dist.get_default_backend_for_device(device)
+    own = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 

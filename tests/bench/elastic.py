@@ -39,7 +39,7 @@ from tests.rigs.jobs import MAIN, ended, lives, start
 
 NODES = 3
 recovery.PATIENCE_S = 150  # a node that comes imports torch first; torchrun does not always go on
-TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", "--progress=none", *SETTINGS]
+TASK = [str(MAIN), "train", "--dataset", "digits", "--model", "mlp", *SETTINGS]
 SILENT_S, WAIT_S = 3, 1
 LAUNCH = ["-m", "rankup", "launch", "--node-rank={node}", "--master-addr=127.0.0.1", "--master-port={port}",
           "--max-restarts=1000", f"--lost-after-s={SILENT_S}"]

@@ -87,7 +87,7 @@ def run_rankup(task: Task, processes: int, advice: Sequence[str]) -> tuple[dict[
         "--workload", "tests.bench.racers.shared:build", "--options.data", task.data, "--batch-size", task.batch_size,
         "--max-steps", task.steps, "--log-every-steps", task.warm_up, "--lr", shared.LR, "--momentum", shared.MOMENTUM,
         "--weight-decay", 0, "--schedule", "constant", "--precision", task.precision, "--device", "cpu",
-        "--run-dir", runs, "--name", "race", "--fresh", "--progress", "none",
+        "--run-dir", runs, "--name", "race", "--fresh",
         # Nobody else evaluates or saves on the way
         "--evaluate-every-epochs", 1_000_000, "--save-every-steps", task.steps,
     ]

@@ -20,7 +20,7 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ARGS = "--epochs 3 --name recording --fresh --report-every-s 1"
+ARGS = "--epochs 3 --name recording --fresh"
 KILL_AFTER = "epoch 1:"
 COMMAND = "$ kill -9 $(docker inspect -f '{{.State.Pid}}' rankup-node1-1)"
 BEFORE_S, AFTER_S = 3.0, 3.0  # what is shown at its own times: from before the kill to after the resume

@@ -28,7 +28,7 @@ from tests.rigs.jobs import MAIN, ROOT
 EVERY, BATCH = 15, 32
 WARM, STEPS = 5, 4 * EVERY + 5  # the first steps are slower
 LINE = ("--dataset=fake", "--fake-samples=512", "--image-size=32", "--model=resnet50", f"--batch-size={BATCH}",
-        "--limit-eval=32", "--evaluate-every-epochs=1000", "--tensorboard=false", "--progress=none", "--fresh",
+        "--limit-eval=32", "--evaluate-every-epochs=1000", "--tensorboard=false", "--fresh",
         "--name=run", "--log-every-steps=1")
 
 

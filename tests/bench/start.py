@@ -27,7 +27,7 @@ from rankup.agent.script import Script
 from tests.bench.machine import conditions, markdown_table, run, step_ends
 from tests.rigs.jobs import MAIN, environment, free_port, rank_env
 
-COMMON = ("--max-steps", "1", "--log-every-steps", "1", "--limit-eval", "64", "--fresh", "--progress", "none")
+COMMON = ("--max-steps", "1", "--log-every-steps", "1", "--limit-eval", "64", "--fresh")
 BARE = """
 import time, torch
 from torch import nn

@@ -13,7 +13,7 @@ from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
 
 ATTEMPT = "20261121T100000-abc123"
-TINY = ["train", "--dataset", "digits", "--model", "mlp", "--progress", "none", "--no-tensorboard"]
+TINY = ["train", "--dataset", "digits", "--model", "mlp", "--no-tensorboard"]
 
 
 def test_healthy_run_has_nothing_wrong(forks: Forks, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.jobs import rank_env
+from train.commands import COMMANDS, Doctor, Predict
+from train.commands.line import parse_args
 from train.config import Config, load_config
 from train.config.load import fields_of
-from train.config.options import OPTIONS, DoctorOptions, PredictOptions, parse_args
 from train.config.settings import SOURCES
 from train.main import main
 
@@ -33,9 +34,9 @@ def ended(line: str, capsys: Captured) -> tuple[int, str, str]:
     ("train --lr -1e-3", {"lr": "-1e-3"}), ("train --lr 1 --lr 2", {"lr": "2"}), ("train", {}),
     ("train --name=a=b", {"name": "a=b"}), ("train --name=", {"name": ""}), ("train --name=--x", {"name": "--x"}),
     ("train --augment", {"augment": "True"}), ("train --augment trivial", {"augment": "trivial"}),
-    ("train --no_augment --channels-last", {"augment": "False", "channels_last": "True"}),
+    ("train --no_augment --sync-bn", {"augment": "False", "sync_bn": "True"}),
     ("train --augment --no-augment", {"augment": "False"}), ("--local_rank 3 train", {}),
-    ("train --channels-last auto", {"channels_last": "auto"}), ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
+    ("--local-rank=0 train --epochs 2", {"epochs": "2"}),
     ("train --options.a-b_c=1", {"options.a_b_c": "1"}),
     # Left to itself Fire reads a lone dash as the end of a call, and lists and numbers
     ("train --data-dir -", {"data_dir": "-"}), ("train --options.x true", {"options.x": "true"}),
@@ -49,8 +50,8 @@ def test_command_line_is_understood(line: str, settings: dict[str, str]) -> None
 def test_options_of_a_command_have_type_and_default() -> None:
     parsed = parse_args(["predict", "--input", "1e5", "--config", "x.yaml", "--rank", "1"])
     assert (parsed.mistakes, parsed.settings) == ([], {})
-    assert parsed.options == PredictOptions(config="x.yaml", input="1e5", rank=1)
-    assert parse_args(["doctor", "--alone", "--json"]).options == DoctorOptions(alone=True, json=True)
+    assert parsed.options == Predict(config="x.yaml", input="1e5", rank=1)
+    assert parse_args(["doctor", "--alone", "--json"]).options == Doctor(alone=True, json=True)
 
 
 def test_every_setting_is_a_flag_in_both_spellings() -> None:
@@ -63,7 +64,7 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
     (folder / "mine.yaml").write_text("lr: 3e-4\nepochs: 7\n")
     code, out, err = ended("show --config mine.yaml --epochs 9 --no-tensorboard", capsys)
     assert (code, err) == (0, "")
-    assert " | ".join(SOURCES) in out
+    assert ", ".join(SOURCES) in out
     (folder / "shown.yaml").write_text(out)
     shown = load_config({}, file="shown.yaml")
     assert shown == Config(lr=3e-4, epochs=9, tensorboard=False)
@@ -73,9 +74,9 @@ def test_show_prints_what_would_be_used(folder: Path, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("--stpes 3 --help", OPTIONS), ("-h", OPTIONS), ("train --help", ["--init-method", ", ".join(SOURCES)]),
+    ("-h", COMMANDS), ("tarin --help", COMMANDS), ("--stpes 3 --help", ["--init-method", ", ".join(SOURCES)]),
     *((f"--help {name} --lr nonsense", [f"--{option.replace('_', '-')}" for option in fields_of(model)]
-       + [f"  python -m train.main {name} "]) for name, model in OPTIONS.items()),
+       + [f"  python -m train.main {name} "]) for name, model in COMMANDS.items()),
 ])
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_fits_the_width_and_a_screen(
@@ -89,6 +90,17 @@ def test_help_fits_the_width_and_a_screen(
     assert len(out.splitlines()) <= 40
     assert max(map(len, out.splitlines())) <= width
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("line", "here", "elsewhere"), [
+    ("train --workload text --help", "--bert-dir VALUE", "--model"),
+    ("--parallel dp -h", "--device-ids VALUE", "--bert-dir"), ("train -h", "--model VALUE", "--device-ids"),
+])
+def test_help_has_the_settings_of_what_was_chosen(capsys: Captured, line: str, here: str, elsewhere: str) -> None:
+    code, out, _ = ended(line, capsys)
+    assert code == 0
+    assert here in out
+    assert f"{elsewhere} VALUE" not in out
 
 
 def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) -> None:
@@ -118,7 +130,8 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
     ("predict --output x.txt", ['--output must be a .csv file, got "x.txt".']),
     ("train --output x.csv", ['unknown setting "--output"*']),
-    ("train --sync-bn --device cpu", ["--sync-bn must be false with device cpu, got true. *"]),
+    ("train --max-steps 3 --warmup-steps 3", ["--warmup-steps must be < max_steps=3, got 3. *"]),
+    ("train --dataset digits --fake-classes 3", ["fake_classes must be left out here, got 3. *of fake alone."]),
     ("train --stpes 3 --lr -1 --dataset 3 --bogus",
      ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',
       f"--dataset must be one of {', '.join(SOURCES)}, got \"3\"."]),

@@ -21,7 +21,7 @@ WORLD = 3
 WORKLOAD = "tests.rigs.faulting_workload"
 # Eight steps an epoch; the loss of the first step is call 3
 SETTINGS = (f"--workload={WORKLOAD}:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
-            "--log-every-steps=1", "--save-every-steps=2", "--tensorboard=false", "--progress=none",
+            "--log-every-steps=1", "--save-every-steps=2", "--tensorboard=false",
             "--join-timeout-s=30", "--num-workers=1")
 SHORT = 8  # seconds; a step takes milliseconds, and a busy machine may hold up a process for some seconds
 

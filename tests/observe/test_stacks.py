@@ -23,7 +23,7 @@ from train.main import main
 
 WORLD = 3
 SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=6", "--max-steps=12", "--eval-batch-size=4",
-            "--log-every-steps=1", "--tensorboard=false", "--progress=none", "--join-timeout-s=60", "--num-workers=1")
+            "--log-every-steps=1", "--tensorboard=false", "--join-timeout-s=60", "--num-workers=1")
 WAITING = r"ranks 0, 2: backward \(loop\.py:\d+ step\) of step \d+"
 
 

@@ -26,7 +26,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, environ_of, environment
 
 LAUNCH = ("launch", "--nproc=3", MAIN, "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "9",
-          "--epochs", "2", "--tensorboard=false", "--progress", "none", "--name", "run")
+          "--epochs", "2", "--tensorboard=false", "--name", "run")
 
 
 def status(*words: str | Path) -> str:

@@ -18,7 +18,7 @@ STEPS = 14  # of which 11 are an epoch
 # Without batch norm and dropout, which see one rank's samples only
 LINE = ("train", "--dataset", "digits", "--model", "mlp", "--tensorboard=false", "--limit-train", "704", "--lr", "0.08",
         "--schedule", "constant", "--batch-size", "64", "--max-steps", str(STEPS), "--log-every-steps", "1",
-        "--progress=none", "--device", "cpu", "--name", "run")
+        "--device", "cpu", "--name", "run")
 HOROVOD = ("--parallel", "horovod")
 
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")
@@ -99,7 +99,7 @@ def test_one_process_takes_micro_batches_that_differ_by_one(forks: Forks, alone:
 
 # Batches of 10: 3 + 3 + 2 + 2 and 4 + 3 + 3, 6 steps an epoch
 SMALL = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "10", "--log-every-steps", "1",
-         "--tensorboard=false", "--progress=none", "--device", "cpu", "--name", "run", "--schedule", "constant",
+         "--tensorboard=false", "--device", "cpu", "--name", "run", "--schedule", "constant",
          "--max-steps", str(STEPS))
 
 
@@ -123,7 +123,7 @@ def test_launch_of_three_that_loses_a_rank_ends_with_the_weights_of_ranks_starte
     """Dropout, batch norm and more than one bucket; 22 + 21 + 21 samples. Meeting by a file: test_methods_kills.py."""
     line = ("train", "--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
             "--batch-size=64", f"--max-steps={STEPS}", "--save-every-steps=5", "--log-every-steps=1",
-            "--tensorboard=false", "--progress=none", "--name=run")
+            "--tensorboard=false", "--name=run")
     output = forks.ends(*line, "--run-dir", tmp_path / "hand", world_size=3)
     assert "batch  64 global = 3 ranks x 21 to 22" in output
     faults = places.order(tmp_path / "faults", [[Fault("backward", 1, 8)]])

@@ -1,7 +1,6 @@
 """channels_last: which models get it, on every start alike; what a run saved in one format goes on in the other."""
 
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from torch import nn
 
 from rankup.loop.tracked import Tracked
-from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import result
 from train.config import Config
 from train.parallel.model import build_optimizer, prepare
 from train.workloads.images import build_model
@@ -34,11 +31,9 @@ def small(name: str) -> nn.Module:
 @pytest.mark.parametrize(("name", "settings", "expected"), [
     ("cnn", {}, True), ("resnet18", {}, True), ("mlp", {}, False),
     ("cnn", {"workload": "own:build"}, False),  # most models of tutorials call view()
-    ("cnn", {"channels_last": False}, False), ("cnn", {"channels_last": True}, True),
-    ("cnn", {"workload": "own:build", "channels_last": True}, True),
     ("cnn", {"parallel": "fsdp"}, False), ("cnn", {"parallel": "horovod"}, False),  # contiguous parameters only
 ])
-def test_models_for_images_are_in_channels_last_where_the_method_can_unless_told_otherwise(
+def test_models_for_images_are_in_channels_last_where_the_method_can(
     name: str, settings: dict[str, Any], expected: bool
 ) -> None:
     assert prepared(small(name), **settings) == expected
@@ -71,20 +66,3 @@ def test_optimizer_goes_on_with_what_was_saved_in_the_other_format(name: Any, sa
         own.step()
     for one, two in zip(model.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
-
-
-DIGITS = ("train", "--dataset", "digits", "--model", "cnn", "--tensorboard=false", "--limit-train", "704", "--lr",
-          "0.02", "--schedule", "constant", "--log-every-steps", "1")
-
-
-def train(forks: Forks, run: Path, *arguments: str, code: int = 0) -> str:
-    return forks.ends(*DIGITS, *arguments, "--name", run.name, "--run-dir", run.parent, world_size=2, code=code)
-
-
-def test_auto_is_the_format_that_the_model_gets_and_may_not_change_in_a_run(forks: Forks, tmp_path: Path) -> None:
-    for name, more in (("auto", ()), ("true", ("--channels-last",)), ("false", ("--no-channels-last",))):
-        train(forks, tmp_path / name, *more, "--max-steps", "4")
-    digests = [result(tmp_path / name)["digest"] for name in ("auto", "true", "false")]
-    assert digests[0] == digests[1] != digests[2]
-    output = train(forks, tmp_path / "auto", "--no-channels-last", "--max-steps", "6", code=2)
-    assert "channels_last: auto -> false" in output

@@ -50,7 +50,6 @@ def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[float]
 VARIANTS: dict[str, tuple[tuple[str, ...], float]] = {
     "bf16": (("--precision", "bf16"), 3e-2),
     "fp16 accumulated and clipped at 1e9": (("--precision", "fp16", "--accumulate", "2", "--clip-norm", "1e9"), 2e-2),
-    "contiguous": (("--no-channels-last",), 1e-3),
     "unused parameters looked for": (("--find-unused-parameters",), 1e-3),
     "fsdp in bf16, accumulated": (("--parallel", "fsdp", "--precision", "bf16", "--accumulate", "2"), 3e-2),
     "sent as fp16": (("--compress", "fp16"), 1e-3),

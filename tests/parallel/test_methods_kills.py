@@ -13,7 +13,7 @@ from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, ended, free_port, ki
 
 # 8 steps an epoch, with dropout and data that are drawn anew in each epoch
 LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "14",
-        "--save-every-steps", "3", "--log-every-steps", "1", "--tensorboard=false", "--progress=none", "--name", "run")
+        "--save-every-steps", "3", "--log-every-steps", "1", "--tensorboard=false", "--name", "run")
 PATH = {"PYTHONPATH": str(ROOT)}
 
 

@@ -32,16 +32,6 @@ def test_rate_follows_the_formula_of_its_schedule(settings: dict[str, Any], expe
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("scaling", "batch_size", "expected"), [
-    ("none", 512, 0.1), ("linear", 512, 0.4), ("sqrt", 512, 0.2), ("linear", 64, 0.05), ("sqrt", 128, 0.1),
-])
-def test_peak_scales_with_the_global_batch(scaling: Any, batch_size: int, expected: float) -> None:
-    """The warm-up leads to it: that is what it is for."""
-    config = Config(lr=0.1, lr_base_batch=128, lr_scaling=scaling, batch_size=batch_size, warmup_steps=10,
-                    schedule="constant")
-    assert rate_at(config, 9, total_steps=100, steps_per_epoch=10) == pytest.approx(expected, rel=1e-12)
-
-
 class Net(nn.Module):
     """One of each kind of parameter, one of them frozen."""
 

@@ -18,9 +18,10 @@ from torch.distributed.run import get_args_parser
 from rankup import cli, errors
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
+from train.commands import COMMANDS
+from train.commands.line import parse_args
 from train.config import Config, load_config
 from train.config.load import fields_of
-from train.config.options import OPTIONS, parse_args
 from train.workloads import Workload
 
 TOP_LEVEL = {
@@ -31,9 +32,11 @@ TOP_LEVEL = {
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
-                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca"}
+                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca",
+                 "--channels-last", "--no-channels-last"}  # which the changelog names: they are gone
 FOREIGN_WORDS = {
-    "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict"
+    "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
+    "channels_last"
 }
 # What torch says, not we
 TORCH_SAYS = re.compile(
@@ -77,9 +80,10 @@ def read(name: str) -> str:
 
 
 def known_flags() -> set[str]:
-    options = [name for model in OPTIONS.values() for name in fields_of(model)]
-    ours = {"--config", "--help", *(f"--{name.replace('_', '-')}" for name in [*Config.model_fields, *options])}
-    switches = {f"--no-{name.replace('_', '-')}" for name in Config.model_fields}
+    options = [name for model in COMMANDS.values() for name in fields_of(model)]
+    names = [name.replace("_", "-") for name in [*Config.model_fields, *options]]
+    ours = {"--config", "--help", *(f"--{name}" for name in names)}
+    switches = {f"--no-{name}" for name in names}
     torchruns = {option for action in get_args_parser()._actions for option in action.option_strings}
     of_rankup = {flag for command in cli.COMMANDS.values() for flag in command.flags}
     scripts = "".join(path.read_text() for of in ("tests/bench", "train/examples") for path in ROOT.glob(f"{of}/*.py"))
@@ -143,7 +147,7 @@ def test_docs_name_commands_and_settings_that_the_program_understands(
                 cli.COMMANDS[words[0]].parse(words[1:])
             continue
         parsed = parse_args(words)
-        assert parsed.command in OPTIONS, words
+        assert parsed.command in COMMANDS, words
         load_config(parsed.settings, file=parsed.options.config, mistakes=parsed.mistakes)
 
 

@@ -18,7 +18,7 @@ from tests.run.test_run_directory import other_model
 # 8 steps an epoch
 SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--parallel=fsdp", "--batch-size=8", "--max-steps=22",
             "--save-every-steps=8", "--memory-every-steps=3", "--log-every-steps=1", "--tensorboard=false",
-            "--progress=none", "--optimizer=adamw", "--lr=0.01", "--name=run", "--join-timeout-s=60")
+            "--optimizer=adamw", "--lr=0.01", "--name=run", "--join-timeout-s=60")
 SHARDED = "--checkpoint-format=sharded"
 FROM_MEMORY = "resumed from step {}, of which each rank's part was in memory"
 

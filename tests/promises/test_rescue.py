@@ -27,7 +27,7 @@ from tests.rigs.small_filesystems import own_tmpfs
 # 8 steps an epoch. A batch norm, a dropout, buckets
 SETTINGS = ("--workload=tests.rigs.recording_workload:build", "--options.model=wide", "--limit-train=384",
             "--batch-size=48", "--max-steps=18", "--save-every-steps=5", "--eval-batch-size=16", "--log-every-steps=1",
-            "--progress=none", "--name=run", "--join-timeout-s=60")
+            "--name=run", "--join-timeout-s=60")
 
 
 def train(folder: Path, *more: str) -> tuple[str, ...]:

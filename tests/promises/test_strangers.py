@@ -11,7 +11,7 @@ from tests.rigs.fork_server import Forks, Job
 from tests.rigs.jobs import MAIN, ROOT, result
 from tests.rigs.strangers import Strangers
 
-DIGITS = ("--dataset", "digits", "--model", "cnn", "--batch-size", "64", "--tensorboard=false", "--progress=none")
+DIGITS = ("--dataset", "digits", "--model", "cnn", "--batch-size", "64", "--tensorboard=false")
 LINE = ("train", *DIGITS, "--max-steps", "150", "--save-every-steps", "20", "--join-timeout-s", "20",
         "--step-timeout-s", "20")
 NO_HOROVOD = pytest.mark.skipif(find_spec("horovod") is None, reason="no Horovod here: make horovod builds it")

@@ -32,7 +32,7 @@ from tests.rigs.jobs import (
 PATH = str(ROOT)
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2")
 SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--batch-size=8", "--max-steps=9", "--log-every-steps=1",
-            "--save-every-steps=2", "--tensorboard=false", "--progress=none", "--num-workers=1", "--join-timeout-s=60")
+            "--save-every-steps=2", "--tensorboard=false", "--num-workers=1", "--join-timeout-s=60")
 
 
 def torchrun(

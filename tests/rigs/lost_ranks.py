@@ -18,7 +18,7 @@ from tests.rigs.places import Fault, Strike
 
 STEPS = 24
 EVERY_JOB = (f"--max-steps={STEPS}", "--batch-size=48", "--save-every-steps=5", "--eval-batch-size=16",
-             "--log-every-steps=1", "--progress=none", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120")
+             "--log-every-steps=1", "--name=run", "--step-timeout-s=120", "--join-timeout-s=120")
 OWN = ("--workload=tests.rigs.recording_workload:build", "--limit-train=384")
 FAKE = ("--dataset=fake", "--fake-samples=384")
 JOB_TIMEOUT_S = 600.0

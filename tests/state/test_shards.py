@@ -25,7 +25,7 @@ from train.run import weights
 # 8 steps an epoch
 LINE = ("train", "--workload", "tests.rigs.faulting_workload:build", "--batch-size", "8", "--max-steps", "12",
         "--save-every-steps", "3", "--schedule", "constant", "--log-every-steps", "1", "--tensorboard=false",
-        "--progress=none", "--name", "run")
+        "--name", "run")
 FSDP = ("--parallel", "fsdp")
 SHARDED = (*FSDP, "--checkpoint-format", "sharded")
 

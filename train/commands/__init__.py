@@ -1,18 +1,19 @@
-"""The commands by name: each gets the settings, this process and its own options, and returns its exit code, or None
-for success. Each imports what it needs inside, so that only those pay for torch that use it."""
+"""The commands by name: the fields of each are its options. Each imports what it needs inside, so that only those pay
+for torch that use it."""
 
 import gc
 import importlib
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
 
 import rankup
 from rankup import Program
 
-from ..config import Config, check_world_size, options, refuse_foreign, to_yaml
+from ..config import Config, check_world_size, refuse_foreign, to_yaml
+from ..config.settings import setting
 
 
 def run_dir_of(config: Config, program: Program) -> Path:
@@ -33,41 +34,112 @@ def _imported(module: str, name: str) -> Any:
         gc.enable()
 
 
-def _train(config: Config, program: Program, given: options.TrainOptions) -> None:
-    refuse_foreign(config)
-    check_world_size(config, program.rank_env.world_size)
-    run_dir = run_dir_of(config, program)
-    program.start(run_dir, stacks=True)
-    _imported("..loop", "train")(config, program, run_dir=run_dir)
+class Command(BaseModel):
+    """A command. Its docstring is its text in --help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    examples: ClassVar[tuple[str, ...]] = ()
+
+    config: str | None = setting(None, "YAML file of settings. Flags outrank it.", min_length=1, rule="a file's name")
+
+    def run(self, config: Config, program: Program) -> int | None:
+        """Do it with these settings. Returns the exit code, or None for success."""
+        raise NotImplementedError
 
 
-def _read_checkpoint(name: str, config: Config, program: Program, given: options.CheckpointOptions) -> None:
-    run_dir = run_dir_of(config, program)
-    program.start(run_dir)
-    _imported(".checkpoint", name)(config, program, run_dir, given)
+class RankCommand(Command):
+    """Runs as ranks."""
+
+    init_method: str = setting("", "tcp://HOST:PORT or file:///PATH in place of MASTER_ADDR.")
+    rank: int | None = setting(None, "In place of RANK.")
+    world_size: int | None = setting(None, "In place of WORLD_SIZE.")
 
 
-def _doctor(config: Config, program: Program, given: options.DoctorOptions) -> int:
-    from ..group import join_options
+class TrainingCommand(RankCommand):
+    """Takes the line of a training. These options are of one start, and not of the run."""
 
-    try:
+    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
+    advice: bool = setting(True, "Say which other settings would be faster here.")
+
+
+class Train(TrainingCommand):
+    """Train; the same command again goes on where it stopped."""
+
+    examples = ("train --model resnet18 --epochs 5", "train --config train/configs/tiny.yaml --name mine")
+
+    def run(self, config: Config, program: Program) -> None:
+        refuse_foreign(config)
         check_world_size(config, program.rank_env.world_size)
         run_dir = run_dir_of(config, program)
-    except rankup.UserError as error:
-        program.found, run_dir = error, Path()
-    program.start(guarded=("stderr",) if given.as_json else ("stdout", "stderr"))  # its output is its result
-    return program.doctor(
-        run_dir, as_json=given.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
-        join_timeout_s=config.join_timeout_s, **join_options(config),
-    )
+        program.start(run_dir, stacks=True)
+        _imported("..loop", "train")(config, program, run_dir=run_dir, fresh=self.fresh, advice=self.advice)
 
 
-def _show(config: Config, program: Program, given: options.ShowOptions) -> None:
-    text = f"{config.model_dump_json()}\n" if given.as_json else to_yaml(config)
-    rankup.cli.print_whole(text)
+class CheckpointCommand(RankCommand):
+    """Reads a checkpoint."""
+
+    function: ClassVar[str]  # in commands/checkpoint.py
+
+    checkpoint: str = setting("", "Checkpoint directory, or its address; by default the newest good one of the run.")
+
+    def run(self, config: Config, program: Program) -> None:
+        run_dir = run_dir_of(config, program)
+        program.start(run_dir)
+        _imported(".checkpoint", self.function)(config, program, run_dir, self)
 
 
-COMMANDS: dict[str, Callable[[Config, Program, Any], int | None]] = {
-    "train": _train, "evaluate": partial(_read_checkpoint, "evaluate_checkpoint"),
-    "predict": partial(_read_checkpoint, "predict"), "show": _show, "doctor": _doctor,
+class Evaluate(CheckpointCommand):
+    """Evaluate a checkpoint on the test data, exactly, with any number of processes."""
+
+    examples = ("evaluate --name mine", "evaluate --checkpoint runs/mine/checkpoints/step-00000110")
+    function = "evaluate_checkpoint"
+
+
+class Predict(CheckpointCommand):
+    """Write input, label and probability of each sample to a CSV file."""
+
+    examples = ("predict --name mine --output predictions.csv", "predict --name mine --input photos/")
+    function = "predict"
+
+    input: str = setting("", "What to predict: an image, a folder of images, or a file of texts; by default the test "
+                         "data.")
+    output: str = setting("predictions.csv", "Where to write.", pattern=r"\.csv$", rule="a .csv file")
+
+
+class Show(Command):
+    """Print all settings as they would be used, with help, range and unit."""
+
+    examples = ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json")
+
+    as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
+
+    def run(self, config: Config, program: Program) -> None:
+        rankup.cli.print_whole(f"{config.model_dump_json()}\n" if self.as_json else to_yaml(config))
+
+
+class Doctor(TrainingCommand):
+    """Is this machine, and this group of machines, fit to train? Ends with 0, 10 (warnings), 20 (not fit) or 30."""
+
+    examples = ("doctor", "doctor --alone --json")
+
+    as_json: bool = setting(False, "Print JSON, for programs.", alias="json")
+    alone: bool = setting(False, "Only this machine: as one process, whoever has started it.")
+
+    def run(self, config: Config, program: Program) -> int:
+        from ..group import join_options
+
+        try:
+            check_world_size(config, program.rank_env.world_size)
+            run_dir = run_dir_of(config, program)
+        except rankup.UserError as error:
+            program.found, run_dir = error, Path()
+        program.start(guarded=("stderr",) if self.as_json else ("stdout", "stderr"))  # its output is its result
+        return program.doctor(
+            run_dir, as_json=self.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
+            join_timeout_s=config.join_timeout_s, **join_options(config),
+        )
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "train": Train, "evaluate": Evaluate, "predict": Predict, "show": Show, "doctor": Doctor,
 }

@@ -17,7 +17,6 @@ from rankup import Copy, Group, Program, UserError
 from rankup.seeds import derive_seed, seed_everything
 
 from ..config import Config
-from ..config.options import EvaluateOptions, PredictOptions
 from ..data.samples import Samples, to_device
 from ..group import join_options
 from ..parallel.model import autocast, prepare
@@ -26,6 +25,7 @@ from ..run.evaluation import evaluate, evaluation_loader
 from ..run.result import evaluation_table
 from ..run.run_directory import check, check_data
 from ..workloads import Workload, load
+from . import Evaluate, Predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _settings_of(checkpoint: Copy, config: Config) -> Config:
     return config.model_copy(update=update)
 
 
-def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: EvaluateOptions) -> None:
+def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options: Evaluate) -> None:
     """Evaluate, print the table on rank 0, and write `evaluation.json` beside the run's other outputs."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
         group, workload, checkpoint = opened.group, opened.workload, opened.checkpoint
@@ -98,7 +98,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
 
-def predict(config: Config, program: Program, run_dir: Path, options: PredictOptions) -> None:
+def predict(config: Config, program: Program, run_dir: Path, options: Predict) -> None:
     """Write a line for each sample, in the samples' order, whatever the number of ranks. Raises UserError."""
     with open_checkpoint(config, program, run_dir, options.checkpoint) as opened:
         samples, name_of = _open_samples(opened, options.input)

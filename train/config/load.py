@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from rankup import UserError
 from rankup.urls import must_hold_no_secrets, secrets_in
 
-from .settings import GROUPS, INT32_MAX, Config
+from .settings import GROUPS, Config
 
 # How this program is called: an installed rankup has it inside
 PROGRAM = "rankup" if __name__.startswith("rankup.") else "python -m train.main"
@@ -109,7 +109,7 @@ def flag(name: str) -> str:
 
 def literals(field: FieldInfo) -> tuple[str, ...]:
     """The choices of a field; empty: any value."""
-    return facts(field)["choices"] or tuple(word for word in get_args(field.annotation) if isinstance(word, str))
+    return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
 
 
 def is_switch(field: FieldInfo) -> bool:
@@ -120,9 +120,8 @@ def is_switch(field: FieldInfo) -> bool:
 def bounds(field: FieldInfo) -> str:
     """A field's range, such as `>= 0 and < 1`; empty where it has none."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    # An upper bound that is only the width of a counter says nothing to a reader
     return " and ".join(f"{sign} {getattr(limit, key)}" for limit in field.metadata for key, sign in signs.items()
-                        if getattr(limit, key, INT32_MAX) != INT32_MAX)
+                        if hasattr(limit, key))
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
@@ -138,20 +137,26 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 # Settings of one run, shown and compared -----------------------------------------------------------------------------
 
 
-def foreign(config: Config) -> list[str]:
-    """The settings of other data sets, workloads and methods than this run's. An own workload may use any of them."""
+def foreign(config: Config, *, auto: str = "none") -> list[str]:
+    """The settings of other data sets, workloads, methods and so on than this run's. An own workload may use any of
+    those of data and models. `auto`: the method that parallel auto stands for."""
+    method = auto if config.parallel == "auto" else config.parallel
+    here = {"", config.workload, config.dataset.partition(":")[0], method, config.optimizer, config.schedule}
     if ":" in config.workload:
-        return []
-    here = {"", config.workload, config.dataset.partition(":")[0], config.parallel}
-    return [name for name, field in Config.model_fields.items() if facts(field)["of"] not in here]
+        here |= {"your own workload", "images", "text", "hf", "fake"}
+    return [name for name, field in Config.model_fields.items() if not here & {*facts(field)["of"].split(" or ")}]
 
 
 def refuse_foreign(config: Config) -> None:
-    """Raises UserError for a setting of something else, which would be ignored."""
-    for name in foreign(config):
-        if (value := getattr(config, name)) != Config.model_fields[name].default:
-            of = facts(Config.model_fields[name])["of"]
-            raise UserError(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+    """Raises UserError for settings of something else, which would be ignored."""
+    wrong = []
+    for name in foreign(config, auto="ddp"):
+        field, value = Config.model_fields[name], getattr(config, name)
+        if value != field.default:
+            of = facts(field)["of"]
+            wrong.append(f"{name} must be left out here, got {describe(value)}. It is a setting of {of} alone.")
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
@@ -186,42 +191,15 @@ def to_yaml(config: Config) -> str:
 
 # Settings that are each right and cannot go together, with one another or with the number of processes --------------
 
-# Method -> the switches that it does not have, and why
-_ONLY_DDP = {"compile": "The two together are not tried here. Use ddp.",
-             "channels_last": "It takes contiguous parameters only. Use ddp."}  # so auto is false there
-NOT_WITH = {
-    "dp": {"compile": "DataParallel copies the module in each step. Use ddp.",
-           "sync_bn": "Its threads are no ranks. Use ddp."},
-    "fsdp": _ONLY_DDP | {"find_unused_parameters": "FSDP2 waits for every gradient. Freeze them, or use ddp."},
-    "horovod": _ONLY_DDP | {"sync_bn": "Horovod's own needs GPUs, torch's needs a group of them. Use ddp.",
-                            "find_unused_parameters": "Their weights would decay. Freeze them, or use ddp."},
-}
-
-
 def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
     """Those of these settings: which to change, what it must be, and why."""
-    method = f"with parallel {c.parallel}"
-    for name, why in NOT_WITH.get(c.parallel, {}).items():
-        if getattr(c, name) is True:
-            yield name, f"false {method}", why
     if c.parallel == "fsdp" and c.precision == "fp16":
-        yield "precision", f"fp32 or bf16 {method}", "Each rank would scale by the overflows of its own part."
+        yield "precision", "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."
     if c.parallel == "horovod" and c.compress == "bf16":
-        yield "compress", f"none or fp16 {method}", "Horovod does not sum bf16. Use ddp."
-    if c.compress != "none" and c.parallel not in ("auto", "ddp", "horovod"):
-        yield "compress", f"none {method}", "Only ddp sends gradients through hooks."
+        yield "compress", "none or fp16 with parallel horovod", "Horovod does not sum bf16. Use ddp."
     if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
-        yield "save", f"auto or sync {method}", "No rank holds a whole state to copy: see --checkpoint-format sharded."
-    if c.checkpoint_format == "sharded" and c.parallel != "fsdp":
-        yield "checkpoint_format", f"plain {method}", "Only fsdp splits what is saved."
-    if c.device_ids and c.parallel != "dp":
-        yield "device_ids", "empty without parallel dp", "Elsewhere each process has one device: see device."
-    if c.device_ids and c.device not in ("auto", "cuda"):
-        yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
-    if c.sync_bn and c.device == "cpu":
-        yield "sync_bn", "false with device cpu", "torch's SyncBatchNorm needs an accelerator."
-    if c.backend == "nccl" and c.device == "cpu":
-        yield "backend", "gloo or auto with device cpu", "nccl moves GPU memory only."
+        why = "No rank holds a whole state to copy: see --checkpoint-format sharded."
+        yield "save", "auto or sync with parallel fsdp", why
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):

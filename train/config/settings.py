@@ -3,7 +3,6 @@ the same when a run is resumed. `show` and `--help` keep the order below. No tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -20,30 +19,30 @@ SOURCES = {
     "fake": "in_memory:fake",
     "hf:PATH_OR_NAME": "huggingface:load",
 }
+NAMES = ", ".join(SOURCES)
 WEEK_S = 7 * 24 * 3600
-INT32_MAX = 2**31 - 1  # steps, samples: what a 32-bit counter holds
-Natural = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 Augment = bool | Literal["imagenet", "trivial"]
 
 
 def setting(
-    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", of: str = "",
-    choices: Sequence[str] = (), **limits: Any,
+    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", of: str = "", **limits: Any
 ) -> Any:
     """A field of Config, or of a command's options.
 
-    `result`: it affects the trained weights. `rule`: what it must be, in place of pydantic's words. `of`: the data set,
-    workload or method that alone has it. `choices`: what a pattern allows. `limits`: pydantic's own (ge, lt, ...).
+    `result`: it affects the trained weights. `rule`: what it must be, in place of pydantic's words. `of`: the choice of
+    another setting that alone has it, a data set, workload, method, optimizer or schedule, or several with "or" between
+    them. `limits`: pydantic's own (ge, lt, ...).
     """
-    rule = rule or (f"one of {', '.join(choices)}" if choices else "")
-    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "of": of, "choices": choices}
+    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "of": of}
     return Field(default, description=help, json_schema_extra=facts, **limits)
 
 
 _result = partial(setting, result=True)
 _path = partial(setting, min_length=1, rule="a path")
 _of_hf = partial(setting, result=True, min_length=1, rule="a name", of="hf")
+_SEVERAL = "ddp or fsdp or horovod"  # the methods of several processes
 
 
 def _deadline(default: float, what: str) -> Any:
@@ -56,8 +55,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     workload: str = _result("images", "What is trained: images, text, or your own module:function.",
                             pattern=r"^(images|text|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$",
                             rule='"images", "text" or module:function')
-    dataset: str = _result("fashion-mnist", "The data; digits ships with the program, fake is random.",
-                           pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$", choices=tuple(SOURCES))
+    dataset: str = _result("fashion-mnist", f"The data: {NAMES}.",
+                           pattern=f"^({'|'.join(SOURCES).replace('PATH_OR_NAME', '.+')})$", rule=f"one of {NAMES}")
     hf_config: str | None = _of_hf(None, "Which configuration of the data set; null: the only or default one.")
     input_column: str | None = _of_hf(None, "Column of the images or texts; null: image, or text.")
     label_column: str = _of_hf("label", "Column of the labels.")
@@ -67,26 +66,27 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     hf_download: bool = setting(False, "hf:NAME may be a name at the Hugging Face hub, downloaded once.", of="hf")
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
-                         rule="cnn, mlp or the name of a torchvision classifier")
+                         rule="cnn, mlp or the name of a torchvision classifier", of="images")
     image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
-                                     unit="pixels", ge=8, le=1024)
-    max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, le=65_536, of="text")
+                                     unit="pixels", ge=8, of="images")
+    max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, of="text")
     bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
-    eval_split: Literal["dev", "test"] = setting("dev", "text, hf: which part to evaluate on, where there are both.")
+    eval_split: Literal["dev", "test"] = setting(
+        "dev", "Which part to evaluate on, where there are both.", of="text or hf")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
     dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
         "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.",
-        rule="true, false, imagenet or trivial")
+        rule="true, false, imagenet or trivial", of="images")
     limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
     limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
     fake_samples: Count = _result(1024, "How many images it has.", unit="samples", of="fake")
-    fake_classes: int = _result(10, "How many classes it has.", unit="classes", ge=2, le=100_000, of="fake")
+    fake_classes: int = _result(10, "How many classes it has.", unit="classes", ge=2, of="fake")
     # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed
     options: dict[str, JsonValue] = _result(
-        {}, "Free settings of your own workload: --options.key value.",
+        {}, "Free settings: --options.key value.", of="your own workload",
         rule="a mapping of words to finite numbers, texts, true, false, null, lists or mappings")
 
     parallel: Literal["auto", "none", "ddp", "dp", "fsdp", "horovod"] = setting(
@@ -101,37 +101,30 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     epochs: Count = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs")
     max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps")
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")
-    lr: float = _result(0.08, "Learning rate, before lr_scaling and schedule.", unit="per step", gt=0, le=1000)
-    momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1)
-    weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0, le=1000)
-    lr_scaling: Literal["none", "linear", "sqrt"] = _result(
-        "none", "Scale lr with batch_size / lr_base_batch; combine with warmup_steps.")
-    lr_base_batch: Count = _result(64, "The global batch that lr was chosen for.", unit="samples")
+    lr: float = _result(0.08, "Learning rate at its peak; schedule lowers it.", unit="per step", gt=0)
+    momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1, of="sgd")
+    weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0)
     schedule: Literal["constant", "step", "cosine"] = _result("cosine", "How lr falls after the warm-up.")
     warmup_steps: Natural = _result(0, "Raise lr linearly over the first steps.", unit="steps")
-    step_epochs: Count = _result(1, "schedule step: multiply lr by step_gamma each so many epochs.", unit="epochs")
-    step_gamma: float = _result(0.1, "schedule step: the factor.", unit="factor", gt=0, le=1)
+    step_epochs: Count = _result(1, "Multiply lr by step_gamma each so many epochs.", unit="epochs", of="step")
+    step_gamma: float = _result(0.1, "The factor of each step.", unit="factor", gt=0, le=1, of="step")
     label_smoothing: float = _result(0.0, "Label smoothing of the loss.", unit="fraction", ge=0, lt=1)
     clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", unit="norm", ge=0)
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
-    compile: bool = _result(False, "torch.compile the model.")
-    channels_last: bool | Literal["auto"] = _result(
-        "auto", "Memory format NHWC, faster for convolutions; auto: for the models of images.",
-        rule="true, false or auto")
-    sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.")
-    find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.")
+    compile: bool = _result(False, "torch.compile the model.", of="none or ddp")
+    sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.", of="ddp or fsdp")
+    find_unused_parameters: bool = _result(False, "Tell DDP that some parameters may get no gradient.", of="ddp")
     compress: Literal["none", "fp16", "bf16"] = _result(
-        "none", "What ddp sends of gradients; horovod: none, fp16.")
+        "none", "What the processes send of gradients; horovod: none, fp16.", of="ddp or horovod")
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
     device: str = _result("auto", "auto, cpu, cuda, or another accelerator of torch.", pattern=r"^[a-z]+(:[0-9]+)?$",
                           rule="auto, cpu, cuda or another accelerator's name")
-    backend: Literal["auto", "gloo", "nccl"] = _result("auto", "auto: nccl with CUDA, otherwise gloo.")
     num_threads: int = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.",
-                               unit="threads", ge=1, le=1024)
+                               unit="threads", ge=1)
 
     in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
     num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
-                               ge=0, le=1024)
+                               ge=0)
     eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
@@ -147,31 +140,26 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                            min_length=1, rule="a path or an address")
     mirror: str = setting("", "Also keep the newest checkpoints in this folder, or at this address: s3://bucket/runs.",
                           rule="a path or an address")
-    fresh: bool = setting(False, "Start anew although the run has checkpoints.")
     checkpoint_format: Literal["plain", "sharded"] = setting(
-        "plain", "plain: rank 0 writes all; sharded, with fsdp: each rank its part, on storage that all nodes share.")
+        "plain", "plain: rank 0 writes all; sharded: each rank its part, on storage that all nodes share.", of="fsdp")
     save: Literal["auto", "async", "sync"] = setting(
         "auto", "async: train on while a thread writes; sync: wait for it; auto: async where memory allows.")
-    keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1, le=1_000_000)
+    keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1)
     save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps")
     memory_every_steps: int | None = setting(
-        None, "fsdp: each rank keeps its part in its node's memory each so many steps; null: as often as it costs half "
-        "a percent; 0: never.", unit="steps", ge=0)
+        None, "Each rank keeps its part in its node's memory each so many steps; null: as often as it costs half a "
+        "percent; 0: never.", unit="steps", ge=0, of="fsdp")
     evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs")
-    report_every_s: float = setting(5.0, "One progress line each so many seconds where there is no bar.", unit="s",
-                                    gt=0, le=WEEK_S)
     log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
     compare_every_steps: int | None = setting(
         None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.",
-        unit="steps", ge=0)
+        unit="steps", ge=0, of=_SEVERAL)
     recompute_every_steps: Natural = setting(
         0, "Each so many steps let all ranks compute one batch, which costs about a step, and compare; 0: never.",
-        unit="steps")
+        unit="steps", of=_SEVERAL)
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     tracker: Literal["none", "mlflow", "wandb"] = setting(
         "none", "Also send metrics, settings and result to a tracker, one run for all attempts.")
-    progress: Literal["auto", "bar", "lines", "none"] = setting("auto", "auto: a bar on a terminal, lines elsewhere.")
-    advice: bool = setting(True, "Before a new run's first step, say what other settings would gain here, as measured.")
 
 
 # The first setting of each group -> the group's title

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from rankup import Group, UserError
 
 from ..config import Config
-from ..config.load import NOT_WITH
 from ..workloads import Workload
 
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with a fused kernel for SGD and AdamW
@@ -29,12 +28,12 @@ def prepare(workload: Workload, config: Config, group: Group, *, split: bool = F
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if not split:
         model = model.to(group.device)
-    channels_last = config.channels_last is True
-    if config.channels_last == "auto" and config.workload == "images":  # an own model may call view()
-        # Kernels of 2-D convolutions read all channels of a pixel together
-        gains = any(isinstance(module, nn.Conv2d) for module in model.modules())
-        channels_last = gains and "channels_last" not in NOT_WITH.get(config.parallel, {})
-    return model.to(memory_format=torch.channels_last) if channels_last else model
+    # Kernels of 2-D convolutions read all channels of a pixel together. An own model may call view(); fsdp and horovod
+    # take contiguous parameters only
+    ours = config.workload == "images" and config.parallel not in ("fsdp", "horovod")
+    if ours and any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return model.to(memory_format=torch.channels_last)
+    return model
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[None]:
@@ -97,19 +96,13 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
     # torch has no fused SGD for parameters that are split over ranks
     fused_sgd = fused and not any(isinstance(p, DTensor) for p in trained)
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=peak_rate(config), fused=fused)
-    return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=fused_sgd)
-
-
-def peak_rate(config: Config) -> float:
-    """`lr`, scaled. Linear: Goyal et al. 2017. Square root: Krizhevsky 2014."""
-    ratio = config.batch_size / config.lr_base_batch
-    return config.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+        return torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused_sgd)
 
 
 def rate_at(config: Config, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
     """The learning rate of step `step`, from 0: a linear warm-up, then constant, in steps, or half a cosine to 0."""
-    peak = peak_rate(config)
+    peak = config.lr
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "step":

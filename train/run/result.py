@@ -4,10 +4,8 @@
 import json
 import math
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +19,16 @@ from ..config import Config
 from ..data.samples import Order
 from ..parallel import method_name
 from ..parallel.methods import Method
-from ..parallel.model import peak_rate
 from ..workloads import Workload
 from . import weights
 from .evaluation import Result
 
+SAY_EVERY_S = 5.0
 # Columns of TensorBoard's HPARAMS table: what somebody who compares runs asks for first, default or not
 ALWAYS = {"workload", "batch_size", "epochs", "max_steps", "optimizer", "lr", "seed"}
 OF_IMAGES = {"dataset", "model"}  # other workloads train on something else
 # They say where a run is kept and how it is watched. Its row has its name
-NEVER = {"name", "run_dir", "fresh", "mirror", "progress", "advice", "tensorboard", "tracker", "options"}
+NEVER = {"name", "run_dir", "mirror", "tensorboard", "tracker", "options"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,46 +69,27 @@ def describe(config: Config, group: Group, workload: Workload, order: Order) -> 
     return (
         f"data   {workload.data_name}, {len(workload.train):,} + {len(workload.evaluation):,} samples{origin}\n"
         f"model  {name}, {num_parameters:,} parameters, {config.precision} on {group.device}{together}\n"
-        f"batch  {config.batch_size} global{split}, peak learning rate {peak_rate(config):g}, "
+        f"batch  {config.batch_size} global{split}, peak learning rate {config.lr:g}, "
         f"{len(order)} steps an epoch"
     )
 
 
-@contextmanager
-def progress(t: Training) -> Iterator[Callable[[], None]]:
-    """What to call after each step: rank 0 shows a bar on a terminal, elsewhere a line every `report_every_s`."""
-    kind = t.config.progress if t.config.progress != "auto" else ("bar" if sys.stderr.isatty() else "lines")
-    said_s, bar = time.monotonic(), None
-    if kind == "bar" and t.job.is_main:
-        from tqdm import tqdm
-
-        bar = tqdm(total=t.total_steps, initial=t.job.step_number, unit="step", dynamic_ncols=True, leave=False)
+def progress(t: Training) -> Callable[[], None]:
+    """What to call after each step: rank 0 says every few seconds how far it is."""
+    said_s = time.monotonic()
 
     def show() -> None:
         nonlocal said_s
-        if bar is not None:
-            bar.update(t.job.step_number - bar.n)
-        if kind == "none" or not t.job.is_main or time.monotonic() - said_s < t.config.report_every_s:
+        if not t.job.is_main or time.monotonic() - said_s < SAY_EVERY_S:
             return
         said_s = time.monotonic()
-        if bar is not None:
-            bar.set_postfix_str(_progress_line(t), refresh=False)
-        else:
-            t.group.log.info(_progress_line(t))
+        step, line, unit = f"step {t.job.step_number}/{t.total_steps}", t.job.position.line, t.workload.unit
+        if line is not None:
+            loss = math.nan if line["train/loss"] is None else line["train/loss"]
+            step += f"  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
+        t.group.log.info(step)
 
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()
-
-
-def _progress_line(t: Training) -> str:
-    step, line, unit = f"step {t.job.step_number}/{t.total_steps}", t.job.position.line, t.workload.unit
-    if line is None:
-        return step
-    loss = math.nan if line["train/loss"] is None else line["train/loss"]
-    return f"{step}  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
+    return show
 
 
 def write_result(t: Training, *, seconds: float) -> None:

@@ -11,7 +11,6 @@ from rankup import Copy, Group, Job, UserError
 from ..config import Config, changed_settings, to_yaml
 from ..parallel.methods import Method
 
-ITEMS = {"model", "optimizer", "scaler"}  # what `train.loop.build` tracks
 ABOUT = {"config", "data", "steps_per_epoch"}  # of the record, beside what each checkpoint has
 
 
@@ -19,16 +18,14 @@ def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = N
     """Raises ValueError where the checkpoint `path` is not of this program."""
     if missing := sorted(ABOUT - record.keys()):
         raise ValueError(f"state.json: {', '.join(missing)} missing")
-    if tracked is not None and not ({*tracked} == ITEMS and all(isinstance(each, dict) for each in tracked.values())):
-        raise ValueError(f"it holds {', '.join(tracked)} in place of {', '.join(sorted(ITEMS))}")
 
 
 @contextlib.contextmanager
-def open_run_directory(config: Config, group: Group, method: Method) -> Iterator[Job]:
+def open_run_directory(config: Config, group: Group, method: Method, *, fresh: bool) -> Iterator[Job]:
     """Own the run directory for the length of the block, and find what is there: a finished run, a checkpoint, nothing.
     All ranks call this. Raises UserError where the run can't be gone on with, or another attempt is alive."""
     settings = rankup.Settings(
-        seed=config.seed, fresh=config.fresh, save_every_steps=0, keep=config.keep,
+        seed=config.seed, fresh=fresh, save_every_steps=0, keep=config.keep,
         log_every_steps=config.log_every_steps, compare_every_steps=config.compare_every_steps,
         memory_every_steps=0 if method.replicates_state else config.memory_every_steps,
         tensorboard=config.tensorboard, setup_timeout_s=config.setup_timeout_s, step_timeout_s=config.step_timeout_s,

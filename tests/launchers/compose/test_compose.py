@@ -69,7 +69,7 @@ def test_a_node_runs_own_code_shows_its_progress_and_may_do_nothing_that_trainin
         assert ours in text
         text = text.replace(ours, theirs)
     nodes.override(text)
-    nodes.up(ARGS="--epochs 100000 --batch-size 64 --name throws --options.width 32 --report-every-s 0.5")
+    nodes.up(ARGS="--epochs 100000 --batch-size 64 --name throws --options.width 32")
     wait_for("two lines of progress", lambda: nodes.logs().count("samples/s") >= 2, log=nodes.logs)
     assert nodes.state("node0")["Status"] == "running"
     assert "data   throws, 2,000 + 501 samples" in nodes.logs()

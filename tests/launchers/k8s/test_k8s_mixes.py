@@ -12,8 +12,8 @@ from rankup.env.node_env import Limits, read_node_env
 from tests.rigs.jobs import ROOT
 from tests.rigs.kube import CLAIMS, IMAGE, K8S, TRAINING, kustomized, one, problems, rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of
+from train.commands.line import parse_args
 from train.config import Config, check_world_size, load_config
-from train.config.options import parse_args
 
 Object = dict[str, Any]
 CODE = ("own", "script", "")  # which exclude each other
