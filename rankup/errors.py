@@ -59,23 +59,20 @@ class Stopped(ExpectedError):
     code = STOPPED
 
 
-def root_cause(codes: Sequence[int], *, stopped: bool = False, rest_stopped: bool = False) -> int:
+def root_cause(codes: Sequence[int]) -> int:
     """The one exit code of several that says why a job ended; 0 where all are 0.
 
     `codes`: of processes or of nodes, 0 to 255, the first that ended first where that is known: of two codes that count
-    the same the earlier wins. `stopped`: somebody asked the job to stop. `rest_stopped`: whoever started the processes
-    stops the rest when one has failed (as torchrun does), so that STOPPED is a consequence.
+    the same the earlier wins.
     """
     failed = [code for code in codes if code != FINISHED]
     # Every other rank only lost the one that made a mistake, and a restart would repeat it
     for code in failed:
         if code < 128:
             return code
-    if stopped and failed:
-        return STOPPED
     # These explain little, so any other code (137, 139, ...) is the cause. A rank that was stopped alone did not wait
     # for the others, which then lost it or could not join.
-    weak = [STOPPED, PEER_LOST, JOIN_FAILED] if rest_stopped else [PEER_LOST, JOIN_FAILED, STOPPED]
+    weak = [PEER_LOST, JOIN_FAILED, STOPPED]
     return max(failed, key=lambda code: weak.index(code) if code in weak else len(weak), default=FINISHED)
 
 

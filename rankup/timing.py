@@ -21,7 +21,7 @@ CALL_S = 2.0  # between two calls of a leader to addresses where another one may
 FOUND_S = 2 * CALL_S  # at least so long a new node 0 waits to be called, before it begins a job with fewer nodes
 PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be
 CLAIM_S = 10.0  # for one small file in the folder that the nodes share
-PREPARE_S = 300.0  # for the leader's side of a commit: importing torch from a busy network disk takes minutes
+PREPARE_S = 300.0  # for what follows once all have come: importing torch from a busy network disk takes minutes
 
 # Signs of life --------------------------------------------------------------------------------------------------------
 ALIVE_S = 1.0  # between two signs of life
@@ -31,7 +31,6 @@ BUSY_S = 3.0  # a leader that was silent for so long may only be busy
 # A machine that lost its power holds its connection for long, and its successor waits: so long without a sign of life
 ANSWER_S = ALIVE_S + 4.0
 ENDING_S = 0.5  # a member that was not reached may be ending, which its connection to the leader says in a moment
-STOPPED_S = 10.0  # a rank in state T (SIGSTOP) answers nobody
 
 # Leaving --------------------------------------------------------------------------------------------------------------
 DECIDE_S = 1.0  # for a comparison of states that may show that this rank's is wrong, before it is rescued
@@ -69,10 +68,8 @@ LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and 
 # How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no thread
 # of ours runs. Long, as the thread that ends it properly may need most of CAUSE_S + REPORT_END_S on a busy machine
 LOCKED_GRACE_S = 60.0
-REARM_S = 5.0  # a phase that is entered anew at every step would set the kernel's timer thousands of times a second
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
-DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
 # Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
 # then the lowest rank; and for a rank that left no file the time at which the others had ended.
 VICTIM_LATER_S = 3

@@ -84,7 +84,7 @@ class Lead:
             me, say=log.info, prepare=self._prepare, hear=self._hear, limits=agent.limits, outdone=agent.yield_to,
             claim=self._claim if me.settings.get(SHARED) else None,
         )
-        self.status = None if options.knows_us else ScriptStatus(options.run_dir)
+        self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
         self.again = False  # this job goes on with an earlier one's run
@@ -112,7 +112,7 @@ class Lead:
     async def _report(self, status: ScriptStatus) -> None:
         while True:
             await asyncio.sleep(timing.REPORT_S)
-            if self.leader.running or self.limits is not None:
+            if status.owner is not None and (self.leader.running or self.limits is not None):
                 report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
                 await in_thread(report, timeout_s=math.inf)  # the disk may hang
 
@@ -148,17 +148,15 @@ class Lead:
         if verdict.code is not None:
             self._end(verdict)
             await asyncio.Event().wait()
-        if self.options.knows_us:
-            server = self.agent.ranks.server
-            await server.ready.wait()
+        if self.options.script.imports_rankup:
             with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
-                server.start_store(listener)
+                self.agent.ranks.server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
             port = free_port()
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if self.limits is not None:  # whoever leads counts the attempts the same way
-            self.job, self.ends.restarts = self.leader.basis["job"] or self.job, n - 1
+        if (job := self.leader.basis["job"]):  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = job, n - 1
         if self.status is not None:
             attempt = f"{self.job}-{self.ends.restarts}"
             if self.status.owner is None:
@@ -168,7 +166,7 @@ class Lead:
             self.agent.begin(in_thread(self.status.report, timeout_s=math.inf))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": self.options.knows_us, "again": self.again or self.ends.restarts > 0,
+            "store": self.options.script.imports_rankup, "again": self.again or self.ends.restarts > 0,
         }
 
     async def _blame(self, verdict: Verdict) -> Verdict:
@@ -225,7 +223,6 @@ class Agent:
         self._listener: asyncio.Server | None = None
         self._elsewhere: tuple[str, int] | None = None  # where a leader has said that it leads
         self._tasks: set[asyncio.Task[None]] = set()
-        self._starting: asyncio.Task[None] | None = None  # the ranks of a membership, once the server is ready
         self._asked_s = 0.0  # when a signal came to this agent
         self._over: asyncio.Future[Verdict]  # set once the job is over for this agent
 
@@ -246,7 +243,6 @@ class Agent:
             if self.node.node_rank == 0:
                 self.lead = Lead(self)
             self.begin(self.attendance.attend(self._hear_leader))
-            self.begin(self.ranks.watch())
             return await self._over
         finally:
             for task in list(self._tasks):
@@ -359,15 +355,10 @@ class Agent:
         elif kind == "commit":
             known = self.attendance.basis["known"]
             self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
-            if self.ranks.server.ready.is_set() or self.limits is not None:
-                self.ranks.start(event, token=self.attendance.me.token)
-            else:  # the leader may say meanwhile that the job is over
-                self._starting = self.begin(self._start_later(event))
+            self.ranks.start(event, token=self.attendance.me.token)
         elif kind in ("lost", "gone", "ranks", "leave"):
             self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
             if kind in ("lost", "gone"):
-                if self._starting is not None:
-                    self._starting.cancel()
                 self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))
         elif kind == "stop":
             self.ranks.pass_on(event["signal"], change=bool(event.get("change")))
@@ -386,17 +377,13 @@ class Agent:
         self.finish(verdict)
 
     async def _get_ready(self, event: Mapping[str, Any]) -> None:
-        """Answer a proposal once no rank of an earlier membership runs."""
+        """Answer a proposal once no rank of an earlier membership runs, and the next ones can be forked."""
         self.ranks.leave_soon()
         await self.ranks.all_ended.wait()
-        if self.limits is not None and self.attendance.me.token in self.attendance.basis["used"]:
+        if self.limits is None or self.attendance.me.token in self.attendance.basis["used"]:
             await self.ranks.server.ready.wait()  # a spare knows of the membership at once, whatever it still imports
         self.ranks.interface = {} if self.alone else interface_variables(os.environ, event["ip"])
         self.attendance.ready(event["n"])
-
-    async def _start_later(self, commit: dict[str, Any]) -> None:
-        await self.ranks.server.ready.wait()
-        self.ranks.start(commit, token=self.attendance.me.token)
 
     # Stops ----------------------------------------------------------------------------------------------------------
 

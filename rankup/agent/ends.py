@@ -137,8 +137,7 @@ class Ends:
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
         explaining = [end for end in ends if end.explains]
-        told = any(end.told for end in ends)
-        code = root_cause([end.code for end in explaining], stopped=bool(self.stopped_by), rest_stopped=told)
+        code = root_cause([end.code for end in explaining])
         if code == FINISHED and any(end.code != FINISHED or end.told for end in ends):
             # Ranks lost each other, and none of them says why
             code = STOPPED if self.stopped_by or changing else PEER_LOST
@@ -147,7 +146,7 @@ class Ends:
             self.restarts += 1
             return Verdict(None)
         if self.stopped_by or code in (FINISHED, STOPPED):
-            return Verdict(code, self.stopped_by)
+            return Verdict(STOPPED if code >= 128 else code, self.stopped_by)
         if not (worth_restarting(code) or code in self.restart_on):
             return Verdict(code, str(cause))
         step = max(end.step for end in ends)

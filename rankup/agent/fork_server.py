@@ -321,19 +321,15 @@ def _import_all(*names: str) -> None:
 def _serve_store(listener: socket.socket) -> NoReturn:
     """In a child, never in the server: it would get a thread. All signals but SIGKILL stay blocked: whoever stops a
     whole job stops the ranks first."""
-    try:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would
-        # wait for a resolver that does not answer. With glibc the files of this machine can answer alone
-        if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:
-            configure(b"hosts", b"files")
-        port = listener.getsockname()[1]
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        while store:
-            signal.pause()
-    except BaseException as error:
-        print(f"the store can't be served: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    # torch asks for the name of each client, in the one thread of the store, only to print it: all ranks would wait for
+    # a resolver that does not answer. The files of this machine answer alone
+    ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while store:
+        signal.pause()
     os._exit(FAULT)
 
 

@@ -331,7 +331,7 @@ class Leader:
             return
         if self.running:
             self._look_for_change()
-        elif now_s - self._begun_s > self.me.left_s + (timing.PREPARE_S if self._preparing is not None else 0.0):
+        elif now_s - self._begun_s > self.me.left_s + (timing.PREPARE_S if self._proposed else 0.0):
             hint = ". Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
             self.refuse(self._missing() + hint * (not self._proposed))
         elif now_s - self._noticed_s >= timing.NOTICE_S:
@@ -546,8 +546,10 @@ class Leader:
         if self._beaten_s > self._begun_s:
             return "another part of the job goes on, or --shared-dir does not answer"
         if self._proposed:
-            late = f"not each is ready after {waited_s} s (late: {by_host(seat.member for seat in self._late)})"
-            what = late if self._late else f"rank 0 still imports torch after {waited_s} s"
+            what = f"rank 0 still prepares their start after {waited_s} s"
+            if self._late:
+                late = by_host(seat.member for seat in self._late)
+                what = f"not each has imported torch and ended earlier ranks after {waited_s} s (late: {late})"
             return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
         if self._limits is None:
             text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from rankup.agent.ends import End, Verdict, write_end
 from rankup.agent.fork_server import ForkServer
 from rankup.agent.logs import Pump, announce_stacks, host_name, last_exception, stacks_environment
 from rankup.agent.network import SECRET_FILE, in_thread
-from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, state_of, within
+from rankup.agent.processes import cpu_quota, explain_sigkill, oom_kills, reap_orphans, within
 from rankup.agent.protocol import KILLED, SIGNALS, Links
 from rankup.agent.record import Record
 from rankup.agent.script import Script
@@ -49,11 +47,6 @@ class Options:
     fork: bool = True  # a script that imports rankup
     stop_after: int | None = None  # a part of a replay ends after this step
 
-    @functools.cached_property
-    def knows_us(self) -> bool:
-        """Whether the script imports rankup."""
-        return self.script.imports_rankup()
-
 
 @dataclass(eq=False)
 class Rank:
@@ -66,7 +59,6 @@ class Rank:
     told: bool = False
     said: End | None = None  # how it ends, in its own words
     pump: Pump | None = None  # where the script does not import rankup
-    stopped_since_s: float = 0.0  # in state T
 
 
 class Ranks:
@@ -79,7 +71,7 @@ class Ranks:
     ) -> None:
         """`say`: to the leader. `hear_stop`: a rank got a signal. `begin`: a task. `finish`: the job is over."""
         self.options, self.node, self.script, self.run_dir = options, options.node, options.script, options.run_dir
-        self.knows_us, self.host = options.knows_us, host_name()
+        self.knows_us, self.host = self.script.imports_rankup, host_name()
         local_ranks = range(self.node.local_rank, self.node.local_rank + self.node.nproc)
         self._words = [self.script.command(local_rank=local_rank) for local_rank in local_ranks]
         self.say, self.hear_stop, self.begin, self.finish = say, hear_stop, begin, finish
@@ -237,6 +229,7 @@ class Ranks:
             self.hear_stop(message["signal"])  # else it was our SIGTERM
 
     async def _hear_end(self, rank: Rank, code: int) -> None:
+        reap_orphans({self.server.pid})  # of ranks that ended before; a container's first process inherits them
         await self.links.catch_up()
         if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S
@@ -264,23 +257,6 @@ class Ranks:
         self.say("end", n=self._commit["n"], **end.message())
         if not self.running:
             self.all_ended.set()
-
-    async def watch(self) -> None:
-        """What tells nobody: ranks that were stopped (SIGSTOP), and orphans that a container's first process reaps."""
-        while True:
-            await asyncio.sleep(timing.TICK_S)
-            reap_orphans({self.server.pid})
-            now_s = time.monotonic()
-            for rank in self.running:
-                if rank.record.phase in ("start", "script"):  # nobody in its process gives signs of life
-                    rank.record.signed_s = now_s
-                pid = self.server.pids.get(rank.local_rank, 0)
-                if not pid or state_of(pid) != "T":
-                    rank.stopped_since_s = now_s
-                elif now_s - rank.stopped_since_s > timing.STOPPED_S:
-                    log.warning("rank %d has been stopped (SIGSTOP) for %g s: killed", rank.number, timing.STOPPED_S)
-                    rank.stopped_since_s = now_s
-                    self.server.signal(rank.local_rank, signal.SIGKILL)
 
     # Leaving --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ the step at which to stop.
 import ctypes
 import mmap
 import os
+import struct
 import time
 import weakref
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from typing import Any
 NAME = "rankup-records"
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
+# Behind `rank`, as the machine aligns them: `waiting`, `step`, `began_s`, and `entered_s` of the phase
+BEGINNING, BEGINS_AT = struct.Struct("@?qdd"), 8
 
 
 class _Phase(ctypes.Structure):
@@ -66,9 +69,9 @@ class Record(ctypes.Structure):
     """
 
     _fields_ = (
-        ("rank", ctypes.c_int64), ("step", ctypes.c_int64), ("began_s", ctypes.c_double), ("stop", ctypes.c_int64),
-        ("confirmed", ctypes.c_int64), ("signed_s", ctypes.c_double), ("_phase", _Phase),
-        ("waiting", ctypes.c_bool), ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
+        ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
+        ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64), ("signed_s", ctypes.c_double),
+        ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
         ("_place", ctypes.c_char * 256),
     )
 
@@ -131,9 +134,11 @@ class Record(ctypes.Structure):
     def sign(self) -> dict[str, Any]:
         """Where the rank is, for others: `for_s` is how long it has been there, `ago_s` how long ago it lived."""
         now_s, place = time.monotonic(), self._place.decode(errors="replace")
+        # Before a script has imported rankup, and in one that does not, nobody gives signs of life
+        lived_s = now_s if self.phase in ("start", "script") else max(self.signed_s, self.entered_s)
         return {
             "rank": self.rank, "phase": self.phase, "step": self.step, "waiting": self.waiting, "place": place,
-            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - max(self.signed_s, self.entered_s),
+            "for_s": round(now_s - self.entered_s, 1), "ago_s": now_s - lived_s,
         }
 
     # What the rank writes -------------------------------------------------------------------------------------------
@@ -144,8 +149,8 @@ class Record(ctypes.Structure):
 
     def begin_anew(self, step: int) -> None:
         """The same, and that the phase begins anew with it, see `enter`. In every step, so in one call."""
-        self.waiting, self.step, now_s = False, step, time.monotonic()
-        self._phase.entered_s = self.began_s = now_s
+        now_s = time.monotonic()
+        BEGINNING.pack_into(self, BEGINS_AT, False, step, now_s, now_s)
 
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again

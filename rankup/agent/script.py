@@ -59,6 +59,7 @@ class Script:
                 f"{self.name}, or mpirun -np {world_size} python {self.name} where Horovod was built with MPI."
             )
 
+    @functools.cached_property
     def imports_rankup(self) -> bool:
         """Whether it, or a file of its own that it imports directly, imports rankup."""
         trees = [self._tree, *(_parse(file) for file in self._neighbours if b"rankup" in _read(file))]
@@ -164,9 +165,15 @@ def _packages(nodes: Iterable[ast.AST]) -> set[str]:
 
 def _file_of(module: str) -> Path | None:
     """The file that `python -m module` runs. Found without an import: a package's own code may be slow, or print."""
-    for folder in ("", *sys.path):  # Python puts the current folder first for -m
-        place = Path(folder, *module.split(".")).absolute()
-        for file in (place / "__main__.py", Path(f"{place}.py")):
-            if file.is_file():
-                return file
-    return None
+    folders, name, file = [os.getcwd(), *sys.path], "", ""  # Python puts the current folder first for -m
+    for part in (*module.split("."), "__main__"):
+        name = f"{name}.{part}".strip(".")
+        # An editable install has a finder of its own, which knows whole names
+        others = (finder.find_spec(name, None) for finder in sys.meta_path if finder is not PathFinder)
+        if (spec := PathFinder.find_spec(part, folders) or next(filter(None, others), None)) is None:
+            return None
+        file = spec.origin or ""
+        if spec.submodule_search_locations is None:
+            break
+        folders = [*spec.submodule_search_locations]
+    return Path(file) if os.path.isfile(file) else None

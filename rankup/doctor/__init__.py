@@ -16,7 +16,6 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,14 +41,13 @@ LEAST_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was seen in one stage, on which rank. A warning or worse also says why it matters and how to mend it."""
+    """What was seen in one stage, on which host. A warning or worse also says why it matters and how to mend it."""
 
     stage: str
     level: str
     seen: str
     why: str = ""
     remedy: str = ""
-    rank: int = 0
     host: str = ""
 
     @property
@@ -65,14 +63,12 @@ class Finding:
         return "\n".join(lines)
 
 
-@cache
-def _table() -> dict[str, dict[str, str]]:
-    return tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
 
 
 def problem(name: str, **words: Any) -> Finding:
     """That entry of findings.toml, with these words."""
-    entry: dict[str, Any] = {part: text.format_map(words) for part, text in _table()[name].items()}
+    entry: dict[str, Any] = {part: text.format_map(words) for part, text in TABLE[name].items()}
     return Finding(**entry)
 
 
@@ -93,21 +89,21 @@ class Report:
     def add(self, *findings: Finding) -> None:
         """Keep findings of this rank, and print them on rank 0."""
         for finding in findings:
-            self.findings.append(replace(finding, rank=self._rank, host=host_name()))
+            self.findings.append(replace(finding, host=host_name()))
             if self._json_out is None:
                 self._log.info(finding.text())
 
     def end(self, gather: Callable[[Any], list[Any]] | None = None, path: Path | None = None) -> int:
         """Print the verdict and return its exit code: of this rank alone, or of all ranks where `gather` gives the
         value of each. Then every rank calls it, and rank 0 writes the report to `path`."""
-        findings = self.findings
+        found = {self._rank: self.findings}
         if gather is not None:
-            gathered = gather([asdict(finding) for finding in findings])
-            findings = [Finding(**finding) for part in gathered for finding in part]
-        code = exit_code(findings)
+            gathered = gather([asdict(finding) for finding in self.findings])
+            found = {rank: [Finding(**each) for each in part] for rank, part in enumerate(gathered)}
+        ranks = holders((rank, finding) for rank, part in found.items() for finding in part)
+        code = exit_code(ranks)
         if gather is not None and self._rank != 0:
             return code
-        ranks = holders((finding.rank, replace(finding, rank=0)) for finding in findings)
         seconds = time.monotonic() - self._began_s
         whole = {"verdict": VERDICTS[code], "exit_code": code, "seconds": round(seconds, 2), "findings": [
             {**asdict(each), "ranks": ranks[each]} for each in ranks if each.is_problem or 0 in ranks[each]

@@ -7,7 +7,6 @@ join, each rank prints its own findings.
 import contextlib
 import logging
 import os
-import platform
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
-from rankup.agent.processes import read, within
+from rankup.agent.processes import within
 from rankup.agent.protocol import HINT
 from rankup.doctor import OK, Finding, Report, disk, limits, problem, shared_memory
 from rankup.env.rank_env import RankEnv, describe, holders, ranges
@@ -62,7 +61,10 @@ def doctor(
         report.add(*shared_memory(num_workers=num_workers))
         seen = within(DISK_S, lambda: [*disk(run_dir)])
         report.add(*(seen or [problem("silent-disk", folder=run_dir, timeout_s=DISK_S)]))
-        report.add(devices())
+        visible = "no CUDA device"
+        if torch.cuda.is_available():
+            visible = f"{torch.cuda.device_count()} CUDA devices, {torch.cuda.get_device_name(0)}"
+        report.add(Finding("devices", OK, visible))
         try:
             with start(
                 found, settings=settings or {}, device=device,
@@ -108,14 +110,6 @@ def _leave(report: Report, code: int, why: str, suspect: Suspect | None) -> int:
 # Each function that takes a group is collective: every rank calls it. Most findings are rank 0's
 
 
-def devices() -> Finding:
-    """This process's own devices. Needs no group."""
-    if not torch.cuda.is_available():
-        return Finding("devices", OK, f"CPU: {os.cpu_count()} of {cpu_model()}, no CUDA device")
-    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
-    return Finding("devices", OK, f"{count} CUDA devices, {name}, CUDA {torch.version.cuda}")
-
-
 def joined(group: Group, timeout_s: float, longest_phase_s: float) -> Iterator[Finding]:
     """Who has joined, and how."""
     join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
@@ -140,13 +134,6 @@ def repetition(device: torch.device) -> Iterator[Finding]:
             yield problem("two-results", device=device, times=len(digests), host=host_name(), kind=device.type.upper())
             return
     yield Finding("repetition", OK, f"the same computation gave the same bits {len(digests)} times on {device}")
-
-
-def cpu_model() -> str:
-    """The CPU's name, such as "Intel(R) Xeon(R) Processor @ 2.50GHz"; at least its architecture."""
-    # Linux only; platform.processor() is empty there
-    names = [line for line in read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
 
 
 def collective(group: Group) -> Iterator[Finding]:

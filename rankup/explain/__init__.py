@@ -47,13 +47,13 @@ def format_report(diagnoses: list[Diagnosis]) -> str:
         if not each.harmless:
             groups.setdefault((each.title, each.name or each.seen), []).append(each)
     lines = [*_about_cause(*groups.values())] if groups else [NOTHING]
-    lines += [f"harmless: {e.title} ({_place([e])}): {e.why}" for e in diagnoses if e.harmless][:5]
+    lines += [f"harmless: {each.title} ({each.place}): {each.why}" for each in diagnoses if each.harmless][:5]
     return "\n".join(lines)
 
 
 def _about_cause(first: list[Diagnosis], *others: list[Diagnosis]) -> Iterator[str]:
     root = first[0]
-    yield f"{_title(first)} ({_place([root])})"
+    yield f"{_title(first)} ({root.place})"
     if root.time is not None:
         first_of = f"first {_who([root])}," if len(first) > 1 and _who([root]) else "when "
         yield f"  {first_of} {datetime.fromtimestamp(root.time):%Y-%m-%d %H:%M:%S}"
@@ -72,7 +72,7 @@ def _listed(title: str, groups: list[list[Diagnosis]]) -> Iterator[str]:
     if groups:
         yield title
     for group in groups[:MAX_OTHERS]:
-        yield f"  {_title(group)} ({_place(group)}): {group[0].remedy if group[0].name else group[0].seen}"
+        yield f"  {_title(group)} ({group[0].place}): {group[0].remedy if group[0].name else group[0].seen}"
     if len(groups) > MAX_OTHERS:
         yield f"  and {len(groups) - MAX_OTHERS} more"
 
@@ -88,9 +88,3 @@ def _who(group: list[Diagnosis]) -> str:
     parts = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"] if ranks else []
     parts += [f"on {', '.join(hosts[:8])}{', ...' if len(hosts) > 8 else ''}"] if hosts else []
     return " ".join(parts)
-
-
-def _place(group: list[Diagnosis]) -> str:
-    """The line of the first one, and how often there is such a line."""
-    times = sum(each.times for each in group)
-    return f"{group[0].file} line {group[0].line}".lstrip() + (f", {times} times" if times > 1 else "")

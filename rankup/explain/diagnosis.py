@@ -7,16 +7,15 @@ progress; what a scheduler, kernel or launcher says of the end of a process; a f
 import re
 import tomllib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rankup.explain.logs import CLOCK, Log, LogLine, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
-MAX_KEPT = 500  # findings of one log: a log of any size needs a few megabytes of memory
+MAX_KEPT = 2_000  # findings, and sources of one log: a log of any size needs a few megabytes of memory
 MAX_UNKNOWN = 50  # unknown exceptions of one source: those of one rank must not hide another's fault
 LAST_LINES = 6  # of a traceback that are quoted, beside the exception itself
 # The orders of the table of known faults
@@ -32,7 +31,7 @@ class Fault:
     why: str
     remedy: str = ""
     order: int = DIED
-    contains: tuple[str, ...] = ()
+    contains: Sequence[str] = ()
     pattern: re.Pattern[str] = re.compile("")
     example: str = ""
     doubtful: bool = False
@@ -40,25 +39,15 @@ class Fault:
     late: bool = False
 
 
-@cache
-def known_faults() -> tuple[Fault, ...]:
-    """The table known_faults.toml, in its order."""
-    table = tomllib.loads(Path(__file__).with_name("known_faults.toml").read_text(encoding="utf-8"))
-    return tuple(
-        Fault(name, **entry | {"contains": tuple(entry["contains"]), "pattern": re.compile(entry.get("pattern", ""))})
-        for name, entry in table.items()
-    )
-
-
-@cache
-def _words() -> tuple[tuple[str, Fault], ...]:
-    return tuple((word, fault) for fault in known_faults() for word in fault.contains)
+TABLE = tomllib.loads(Path(__file__).with_name("known_faults.toml").read_text(encoding="utf-8"))
+FAULTS = [Fault(name, **entry | {"pattern": re.compile(entry.get("pattern", ""))}) for name, entry in TABLE.items()]
+WORDS = [(word, fault) for fault in FAULTS for word in fault.contains]
 
 
 def faults_in(text: str) -> list[tuple[Fault, Mapping[str, str | None]]]:
     """The faults that a line shows, with the groups of their patterns: nearest to the root cause first."""
     # One flat loop over all words: nearly every line has none of them, and this is most of what a line costs
-    faults = {fault.name: fault for word, fault in _words() if word in text}
+    faults = {fault.name: fault for word, fault in WORDS if word in text}
     found = [(each, match.groupdict()) for each in faults.values() if (match := each.pattern.search(text))]
     return sorted(found, key=lambda pair: pair[0].order)  # stable: the table's order among equals
 
@@ -134,7 +123,6 @@ class Diagnosis:
     name: str
     file: str
     time: float | None
-    times: int = 1
     traceback: tuple[str, ...] = ()
     # For the search alone
     fault: Fault
@@ -147,6 +135,10 @@ class Diagnosis:
     @property
     def harmless(self) -> bool:
         return self.order == HARMLESS
+
+    @property
+    def place(self) -> str:
+        return f"{self.file} line {self.line}".lstrip()
 
     @property
     def last(self) -> bool:
@@ -170,20 +162,13 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        public = [each.name for each in fields(self)[:13]]
+        public = [each.name for each in fields(self)[:12]]
         return {name: getattr(self, name) for name in (*public, "harmless")}
 
     def may_be_of(self, other: "Diagnosis") -> bool:
         """Whether both may be of one rank: launchers do not always name rank and host."""
         same_rank = self.rank == other.rank or None in (self.rank, other.rank)
         return same_rank and (self.host == other.host or "" in (self.host, other.host))
-
-    def take(self, other: "Diagnosis") -> None:
-        """Be the other one too, which says the same."""
-        self.raised, self.times = self.raised or other.raised, self.times + other.times
-        self.rank = other.rank if self.rank is None else self.rank
-        self.host, self.traceback = self.host or other.host, self.traceback or other.traceback
-        self.time = min((time for time in (self.time, other.time) if time is not None), default=None)
 
 
 class Search:
@@ -192,10 +177,11 @@ class Search:
     def __init__(self, logs: Iterable[Log]) -> None:
         self._findings: list[Diagnosis] = []  # by file and line
         self._newest: dict[tuple[object, ...], Diagnosis] = {}  # of each fault, rank and host
-        self._sources: dict[str, _Source] = {}
+        self._bad: list[Diagnosis] = []  # last lines that look bad
         self._first_rank: int | None = None  # the rank that failed first, as torchrun saw it
         self._failed = False  # somebody said so
-        # Of the log that is read: the line, and the last one that has a time
+        # Of the log that is read: who wrote its lines, this line, and the last one that has a time
+        self._sources: dict[str, _Source] = {}
         self._file, self._number, self._clock = "", 0, ""
         for log in logs:
             self._read(log)
@@ -203,7 +189,7 @@ class Search:
     def _read(self, log: Log) -> None:
         """A rank's log has lines of no other."""
         self._failed |= log.failed
-        self._file, self._clock = log.name, ""
+        self._file, self._clock, self._sources = log.name, "", {}
         for self._number, raw in enumerate(log.lines, 1):
             line = split_prefixes(raw)
             line = line._replace(
@@ -218,12 +204,12 @@ class Search:
                 self._look_at(line, source)
             elif self._known(line, source) is None:
                 source.bad = self._finding(UNKNOWN, line, source)
+        self._bad += [source.bad for source in self._sources.values() if source.bad is not None and source.bad.proves]
 
     def _source(self, line: LogLine) -> _Source:
-        key = f"{self._file}\n{line.source}"
-        source = self._sources.get(key) or _Source()
+        source = self._sources.get(line.source) or _Source()
         if len(self._sources) < MAX_KEPT:
-            self._sources[key] = source
+            self._sources[line.source] = source
         return source
 
     def _in_summary(self, line: LogLine, source: _Source) -> LogLine:
@@ -295,7 +281,6 @@ class Search:
         key = (fault.name, rank, host, code)
         finding = self._newest.get(key)
         if finding is not None and not finding.survived:
-            finding.times += 1
             finding.source, finding.last_line = source, self._number
             return finding
         finding = self._finding(fault, line._replace(rank=rank, host=host), source, groups)
@@ -325,20 +310,11 @@ class Search:
             found = [each for each in found if each.harmless or each.fault.doubtful]
             for each in found:
                 each.order = HARMLESS
-            # A last line that looks bad, where the logs show no fault
-            bad = [source.bad for source in self._sources.values() if source.bad is not None and source.bad.proves]
-            found = [*bad[-1:], *found]
+            found = [*self._bad[-1:], *found]
         elif any(each.code == "1" for each in found) and all(each.survived for each in raised):
             # Python's code for an exception: its rank can't be told from those that went on
             found = [each for each in self._findings if each in found or each in raised[-1:]]
-        kept: list[Diagnosis] = []
-        for each in found:
-            same = (old for old in kept if (old.name or old.seen, old.code) == (each.name or each.seen, each.code))
-            if (first := next((old for old in same if old.may_be_of(each)), None)) is None:
-                kept.append(each)
-            else:
-                first.take(each)
-        return self._by_cause(kept)
+        return self._by_cause(found)
 
     def _by_cause(self, found: list[Diagnosis]) -> list[Diagnosis]:
         """The root cause first; among those of one kind the earliest, where all have a time."""

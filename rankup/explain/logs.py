@@ -15,7 +15,6 @@ from rankup.errors import UserError
 from rankup.observe.logs import rank_logs
 from rankup.places.files import read_json
 
-MAX_FILES = 10_000
 # slurm-7.out, job.e123 of PBS, worker.log.1 of logrotate; a name without a dot may be one too
 LOG_NAME = re.compile(r"[^.]+|.*\.(?:log|out|err|txt|stdout|stderr|[oe]\d+)(?:\.\d+)?")
 RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
@@ -125,7 +124,7 @@ def _of_run(directory: Path) -> Iterator[Log]:
 
 def _of_folder(folder: Path) -> Iterator[Log]:
     """All logs below a folder; of torchrun's attempts only the last."""
-    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))[:MAX_FILES] if path.is_file()}
+    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     of_torchrun = {name: match for name in names if (match := TORCHRUN_FILE.fullmatch(name))}
     last: dict[str, int] = {}
     for match in of_torchrun.values():
@@ -149,7 +148,7 @@ def _rank_in(name: str) -> int | None:
 def split_prefixes(text: str) -> LogLine:
     """Take the prefixes off a line."""
     rest = COLOUR.sub("", text[:MAX_LINE].rstrip("\r\n"))
-    rank, host, prefixed = None, "", False
+    rank, host = None, ""
     for _ in range(MAX_PREFIXES):
         if not (found := PREFIX.match(rest)):
             break
@@ -158,8 +157,8 @@ def split_prefixes(text: str) -> LogLine:
                 rank = int(value)
             elif value:
                 host = value
-        prefixed, rest = True, rest[found.end() :]
-    return LogLine(rest, rank, host, f"{rank} {host}" if prefixed else "")
+        rest = rest[found.end() :]
+    return LogLine(rest, rank, host, f"{rank} {host}")
 
 
 def time_of(text: str) -> float | None:

@@ -12,7 +12,6 @@ other callbacks stay as they are; their state is in no copy of ours.
 """
 
 import copy
-from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as L
@@ -27,8 +26,7 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
-        self._step: AbstractContextManager[None] | None = None
+        self.job, self._step = job, job.step()
         self._values: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -51,15 +49,13 @@ class RankupCallback(L.Callback):  # type: ignore[misc, unused-ignore]
         self._values = {"loss": loss.detach()}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        if self._step is None:  # a second optimizer of the same batch belongs to the same step
-            self._step = self.job.step(**self._values)
-            self._step.__enter__()
+        if not self._step.inside:  # a second optimizer of the same batch belongs to the same step
+            self.job.step(**self._values).__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._step is not None:
+        if self._step.inside:
             self._progress.commit()
-            step, self._step = self._step, None
-            step.__exit__(None, None, None)
+            self._step.__exit__(None, None, None)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:

@@ -14,7 +14,6 @@ loggers and other callbacks stay as they are.
 import dataclasses
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import TrainerCallback
@@ -31,9 +30,8 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, job: Job, trainer: Any) -> None:
-        self.job, self.trainer = job, trainer
+        self.job, self.trainer, self._step = job, trainer, job.step()
         self._progress = Progress()
-        self._step: AbstractContextManager[None] | None = None
         trainer.add_callback(self)
 
     def checkpoint(self) -> str | None:
@@ -63,14 +61,12 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         seed_everything(derive_seed(args.seed, state.global_step, self.job.rank), self.job.device)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        self._step = self.job.step()
         self._step.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self._step is not None:
+        if self._step.inside:
             self._progress.commit(state)
-            step, self._step = self._step, None
-            step.__exit__(None, None, None)
+            self._step.__exit__(None, None, None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any) -> None:
         self.job.log(**{name: float(value) for name, value in logs.items() if isinstance(value, int | float)})

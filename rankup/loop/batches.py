@@ -233,16 +233,15 @@ class _Seeded:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, numbered: tuple[int, Any]) -> Any:
-        seed, index = numbered
-        seed_host(derive_seed(seed, index))
-        return self.dataset[index]
-
     def __getitems__(self, numbered: list[tuple[int, Any]]) -> list[Any]:
         if getattr(self.dataset, "__getitems__", None):
             seed_host(derive_seed(numbered[0][0], *(index for _, index in numbered)))
             return list(self.dataset.__getitems__([index for _, index in numbered]))
-        return [self[each] for each in numbered]
+        samples = []
+        for seed, index in numbered:
+            seed_host(derive_seed(seed, index))
+            samples.append(self.dataset[index])
+        return samples
 
 
 def _is_map_style(loader: Any) -> bool:
@@ -277,16 +276,17 @@ class Batches:
     """What `job.batches` returns: to be iterated once an epoch. `len()` is the number of batches of a whole epoch.
     `weight`: `job.weight` for the newest batch of this loader, where several are read together."""
 
-    def __init__(self, job: Any, loader: Any, source: Any) -> None:
+    def __init__(self, job: Any, source: Source) -> None:
         """`job`: a `rankup.loop.job.Job`, which imports this."""
-        self._job, self._loader, self.source, self.weight = job, loader, source, 1.0
+        self._job, self._source, self.weight = job, source, 1.0
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._source.loader)
 
-    def _open(self) -> tuple[int, Iterator[tuple[Any, float]]]:
-        """Begin another pass. Returns its number in this epoch, and its batches from the next one on."""
-        job, live, source = self._job, self._job.live, self.source
+    def __iter__(self) -> Iterator[Any]:
+        # What a step needs is looked up here: by then nothing of it is in the processor's caches
+        job, source, live, group, clock = self._job, self._source, self._job.live, self._job.group, self._job.clock
+        waited = group.watch.clock.wait_for_data
         job.begin()
         if not live.running and not live.fetched and live.streams and not live.has_epochs:
             with job.changing:  # what follows the last batch of a pass has run
@@ -298,16 +298,9 @@ class Batches:
         seed = derive_seed(job.settings.seed, live.epoch, number)
         pairs = source.open(seed, epoch=live.epoch, skip=skip, state=state)
         if order := source.fingerprint:
-            job.group.must_match("batches: the order of the samples", order, remedy=(
+            group.must_match("batches: the order of the samples", order, remedy=(
                 "A sampler must draw the same on all ranks, or split by itself as DistributedSampler does."
             ))
-        return number, pairs
-
-    def __iter__(self) -> Iterator[Any]:
-        job, source = self._job, self.source
-        number, pairs = self._open()
-        # What a step needs is looked up here: by then nothing of it is in the processor's caches
-        live, group, clock, waited = job.live, job.group, job.clock, job.group.watch.clock.wait_for_data
         position, streams = job.position, live.streams
         seeded = source.seeds and job.device.type == "cpu"  # it seeds no GPU
         live.running.append(self)

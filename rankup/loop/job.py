@@ -11,16 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from rankup.errors import Stopped, UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.batches import Batches, Source, evaluation_batches, source_of
-from rankup.loop.record import Figures, Live, Position, Settings, number_of
+from rankup.loop.batches import Batches, evaluation_batches, source_of
+from rankup.loop.record import Figures, Live, Settings, number_of
 from rankup.loop.saving import Saving
+from rankup.loop.step import Step
 from rankup.loop.tracked import Tracked, fix_bucket_order
-from rankup.observe.metrics import evaluation
-from rankup.observe.stragglers import COMPUTE, WAITING
+from rankup.observe.metrics import Position, evaluation
+from rankup.observe.stragglers import WAITING
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.run import Run
 
-WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
 SEEDS_AHEAD = 100  # so many at once: one alone, between two steps, takes ten times as long
 
 
@@ -44,10 +44,10 @@ class Job:
         self.live = Live(position, self.saving.loader_states)
         self.loop_is_over = False
         self._ends: Any = None  # the `Ends` of a script, see `rankup.job`
-        self._sources: dict[int, Source] = {}  # by the id of the loader; the same for each epoch
+        self._batches: dict[int, Batches] = {}  # by the id of the loader; the same for each epoch
         self._begun = False
-        self._inside = False  # a block of `step` has begun, and not ended well
         self._seeds: dict[int, int] = {}  # by step, of the next ones
+        self._step = Step(self)
 
     @property
     def epoch(self) -> int:
@@ -138,7 +138,7 @@ class Job:
         """
         self.begin()
         if self.saving.save(wait=wait):
-            self._enter_step()
+            self.enter_step()
 
     # The loop -------------------------------------------------------------------------------------------------
 
@@ -194,10 +194,10 @@ class Job:
         Raises UserError, in one line, for a loader that can't be replayed (see `rankup.loop.batches`), and where ranks
         draw different orders. Raises Stopped where the job was asked to stop.
         """
-        if (source := self._sources.get(id(loader))) is None:
+        if id(loader) not in self._batches:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
-            self._sources[id(loader)] = source  # which keeps the loader alive
-        return Batches(self, loader, source)
+            self._batches[id(loader)] = Batches(self, source)  # which keeps the loader alive
+        return self._batches[id(loader)]
 
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
         """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
@@ -214,8 +214,7 @@ class Job:
             self.live.weight = weight
             yield batch
 
-    @contextlib.contextmanager
-    def step(self, **values: Any) -> Iterator[None]:
+    def step(self, **values: Any) -> Step:
         """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
         schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
 
@@ -227,30 +226,8 @@ class Job:
         step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
         finished step, and the job can't go on.
         """
-        self.begin()
-        position, clock, tracked = self.position, self.clock, self.tracked
-        if self._inside:
-            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        tracked.check_unchanged()
-        if position.step >= self.agreement.next:
-            self.agreement.compare(position.step)
-        clock.end_of_backward()
-        if tracked.shared:
-            self.group.collective(tracked.share_buffers)
-        line, number = None, position.step + 1
-        if number % self.settings.log_every_steps == 0 or number == self.course.total:
-            line = self.figures.line(number, values, weight=self.live.weight)
-        if tracked.shared or line is not None:
-            clock.mark(WAITING)
-        self._inside = True
-        with self.changing:  # all exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
-            yield
-            position.step = number
-            if line is not None:
-                position.line = line
-            self.commit()
-        self._inside = False
-        self.after_step(line)
+        self._step.values = values
+        return self._step
 
     def commit(self) -> None:
         """What the loop has done is the state from now on. Inside `self.changing`."""
@@ -259,27 +236,6 @@ class Job:
         position.changes = live.changes_to_repeat = 0
         self.saving.loader_states = live.loader_states()
         self.tracked.commit()
-
-    def after_step(self, line: dict[str, Any] | None) -> None:
-        """The step is finished. `line`: a new one of training."""
-        step, live, run = self.position.step, self.live, self.run
-        self.clock.mark(COMPUTE)
-        live.fetched = 0
-        self._enter_step()
-        if line is not None:
-            self.figures.metrics.write(line)
-        self.draw_anew()
-        if run.saver.step is not None:
-            run.saver.look()
-        if run.parts.wanted and run.parts.due(step):
-            self.saving.keep_part()
-        every = self.settings.save_every_steps
-        if every is None:
-            every = 0 if live.has_epochs else WITHOUT_EPOCHS
-        if every and step % every == 0:
-            self.save()
-        if not live.running:
-            self.stop_here()
 
     def begin(self) -> None:
         """Once, before the first step: from here on the run goes on. All ranks call this."""
@@ -292,17 +248,16 @@ class Job:
         self.saving.begin()
         run.begin(step, lambda: self.figures.open(commit, changed=changed))
         run.newest = None  # its copy of the state would stay in the memory of every rank
-        if self.figures.reporter is not None:
-            self.figures.reporter.follow()
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
             group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)
         self.draw_anew()
-        self._enter_step()
+        self.enter_step()
 
-    def _enter_step(self) -> None:
+    def enter_step(self) -> None:
+        """The deadline of the next step begins."""
         group, timeout_s = self.group, self.settings.step_timeout_s
         if group.record.entered == ("step", timeout_s):  # as between two steps
             group.record.begin_anew(self.position.step)
@@ -345,7 +300,7 @@ class Job:
         """A deadline of `timeout_s` seconds for what is no step: an evaluation, a download, a simulation."""
         self.group.watch.enter(name, timeout_s, step=self.position.step)
         yield
-        self._enter_step()
+        self.enter_step()
 
     def log(self, **values: Any) -> None:
         """Write the outcome of an evaluation at this step: `eval/<name>` in `metrics.jsonl` and TensorBoard.
@@ -357,7 +312,7 @@ class Job:
         position = self.position
         earlier = (position.metrics or {}) if position.evaluated == position.step else {}
         own = {name: number_of(value) for name, value in values.items()}
-        with contextlib.nullcontext() if self._inside else self.changing:
+        with contextlib.nullcontext() if self._step.inside else self.changing:
             position.metrics, position.evaluated = earlier | own, position.step
         self.figures.metrics.write(evaluation(position.step, own))
 

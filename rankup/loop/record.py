@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from rankup.errors import UserError, disk_errors
+from rankup.errors import Stopped, UserError, disk_errors
 from rankup.group.group import Group
 from rankup.observe.goodput import Course, Reporter, one_line, speed
-from rankup.observe.metrics import Metrics, Progress, entry
+from rankup.observe.metrics import Metrics, Position, entry
 from rankup.observe.stragglers import RankReports, StepClock
-from rankup.observe.tracker import Facts
+from rankup.observe.tracker import Facts, Tracker
 from rankup.places.files import write_json
 from rankup.places.lease import RESULT
 from rankup.state.copies import STATE
@@ -26,26 +26,6 @@ from rankup.state.saver import Options
 # generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
 # because the weights of the resumed run would change without a word.
 FORMAT = 7
-
-
-@dataclass(slots=True)
-class Position(Progress):
-    """And how it goes on. `streams`: for each pass over a loader in this epoch, in the order of their beginnings, how
-    many batches it gave. `changes`: of `job.change` since the last step."""
-
-    epoch: int = 0
-    streams: list[int] = field(default_factory=list)
-    changes: int = 0
-
-    @classmethod
-    def of(cls, record: dict[str, Any] | None) -> "Position":
-        """As a copy's record has it; a run's beginning for None."""
-        return cls(**{each.name: record[each.name] for each in fields(cls)}) if record else cls()
-
-    @property
-    def key(self) -> tuple[int, int, int, int]:
-        """Equal for two copies that hold the same state."""
-        return self.step, self.epoch, self.changes, self.evaluated
 
 
 class Live:
@@ -73,9 +53,10 @@ class Live:
 
     def loader_states(self) -> list[Any]:
         """By pass what the loaders say of themselves that can be asked; empty where none can."""
-        if not any(source.tells for source in self.sources):
-            return []
-        return [source.loader.state_dict() if source.tells else None for source in self.sources]
+        for source in self.sources:
+            if source.tells:
+                return [each.loader.state_dict() if each.tells else None for each in self.sources]
+        return []
 
 
 def versions() -> dict[str, str]:
@@ -128,13 +109,12 @@ class Figures:
         self.metrics = Metrics(None, position, saved=position, tensorboard=False)
         self.clock = StepClock(group.device, world_size=group.world_size)
         self._reports = RankReports(group, self.clock, step=position.step)
-        self.reporter: Reporter | None = None
-        if group.is_rank0:
-            facts = Facts(
-                tracker=settings.tracker, run=run.lineage.run, run_dir=str(group.run_dir), settings=settings.shown,
-            )
-            tracked = facts if settings.tracker != "none" else None
-            self.reporter = Reporter(group, run.lineage.run, course, tracked, finished=run.finished)
+        self._reporter: Reporter | None = None
+        self._tracker: Tracker | None = None
+        if group.is_rank0 and run.finished:
+            self._follow()  # the tracker may lack something of it
+        elif group.is_rank0:
+            self._reporter = Reporter(group, run.lineage.run, course)
 
     def open(self, commit: dict[str, Any], *, changed: bool) -> None:
         """The run goes on from here: continue its files, of which this attempt is the owner. Rank 0 only. `commit`: of
@@ -149,11 +129,22 @@ class Figures:
             used, ranks = len(commit["basis"]["used"]), self.group.world_size
             counts = {"job/membership": commit["n"], "job/nodes": used, "job/ranks": ranks}
             self.metrics.write(entry(self._position.step, counts))
+        self._follow()
+
+    def _follow(self) -> None:
+        """From now on the tracker gets what it has not got."""
+        settings, run = self._settings, self.run.lineage.run
+        if settings.tracker != "none":
+            facts = Facts(settings.tracker, run, str(self.group.run_dir), settings.shown)
+            self._tracker = Tracker(facts, self.group.log)
 
     def close(self, kind: type[BaseException] | None) -> None:
         """The attempt ends, with an error of this type or with success. Raises UserError where the disk is full."""
-        if self.reporter is not None:
-            self.reporter.end(kind)
+        if self._reporter is not None:
+            self._reporter.end(finished=kind is None)
+        if self._tracker is not None:
+            stopped = kind is not None and issubclass(kind, Stopped)
+            self._tracker.end("finished" if kind is None else "stopped" if stopped else "failed")
         self.metrics.close()  # TensorBoard's writer holds up to two minutes of values in memory
 
     def line(self, number: int, values: dict[str, Any], *, weight: float) -> dict[str, Any]:
@@ -174,12 +165,12 @@ class Figures:
         """Write `result.json` of a run that came to its end: `values`, beside what every run says. Returns all of it.
         Rank 0 only. Raises UserError where the disk is full, and PeerLost where another attempt owns the run by now."""
         group, run, position = self.group, self.run, self._position
-        assert self.reporter is not None
+        assert self._reporter is not None
         result = {
             "attempt": group.attempt, "run": run.address, "step": position.step, "metrics": position.metrics or {},
             f"{self.course.unit}_per_s": round(speed(group, self.course, position.step), 1),
             "world_size": group.world_size, "hosts": sorted(set(group.hosts)), "versions": versions(),
-            "goodput": self.reporter.goodput(), **values,
+            "goodput": self._reporter.goodput(), **values,
         }
         self.metrics.flush()
         run.owner.check()

@@ -5,7 +5,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
-from rankup.loop.record import FORMAT, Figures, Position, Settings, versions
+from rankup.loop.record import FORMAT, Figures, Settings, versions
 from rankup.loop.tracked import Tracked
+from rankup.observe.metrics import Position
 from rankup.state import tree
 from rankup.state.choice import PARTS
 from rankup.state.copies import STATE, Content, list_copies, step_of, to_json
@@ -99,16 +99,6 @@ class Changing:
         event = torch.Event(self.device)
         event.record()
         return event
-
-
-@contextlib.contextmanager
-def beside_a_blocked_stream(device: torch.device) -> Iterator[None]:
-    """Copy from a GPU whose usual stream may wait for a dead rank for ever."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
 
 
 WAY_OUT = "Begin anew (fresh), or give the run another name."
@@ -311,9 +301,13 @@ class Saving:
 
     def _files(self, position: Position) -> dict[str, Content]:
         """The files of a copy of the last commit, at which `position` stands."""
-        with beside_a_blocked_stream(self.group.device):
+        device = self.group.device
+        with contextlib.ExitStack() as beside:
+            if device.type == "cuda":  # its usual stream may wait for a dead rank for ever
+                beside.enter_context(torch.cuda.device(device))
+                beside.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
             nodes, tensors = tree.encode(self._own(gather=True))
-            if self.group.device.type == "cuda":  # else they are written as they lie: the training has stopped
+            if device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if not self.changing.unchanged():
             raise RuntimeError("the weights changed while they were copied")

@@ -348,26 +348,14 @@ def fix_bucket_order(items: dict[str, Any]) -> list[str]:
             if ddp.static_graph or any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
                 unfixed.append(name)
                 continue
-            module = ddp.module
+            module, ddp.module = ddp.module, nn.Identity()  # which leaves the loss to us
             try:
-                ddp.module = _Zero(parameters)
-                ddp(torch.zeros(())).backward()
+                zero = ddp(torch.zeros(()))
+                for parameter in parameters:
+                    zero = zero + (parameter * 0).real.float().sum().cpu()
+                zero.backward()
             finally:
                 ddp.module = module
             for parameter in parameters:
                 parameter.grad = None
     return unfixed
-
-
-class _Zero(nn.Module):
-    """A loss of zero that depends on all parameters."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._parameters_of_another = parameters  # in a list: they are not registered
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(())
-        for parameter in self._parameters_of_another:
-            total = total + (parameter * 0).real.float().sum().cpu()
-        return total

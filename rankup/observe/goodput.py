@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankup.agent.ends import Report
 from rankup.agent.processes import began
-from rankup.errors import Stopped
-from rankup.observe.metrics import Progress
-from rankup.observe.tracker import Facts, Tracker
+from rankup.observe.metrics import Position
 from rankup.places.files import read_json
 from rankup.timing import LAST_REPORT_S, REPORT_S
 
@@ -104,7 +102,7 @@ class Course:
     """How the training goes, as the loop says it. `total`: steps of the whole run, None where nobody knows. `unit`:
     what is counted, in the plural, `per_step` of them a step."""
 
-    progress: Progress
+    progress: Position
     first_step: int
     total: int | None = None
     unit: str = "steps"
@@ -129,35 +127,20 @@ class Reporter:
     """A thread of rank 0 that reports beside the training. It reads numbers that the loop keeps anyway and takes part
     in no collective, so it can neither delay a step nor fail one."""
 
-    def __init__(self, group: "Group", run: str, course: Course, facts: Facts | None, *, finished: bool) -> None:
-        """`finished`: the run came to its end in an earlier attempt. It gets no report any more, but its tracker gets
-        what it has not got."""
-        self.group, self.run, self.course, self._facts = group, run, course, facts
+    def __init__(self, group: "Group", run: str, course: Course) -> None:
+        self.group, self.run, self.course = group, run, course
         self._began = began(os.getpid())
         self._finished = False
         self._last: Report | None = None
-        self._tracker: Tracker | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="reporter", daemon=True)
-        if finished:
-            self.follow()
-        else:
-            self._thread.start()
+        self._thread.start()
 
-    def follow(self) -> None:
-        """From now on the tracker gets what it has not got."""
-        if self._facts is not None and self._tracker is None:
-            self._tracker = Tracker(self._facts, self.group.log)
-
-    def end(self, kind: type[BaseException] | None) -> None:
-        """The attempt ends, with an error of this type or with success."""
-        self._finished = kind is None
-        if self._thread.ident is not None:
-            self._ended.set()
-            self._thread.join(LAST_REPORT_S)
-        if self._tracker is not None:
-            stopped = kind is not None and issubclass(kind, Stopped)
-            self._tracker.end("finished" if self._finished else "stopped" if stopped else "failed")
+    def end(self, *, finished: bool) -> None:
+        """The attempt ends, and the run with it if `finished`."""
+        self._finished = finished
+        self._ended.set()
+        self._thread.join(LAST_REPORT_S)
 
     def goodput(self) -> dict[str, Any]:
         """Of the run, which ends now: later reports have the same times."""

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,26 @@ BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 
 
 @dataclass(slots=True)
-class Progress:
-    """Where a run stood at its last commit; every rank knows it."""
+class Position:
+    """Where a run stood at its last commit; every rank knows it, and `state.json` of a copy has it."""
 
     step: int = 0  # finished ones
     evaluated: int = 0  # the last step whose evaluation is complete
     metrics: dict[str, float] | None = None  # its outcome
     line: dict[str, Any] | None = None  # the last one of training in `metrics.jsonl`
+    epoch: int = 0
+    streams: list[int] = field(default_factory=list)  # batches of each pass over a loader in this epoch, in their order
+    changes: int = 0  # of `job.change` since the last step
+
+    @classmethod
+    def of(cls, record: dict[str, Any] | None) -> "Position":
+        """As a copy's record has it; a run's beginning for None."""
+        return cls(**{each.name: record[each.name] for each in fields(cls)}) if record else cls()
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Equal for two copies that hold the same state."""
+        return self.step, self.epoch, self.changes, self.evaluated
 
 
 class Metrics:
@@ -38,7 +51,7 @@ class Metrics:
     """
 
     def __init__(
-        self, directory: Path | None, progress: Progress, *, saved: Progress, tensorboard: bool,
+        self, directory: Path | None, progress: Position, *, saved: Position, tensorboard: bool,
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory, self._check_owner = directory, check_owner
@@ -133,7 +146,7 @@ def is_evaluation(entry: dict[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in entry)
 
 
-def newest_entries(progress: Progress) -> list[dict[str, Any]]:
+def newest_entries(progress: Position) -> list[dict[str, Any]]:
     """The last lines of training and of evaluation. A killed rank 0 may not have written them."""
     entries = [progress.line] if progress.line is not None else []
     if progress.metrics is not None:

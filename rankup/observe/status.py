@@ -88,7 +88,7 @@ def look(run_dir: Path, *, now: float) -> dict[str, Any]:
         "step": newest.step if newest else None, "total_steps": newest.total_steps if newest else None,
         "unit": newest.unit if newest else "", "per_s": newest.per_s if newest else None,
         "remaining_s": live.remaining_s if live and state == "running" else None,
-        "age_s": round(now - live.began, 1) if live else None, "metrics": newest.metrics if newest else {},
+        "metrics": newest.metrics if newest else {},
         "ranks": _ranks(summary, live), "restarts": [_end(run_dir, report) for report in earlier],
         "nodes": live.nodes if live else [],
         "goodput": goodput(reports) if any(report.total_steps or report.step for report in reports) else None,
@@ -148,7 +148,7 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     """One run. `run`: of `look`, `now`: the time it was made with."""
     shown = {name: value for name, value in run["metrics"].items() if not name.endswith("_per_s")}  # it stands above
     facts = {
-        "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": _attempt(run),
+        "run": run["folder"], "state": _state(run), "step": _steps(run), "attempt": run["attempt"],
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in sorted(shown.items())),
         "goodput": one_line(run["goodput"]) if run["goodput"] else "",
     }
@@ -162,9 +162,8 @@ def screen(run: dict[str, Any], *, now: float) -> RenderableType:
     for node in run["nodes"]:
         since = f"{duration(now - node['since'])} ago"
         _add(nodes, node["node"], node["host"], node["state"], since, node["ranks"], node["why"])
-    ends = run["restarts"]
-    restarts = _table(f"restarts ({len(ends)}{', the last ones' if len(ends) > MOST_RESTARTS else ''})", "")
-    for end in ends[-MOST_RESTARTS:]:
+    restarts = _table(f"restarts ({len(run['restarts'])})", "")
+    for end in run["restarts"][-MOST_RESTARTS:]:
         _add(restarts, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end["time"])), _how(end))
     tables = [table for table in (_rank_table(run, now), nodes, restarts) if table.row_count]
     return Group(top, *(part for table in tables for part in ("", table)))
@@ -213,12 +212,6 @@ def _steps(run: dict[str, Any]) -> str:
         return ""
     text = f"{step:,} of {total:,} ({step / total:.0%})" if total else f"{step:,}"
     return ", ".join(filter(None, [text, _speed(run), f"about {left} left" if (left := _left(run)) else ""]))
-
-
-def _attempt(run: dict[str, Any]) -> str:
-    number = f"{len(run['restarts']) + 1}: " if run["restarts"] else ""
-    since = f", began {duration(run['age_s'])} ago" if run["age_s"] is not None else ""
-    return f"{number}{run['attempt']}{since}" if run["attempt"] else ""
 
 
 def _rank_table(run: dict[str, Any], now: float) -> Table:

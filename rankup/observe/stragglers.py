@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -173,13 +174,16 @@ class RankReports:
         """All ranks call this at a report, with as many `values`, once these have come from the device. Returns the
         ranks' means. `saving`: rank 0 writes a copy beside the training. It works for two then, which would hide a slow
         rank."""
-        group, ranks = self.group, torch.zeros_like(self._seconds)
-        ranks[group.rank] = torch.tensor(self._clock.take(), dtype=torch.float64)
-        numbers = group.sum(torch.cat([torch.tensor(values, dtype=torch.float64), ranks.flatten()]))
-        self._seconds += numbers[len(values) :].view_as(ranks)
+        group, own = self.group, self._clock.take()
+        if group.world_size == 1:
+            return [*values]
+        others = [[0.0] * len(PARTS) for _ in range(group.world_size)]
+        others[group.rank] = own
+        numbers = group.sum(torch.tensor([*values, *chain(*others)], dtype=torch.float64))
+        self._seconds += numbers[len(values) :].view_as(self._seconds)
         self._saved |= saving
         now_s = time.monotonic()
-        if group.is_rank0 and group.world_size > 1 and now_s - self._began_s >= WINDOW_S:
+        if group.is_rank0 and now_s - self._began_s >= WINDOW_S:
             if not self._saved:
                 for line in self.look(self._first, self._seconds / (step + 1 - self._first)):
                     group.log.info(line)

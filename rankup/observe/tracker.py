@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rankup
 from rankup.errors import UserError, reason
@@ -34,9 +34,7 @@ from rankup.timing import SENDER_END_S, SENDER_LOOK_S, SENDER_PAUSE_S, TRACKER_S
 
 # A new tracker is a class below, and an extra in pyproject.toml with the name of its package
 FOLDER = "tracker"  # in the run directory
-KINDS = ("train/", "eval/")  # what curves begin with; not those of ranks, of which there may be thousands
 MOST_LINES = 50  # in one request
-Line = dict[str, Any]  # of metrics.jsonl
 SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
 FOR_PACKAGES = {
     # The sender tries again by itself: a request that hangs keeps it from everything else
@@ -46,6 +44,14 @@ FOR_PACKAGES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
 }
+
+
+class Line(NamedTuple):
+    """Of metrics.jsonl: what has not been sent yet."""
+
+    step: int
+    time: float
+    values: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +120,13 @@ class Tracker:
         """In a thread, until the sender has ended."""
         with self._process.stdout as lines:
             for line in lines:
-                level, _, text = line.strip().partition(" ")
-                self._log.log(logging.getLevelName(level), text)
+                self._log.info(line.strip())
         self._process.wait()
 
 
 # The process that sends -----------------------------------------------------------------------------------------------
 # Each method of a tracker may be called again with the same arguments, and raises what the package raises. Servers and
-# credentials come from the packages' own variables and files. Its `log` gets lines of metrics.jsonl, each of one kind
+# credentials come from the packages' own variables and files
 
 
 class MlflowRun:
@@ -156,8 +161,8 @@ class MlflowRun:
 
         self.client.log_batch(self.id, [
             # MLflow refuses a request for one character in a name that it does not know
-            Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line["time"] * 1000), line["step"])
-            for line in lines for name, value in line.items() if name.startswith(KINDS)
+            Metric(re.sub(r"[^\w\-. /]", "_", name), value, round(line.time * 1000), line.step)
+            for line in lines for name, value in line.values.items()
         ])
 
     def end(self, state: str) -> None:
@@ -185,17 +190,14 @@ class WandbRun:
             ),
         )
         self.run.config.update(facts.settings, allow_val_change=True)
-        for kind in KINDS:
-            # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
-            self.run.define_metric(f"{kind}*", step_metric=f"{kind}step")
+        # Not W&B's own step: it counts the calls of `log`, and what belongs to an earlier step would be dropped
+        self.run.define_metric("*", step_metric="step")
         folder = Path(self.run.settings.sync_dir).parent
         self.address = self.run.url or f"offline, in {folder}; to upload it: wandb sync {folder}/offline-run-*"
 
     def log(self, lines: list[Line]) -> None:
         for line in lines:
-            values = {name: value for name, value in line.items() if name.startswith(KINDS)}
-            kind = next(iter(values)).partition("/")[0]
-            self.run.log({**values, f"{kind}/step": line["step"], "_timestamp": line["time"]})
+            self.run.log({**line.values, "step": line.step, "_timestamp": line.time})
 
     def end(self, state: str) -> None:
         self.run.finish(exit_code=0 if state == "finished" else 1)
@@ -205,33 +207,27 @@ RUNS: dict[str, Callable[[Facts], Any]] = {"mlflow": MlflowRun, "wandb": WandbRu
 
 
 class Sender:
-    """Sends what is new in the run directory at each `look`."""
+    """Sends what is new in the run directory at each `look`. Raises whatever the package raises: then a new one goes on
+    behind what was sent."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self._memory = facts, facts.folder / FOLDER / "sent.json"
-        self.tracked: Any = None
         known = read_json(self._memory)
         self._sent: dict[str, int] = known["sent"] if known.get("run") == facts.run else {}  # the last step by name
         self._read = 0  # bytes of metrics.jsonl
+        self.tracked = RUNS[facts.tracker](facts)
 
     def look(self, state: str = "") -> None:
-        """Send what is new. `state`: how the run has ended, empty while it goes on. Raises whatever the package raises;
-        then the next look begins anew, behind what was sent."""
-        try:
-            if self.tracked is None:
-                self.tracked = RUNS[self.facts.tracker](self.facts)
-            while lines := list(islice(self._new_lines(), MOST_LINES)):
-                self.tracked.log(lines)
-                self._note_sent(lines)
-            if state:
-                self.tracked.end(state)
-        except Exception:
-            self.tracked, self._read = None, 0
-            raise
+        """Send what is new. `state`: how the run has ended, empty while it goes on."""
+        while lines := list(islice(self._new_lines(), MOST_LINES)):
+            self.tracked.log(lines)
+            self._note_sent(lines)
+        if state:
+            self.tracked.end(state)
 
     def _note_sent(self, lines: list[Line]) -> None:
         """Keep on the disk how far that was, for the next attempt."""
-        self._sent |= {name: line["step"] for line in lines for name in line if name.startswith(KINDS)}
+        self._sent |= {name: line.step for line in lines for name in line.values}
         with contextlib.suppress(OSError):  # a full disk: the next save says so
             write_json(self._memory, {"run": self.facts.run, "sent": self._sent})
 
@@ -244,13 +240,14 @@ class Sender:
                 if not text.endswith(b"\n"):  # it is being written
                     return
                 self._read += len(text)
-                line = json.loads(text)
-                values = {
-                    name: math.nan if value is None else value for name, value in line.items()
-                    if name.startswith(KINDS) and line["step"] > self._sent.get(name, -1)
+                values = json.loads(text)
+                step, time = values.pop("step"), values.pop("time")
+                new = {
+                    name: math.nan if value is None else value for name, value in values.items()
+                    if step > self._sent.get(name, -1)
                 }
-                if values:
-                    yield {"step": line["step"], "time": line["time"], **values}
+                if new:
+                    yield Line(step, time, new)
 
 
 def without_secrets(text: str) -> str:
@@ -272,9 +269,9 @@ def main() -> None:
     rank0 = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
     facts = Facts(**json.loads(rank0.readline()))
 
-    def say(level: str, text: str) -> None:
+    def say(text: str) -> None:
         with contextlib.suppress(OSError):  # rank 0 was killed
-            print(level, f"tracker {facts.tracker}: {without_secrets(text)}", file=channel, flush=True)
+            print(f"tracker {facts.tracker}: {without_secrets(text)}", file=channel, flush=True)
 
     with contextlib.suppress(OSError):  # some network file systems have no such locks
         (facts.folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -284,24 +281,26 @@ def main() -> None:
     # Not in the seconds that are left once rank 0 has ended: on a busy machine it may take longer than those
     with contextlib.suppress(Exception):  # the first look says why
         importlib.import_module(facts.tracker)
-    sender, pause_s, state = Sender(facts), 0.0, ""
-    works: bool | None = None
+    sender: Sender | None = None
+    pause_s, state, complained = 0.0, "", False
     while not state:
         if select.select([rank0], [], [], pause_s)[0]:
             state = rank0.readline().decode().strip() or "failed"
             signal.alarm(SENDER_END_S)  # the kernel ends this process: a package may wait for a server for ever
+        begun = sender is not None
         try:
+            sender = sender or Sender(facts)
             sender.look(state)
         except Exception as error:  # what packages raise has nothing in common
-            if works is not False:
+            if not complained:
                 why = reason(error)[:200].rstrip(". ")
-                say("WARNING", why + (not state) * ". Training goes on; what is missing is sent once this works.")
-            works, pause_s = False, SENDER_PAUSE_S
+                say(why + (not state) * ". Training goes on; what is missing is sent once this works.")
+            sender, pause_s, complained = None, SENDER_PAUSE_S, True
         else:
-            if not works:
-                say("INFO", sender.tracked.address)
-            works, pause_s = True, SENDER_LOOK_S
-    os._exit(0 if works else 1)  # past what the packages do at the end of a process
+            if not begun:
+                say(sender.tracked.address)
+            pause_s, complained = SENDER_LOOK_S, False
+    os._exit(1 if sender is None else 0)  # past what the packages do at the end of a process
 
 
 if __name__ == "__main__":

@@ -260,16 +260,6 @@ def test_job_that_goes_on_with_a_run_gets_the_arguments_of_a_restart(tmp_path: P
     assert given == [False, True, True, False, False]
 
 
-def test_rank_that_was_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
-    with ended(launch(tmp_path, WAITS)) as job:
-        os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
-        for rank in TWO:
-            pid_of(tmp_path, rank, restart=1)
-        (tmp_path / "go").touch()
-        assert job.wait() == [0], job.output
-    assert "rank 1 has been stopped (SIGSTOP) for 10 s: killed" in job.output
-
-
 def test_rank_that_does_not_end_after_the_others_is_killed(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS + "if rank: sys.exit(7)\nwait_for('never')"
     with ended(launch(tmp_path, text)) as job:

@@ -319,8 +319,9 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         assert (await puppets[0].hears("propose"))["n"] == n
         puppets[0].say("ready", n=n, problem="")
         await here.pass_time(NOTICE_S, puppets[0], new)
-        late = "all 2 ranks have joined, but not each is ready after 20 s (late: 1 on node2)"
-        assert [(await puppet.hears("waiting"))["text"] for puppet in (puppets[0], new)] == [late] * 2
+        late = "all 2 ranks have joined, but not each has imported torch and ended earlier ranks after 20 s"
+        for puppet in (puppets[0], new):
+            assert (await puppet.hears("waiting"))["text"] == f"{late} (late: 1 on node2)"
 
 
 def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPatch):
@@ -663,8 +664,8 @@ async def test_who_is_missing_is_told_to_all_every_ten_seconds():
             await puppet.hears("propose")
         puppets[0].say("ready", n=2, problem="")
         await here.pass_time(10.0, *puppets)
-        late = "all 3 ranks have joined, but not each is ready after 40 s (late: 1 on node1; 2 on node2)"
-        assert (await puppets[0].hears("waiting"))["text"] == late
+        late = "not each has imported torch and ended earlier ranks after 40 s (late: 1 on node1; 2 on node2)"
+        assert (await puppets[0].hears("waiting"))["text"] == f"all 3 ranks have joined, but {late}"
 
 
 @asynchronous
@@ -686,7 +687,7 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
 
 @asynchronous
 async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
-    """Nodes wait for each other so long. That torch is imported on the leader's side takes what it takes."""
+    """Nodes wait for each other so long. What each of them does before its ranks can start takes what it takes."""
     async with room(member(0, left_s=5.0)) as here:
         asked = asyncio.Event()
 
@@ -699,7 +700,7 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
         puppets = await here.three()
         await get_ready(puppets)
         await asked.wait()
-        what = "all 3 ranks have joined, but rank 0 still imports torch"
+        what = "all 3 ranks have joined, but rank 0 still prepares their start"
         for waited_s in range(10, round(timing.PREPARE_S) + 1, 10):
             await here.pass_time(10.0, *puppets)
             assert await all_hear("waiting", puppets) == [{"is": "waiting", "text": f"{what} after {waited_s} s"}] * 3

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.agent import Agent
+from rankup.agent.agent import Agent, Lead
 from rankup.agent.ends import End
 from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.script import Script
+from rankup.agent.votes import NONE
 from rankup.env.node_env import Limits, NodeEnv
+from tests.rigs.meeting_room import member
 
 
 def options(tmp_path: Path) -> Options:
@@ -48,7 +50,7 @@ def test_what_a_rank_said_is_heard_although_the_word_of_its_end_is_read_first(tm
 
     async def scene() -> None:
         ranks = made(tmp_path, lambda kind, **values: said.append({"is": kind, **values}))
-        ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None)  # type: ignore[assignment]
+        ranks.server = SimpleNamespace(start_rank=lambda *words, **more: None, pid=0)  # type: ignore[assignment]
         await ranks.links.open()
         ranks.start({**COMMIT, "n": 1, "restarts": 0, "basis": {"used": ["other", "mine"]}}, token="mine")
         with socket.socket(socket.AF_UNIX) as rank:
@@ -102,6 +104,24 @@ def test_rank_that_has_said_why_it_fails_is_not_told_to_leave(tmp_path: Path, co
 
     asyncio.run(scene())
     assert signals == [(0, signal.SIGTERM)] * told
+
+
+@pytest.mark.parametrize(("job", "restarts"), [("", 0), ("earlier", 2)])
+def test_first_membership_is_no_restart_although_a_proposal_before_it_came_to_nothing(
+    tmp_path: Path, job: str, restarts: int
+) -> None:
+    """Else the script would get the arguments of a restart, and find nothing to go on from."""
+    async def scene() -> None:
+        agent = Agent(options(tmp_path))
+        agent.ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
+        agent.attendance = SimpleNamespace(me=member(0))  # type: ignore[assignment]
+        agent.lead = Lead(agent)
+        agent.lead.leader.basis = {**NONE, "job": job}
+        said = await agent.lead._prepare(3)
+        assert (said["restarts"], said["again"]) == (restarts, restarts > 0)
+        agent.lead.give_up()
+
+    asyncio.run(scene())
 
 
 def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """What a script is: its file, its own modules, whether it imports rankup or horovod, and its command line."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -41,7 +44,7 @@ def test_script_in_a_package_has_the_package_for_its_own(tmp_path: Path) -> None
         write(tmp_path, "", name)
     write(tmp_path, "import rankup", "package/helpers.py")
     assert imported(Script.find([str(script)])) == {"../helpers.py", "../outer.py", "near.py"}
-    assert Script.find([str(script)]).imports_rankup()
+    assert Script.find([str(script)]).imports_rankup
 
 
 def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +58,22 @@ def test_module_is_found_from_the_current_folder(tmp_path: Path, monkeypatch: py
     assert imported(script) == {"../other.py"}
     assert Script.find(["-m", "package"]).file == tmp_path / "package/__main__.py"
     assert Script.find(["-m", "no_such"]).must_match()["script -m no_such"] == "a module that Python itself finds"
+
+
+def test_module_of_an_editable_install_is_found_where_its_finder_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has a part of a package elsewhere, as rankup has its program."""
+    places = {"tool": write(tmp_path, "", "one/__init__.py"), "tool.part": write(tmp_path, "", "two/__init__.py")}
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+            return spec_from_file_location(name, places[name]) if name in places else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    found = [write(tmp_path, "", name) for name in ("one/__main__.py", "two/main.py")]
+    assert [Script.find(["-m", name]).file for name in ("tool", "tool.part.main")] == found
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
@@ -90,7 +109,7 @@ def test_command_works_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_script_is_forked_where_it_imports_rankup(text: str, forked: bool, tmp_path: Path) -> None:
     write(tmp_path, "import rankup", "own.py")
     write(tmp_path, "import own", "indirect.py")
-    assert Script.find([str(write(tmp_path, text))]).imports_rankup() is forked
+    assert Script.find([str(write(tmp_path, text))]).imports_rankup is forked
 
 
 HOROVOD = "import torch, horovod.torch as hvd\nprint('trains')\n"

@@ -85,7 +85,7 @@ def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     lost = "lost a peer at step 5: suspected: rank 1 on node1 (MemoryError: ) (exit code 1)"
     old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory"
     run = failed_run(tmp_path, old, f"2026-11-21T10:00:09 node0 r0 {lost}", code=1, why="MemoryError: ")
-    assert [(d.name, d.rank, d.host, d.times) for d in diagnose_files([run])] == [("host-memory", 1, "node1", 2)]
+    assert [(d.name, d.rank, d.host) for d in diagnose_files([run])] == [("host-memory", 1, "node1")]
 
 
 def test_reason_of_a_failed_run_that_is_not_known_is_quoted(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rankup.loop import saving
-from rankup.loop.record import Position
 from rankup.loop.saving import Changing
+from rankup.observe.metrics import Position
 
 CPU = torch.device("cpu")
 

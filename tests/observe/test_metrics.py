@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from rankup.errors import UserError
-from rankup.loop.record import Position
-from rankup.observe.metrics import Metrics, cut_after, entry
+from rankup.observe.metrics import Metrics, Position, cut_after, entry
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import probe
 

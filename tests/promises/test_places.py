@@ -75,7 +75,6 @@ def matrix() -> Iterator[Case]:
         yield case("wide", world_size, Fault("forward", 1, 4), Fault("after the optimizer", 1, 10, whom="node"),
                    Fault("in the optimizer", 0, 13, whom="node"), (Fault("backward", 0, 17), Fault("backward", 1, 17)),
                    agents=world_size)
-    yield case("wide", 2, Fault("backward", 1, 3, "SIGSTOP"), Fault("in the optimizer", 0, 7, "SIGSTOP"))
     yield case("wide", 2, Fault("evaluating", 1, 5, "SIGTERM", "agent"), Fault("between the renames"))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from rankup.job import _checked
-from rankup.loop.record import FORMAT, Position, versions
+from rankup.loop.record import FORMAT, versions
+from rankup.observe.metrics import Position
 from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json
 from train.config import Config

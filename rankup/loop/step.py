@@ -1,0 +1,80 @@
+"""A step of a loop: what `with job.step()` does around its block."""
+
+from typing import Any
+
+from rankup.observe.stragglers import COMPUTE, WAITING
+
+WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
+
+
+class Step:
+    """See `Job.step`. One object for all steps, and no generator: a step finds the processor's caches cold, and each
+    thing that it looks up costs up to a µs. `values`: of the step that begins. `inside`: a block has begun, and not
+    ended well."""
+
+    def __init__(self, job: Any) -> None:
+        """`job`: a `rankup.loop.job.Job`, which imports this."""
+        self.values: dict[str, Any] = {}
+        self.inside = False
+        self._line: dict[str, Any] | None = None  # of training, where this step gets one
+        self._job, self._live, self._position = job, job.live, job.position
+        self._clock, self._tracked, self._changing = job.clock, job.tracked, job.changing
+
+    def __enter__(self) -> None:
+        job, tracked, step = self._job, self._tracked, self._position.step
+        values, self.values = self.values, {}  # which hold on to a step's graph
+        job.begin()
+        if self.inside:
+            raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
+        tracked.check_unchanged()
+        if step >= job.agreement.next:
+            job.agreement.compare(step)
+        self._clock.end_of_backward()
+        if tracked.shared:
+            job.group.collective(tracked.share_buffers)
+        line = None
+        if (step + 1) % job.settings.log_every_steps == 0 or step + 1 == job.course.total:
+            line = job.figures.line(step + 1, values, weight=self._live.weight)
+        if tracked.shared or line is not None:
+            self._clock.mark(WAITING)
+        self._line, self.inside = line, True
+        # All exchange is over: a rank that gets here finishes the step, whoever dies meanwhile
+        self._changing.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        position, line = self._position, self._line
+        try:
+            if kind is None:
+                position.step += 1
+                if line is not None:
+                    position.line = line
+                self._job.commit()
+        except BaseException as failure:
+            kind = type(failure)
+            raise
+        finally:
+            self._changing.__exit__(kind)
+        if kind is None:
+            self.inside = False
+            self._clock.mark(COMPUTE)
+            self._live.fetched = 0
+            self._after(position.step)
+
+    def _after(self, step: int) -> None:
+        """The step is finished, and the next one begins."""
+        job, run = self._job, self._job.run
+        job.enter_step()
+        if self._line is not None:
+            job.figures.metrics.write(self._line)
+        job.draw_anew()
+        if run.saver.step is not None:
+            run.saver.look()
+        if run.parts.wanted and run.parts.due(step):
+            job.saving.keep_part()
+        every = job.settings.save_every_steps
+        if every is None:
+            every = 0 if self._live.has_epochs else WITHOUT_EPOCHS
+        if every and step % every == 0:
+            job.save()
+        if not self._live.running:
+            job.stop_here()
