@@ -37,19 +37,9 @@ Option = tuple[list[str], dict[str, Any]]
 class Parser(argparse.ArgumentParser):
     """One command. A mistake is a UserError of one line."""
 
-    def __init__(self, run: Run, usage: str, examples: tuple[str, str], options: Sequence[Option]) -> None:
-        """`run` has the command's name. Its docstring is the help, and the first sentence stands in the list of
-        commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
-        self.run, self.about = run, " ".join((run.__doc__ or "").split())
-        prog = f"rankup {run.__name__}"
-        super().__init__(
-            prog=prog, usage=f"{prog} {usage}", description=fill(self.about, 78), allow_abbrev=False,
-            epilog="examples:" + "".join(f"\n  {prog} {line}".rstrip() for line in examples),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for names, details in options:
-            self.add_argument(*names, **details)
-        self.flags = [flag for action in self._actions for flag in action.option_strings]
+    @property
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Raises UserError, and SystemExit once help has been printed."""
@@ -84,12 +74,6 @@ def positive(text: str) -> int:
     return found
 
 
-def port(text: str) -> int:
-    if (found := positive(text)) > 65535:
-        raise ValueError(text)
-    return found
-
-
 def option(names: str, kind: Any, text: str, **details: Any) -> Option:
     """`kind`: int, float for seconds, bool for a flag, or what stands for its text in the help. `text`: the help."""
     common: dict[Any, dict[str, Any]] = {
@@ -105,13 +89,26 @@ COMMANDS: dict[str, Parser] = {}
 
 
 def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable[[Run], Run]:
-    """Make the function below a command, see `Parser`."""
+    """Make the function below a command of its name. Its docstring is the help, and the first sentence stands in the
+    list of commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
 
     def add(run: Run) -> Run:
-        COMMANDS[run.__name__] = Parser(run, usage, examples, options)
+        prog = f"rankup {run.__name__}"
+        COMMANDS[run.__name__] = parser = Parser(
+            prog=prog, usage=f"{prog} {usage}", description=fill(_about(run), 78), allow_abbrev=False,
+            epilog="examples:" + "".join(f"\n  {prog} {line}".rstrip() for line in examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(command=run)
+        for names, details in options:
+            parser.add_argument(*names, **details)
         return run
 
     return add
+
+
+def _about(run: Run) -> str:
+    return " ".join((run.__doc__ or "").split())
 
 
 # Start ranks ----------------------------------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ def nodes(text: str) -> tuple[int, int]:
     option("--max-failures-per-node", int, "leave a node out after so many (no limit)", type=positive),
     option("--node-rank", int, "which of the nodes this is, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
-    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)", type=port),
+    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)"),
     option("--join-timeout-s", float, "wait for the other nodes (%(default)g)", default=300.0),
     option("--max-restarts", int, "in a row without a new step, at most (3)", default=3),
     option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),
@@ -301,8 +298,7 @@ def explain(given: argparse.Namespace) -> int:
 @command(
     "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
     option("--alone", bool, "only this machine, as one process, whoever has started it"),
-    RUN_DIR, option("--name", "NAME", "name of the run that is planned (the job's name, or doctor)"),
-    option("--device", "NAME", "cpu, cuda, or cuda:1 (the accelerator, if there is one)", default=None),
+    RUN_DIR,
     option("--num-threads", int, "CPU threads of each rank (1)", default=1),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
     option("--join-timeout-s", float, "wait for the other ranks (%(default)g)", default=120.0),
@@ -315,11 +311,10 @@ def doctor(given: argparse.Namespace) -> int:
 
     program = Program().begin()
     program.read_rank(alone=given.alone)
-    named = given.name or getattr(program.found, "run_name", "") or "doctor"
+    named = getattr(program.found, "run_name", "") or "doctor"
     program.start(guarded=() if given.as_json else ("stdout",))  # there its output is its result
     return program.doctor(
-        given.runs / named, as_json=given.as_json,
-        device=given.device, num_threads=given.num_threads, num_workers=given.num_workers,
+        given.runs / named, as_json=given.as_json, num_threads=given.num_threads, num_workers=given.num_workers,
         join_timeout_s=given.join_timeout_s,
     )
 
@@ -357,7 +352,7 @@ def print_whole(text: str) -> None:
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    about = {name: command.about.partition(". ")[0] for name, command in COMMANDS.items()}
+    about = {name: _about(parser.get_default("command")).partition(". ")[0] for name, parser in COMMANDS.items()}
     about["train"] = f"Run our program; also: {', '.join(OF_PROGRAM[1:])}"
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
     return (
@@ -422,7 +417,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
-    return COMMANDS[name].run(given)
+    return int(given.command(given))
 
 
 def entry() -> NoReturn:

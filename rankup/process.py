@@ -98,7 +98,7 @@ class Program:
 
     def join(
         self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, longest_phase_s: float = 1800.0,
-        device: str | None = None, needs_process_group: bool = True,
+        device: str | None = None,
     ) -> "Group":
         """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
@@ -108,8 +108,7 @@ class Program:
 
         `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the
         backend, are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
-        `longest_phase_s`: of all deadlines; torch's own timeout is longer. `needs_process_group`: even a rank alone
-        gets one.
+        `longest_phase_s`: of all deadlines; torch's own timeout is longer.
 
         Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
         lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
@@ -129,7 +128,7 @@ class Program:
             unless_joined.push(group)
             if launch.world_size > 1:
                 joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
-            elif needs_process_group:  # with a store in memory, which reaches nobody and needs no port
+            else:  # with a store in memory, which reaches nobody and needs no port
                 store = distributed.HashStore()  # type: ignore[attr-defined]
                 distributed.init_process_group(group.backend, store=store, rank=0, world_size=1)
             unless_joined.pop_all()

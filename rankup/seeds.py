@@ -3,19 +3,15 @@
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 
-# To look these up takes as long as to call them. Python's is what `random.seed` does with an integer, in C
-_own: Any = random._inst
-_python, _torch = super(random.Random, _own).seed, torch.default_generator.manual_seed
-_numpy: list[Callable[[int], None]] = []
-
 CPU = torch.device("cpu")
-AHEAD = 10_000  # so many samples of a sampler are drawn at a time: to change the random state costs 0.1 ms
+AHEAD = 32  # so many batches of a sampler are drawn at a time: to change the random state costs 0.1 ms
 
 
 def derive_seed(*numbers: int) -> int:
@@ -40,14 +36,10 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 def seed_host(seed: int) -> None:
     """The same without accelerators, as it is done for each sample."""
-    _python(seed)
-    _own.gauss_next = None  # what `random.gauss` keeps for its next call
-    _torch(seed)
-    if _numpy:
-        _numpy[0](seed & 0xFFFFFFFF)
-    elif "numpy" in sys.modules:
-        _numpy.append(sys.modules["numpy"].random.seed)
-        seed_host(seed)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 def _host_state() -> tuple[Any, ...]:
@@ -83,7 +75,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
     """What iterating over `make`, a sampler, gives under `seed`, as if nobody else drew random numbers meanwhile, and
-    nobody else notices that these were drawn. In lists of AHEAD samples or a batch more."""
+    nobody else notices that these were drawn. In lists of AHEAD batches."""
     iterator: Iterator[Any] | None = None
     state: tuple[Any, ...] = ()
     chunk: list[Any] = []
@@ -94,9 +86,6 @@ def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
                 iterator = iter(make)
             else:
                 _set_host_state(state)
-            chunk, samples = [], 0
-            while samples < AHEAD and (batch := next(iterator, None)) is not None:
-                chunk.append(batch)
-                samples += len(batch) if hasattr(batch, "__len__") and getattr(batch, "ndim", True) else 1
+            chunk = [*islice(iterator, AHEAD)]
             state = _host_state()
         yield chunk

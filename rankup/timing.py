@@ -68,10 +68,8 @@ LEAVING_S = 30.0  # for a rank that failed, to find the cause, to report it and 
 # How long after a deadline the kernel ends the process: for a hang that holds the interpreter's lock, so that no thread
 # of ours runs. Long, as the thread that ends it properly may need most of CAUSE_S + REPORT_END_S on a busy machine
 LOCKED_GRACE_S = 60.0
-REARM_S = 5.0  # a phase that is entered anew at every step would set the kernel's timer thousands of times a second
 
 # The end of a rank ----------------------------------------------------------------------------------------------------
-DUMP_S = 2.0  # before the kernel's deadline: the thread that dumps the stacks needs its turn on a busy machine
 # Keeps a victim from being named the root cause: torchrun's summary takes the earliest time, which has whole seconds,
 # then the lowest rank; and for a rank that left no file the time at which the others had ended.
 VICTIM_LATER_S = 3

@@ -3,7 +3,6 @@
 import re
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_PORT = re.compile(r"[^/:]*:\d{1,5}/")
 # The one package that each needs beside fsspec, as an extra of ours
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
           "http": "http", "https": "http"}
@@ -27,9 +26,7 @@ def secrets_in(url: str) -> bool:
     """
     scheme, _, rest = url.lower().partition("://")
     before, at, _ = rest.rpartition("@")
-    # A key may have an @ or a / in it, which end no user here: an object store's address has no port
-    has_port = extra_of(url) in ("", "http") and _PORT.match(before)
-    password = bool(at) and ":" in before and not has_port
+    password = bool(at) and ":" in before  # a key may have an @ or a / in it, which end no user here
     user = "@" in rest.partition("/")[0] and scheme not in ("abfs", "abfss")
     key = "?" in rest and scheme in (*EXTRAS, "http", "https", "ftp")
     return is_url(url) and (password or user or key)

@@ -40,10 +40,7 @@ def train(config: Config, program: Program, *, run_dir: Path, fresh: bool = Fals
     # Group ------------------------------------------------------------------------------------------------------
     chosen = METHODS[method_name(config, program.rank_env.world_size)]
     with (
-        program.join(
-            run_dir, timeout_s=config.join_timeout_s, needs_process_group=chosen.needs_process_group,
-            **join_options(config, fresh=fresh),
-        ) as group,
+        program.join(run_dir, timeout_s=config.join_timeout_s, **join_options(config, fresh=fresh)) as group,
         chosen(config, group).running() as method,
         open_run_directory(config, group, method, fresh=fresh) as job,
     ):

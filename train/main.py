@@ -19,9 +19,11 @@ if not __package__:
 import rankup
 
 if __name__ == "__main__":
-    # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal, with a
-    # traceback for SIGINT, nor sit out a grace period
-    _program = rankup.Program().begin()
+    _program = rankup.Program()
+    if not {*sys.argv[1:2]} & (rankup.cli.COMMANDS.keys() - {"launch", "doctor"}):  # else it only reads
+        # Before anything slow is imported: a process that is stopped while it starts must neither die of the signal,
+        # with a traceback for SIGINT, nor sit out a grace period
+        _program.begin()
 
 from .commands import COMMANDS
 from .commands.line import help_text, parse_args
@@ -38,8 +40,6 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
     argv = sys.argv[1:] if argv is None else argv
     program = program or rankup.Program()
     if argv and argv[0] in rankup.cli.COMMANDS and argv[0] not in COMMANDS:
-        if argv[0] != "launch":
-            program.stop.uninstall()
         return rankup.cli.main(argv)
     request = parse_args(argv)
     if request.help or request.command is None:
@@ -48,9 +48,7 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
     try:
         program.read_rank(**request.options.model_dump(include={"init_method", "rank", "world_size", "alone"}))
         config = load_config(request.settings, file=request.options.config, mistakes=request.mistakes)
-        if request.command == "show":
-            program.stop.uninstall()  # it leaves nothing behind, so a signal may end it at once
-        else:
+        if request.command != "show":
             program.begin()
         return request.options.run(config, program) or 0
     except BaseException as error:

@@ -7,6 +7,7 @@ that is dead. `main` ends by `finish`; whatever cannot wait (a deadline, a lost 
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -16,8 +17,6 @@ import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NoReturn, TypeVar
-
-from rankup.timing import DUMP_S
 
 ROOT = Path("/")
 T = TypeVar("T")
@@ -141,21 +140,12 @@ def within(timeout_s: float, work: Callable[[], T]) -> T | None:
 
 def set_hard_deadline(timeout_s: float) -> None:
     """Have the kernel end this process in `timeout_s` seconds with 142, after a dump of all stacks: the last resort for
-    a hang that holds the interpreter's lock. Another call moves it. Where the user's code has taken SIGALRM,
-    faulthandler's own thread ends the process; it knows no code but 1."""
-    if free := _alarm_is_free():
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    faulthandler.dump_traceback_later(max(0.1, timeout_s - DUMP_S), exit=not free)
-
-
-def clear_hard_deadline() -> None:
-    faulthandler.cancel_dump_traceback_later()
-    if _alarm_is_free():
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _alarm_is_free() -> bool:
-    return signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    a hang that holds the interpreter's lock. Another call moves it, infinity takes it back. There is none where the
+    user's code has taken SIGALRM."""
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        # To stderr by its number: the user's code may have put another object in its place
+        faulthandler.register(signal.SIGALRM, 2, chain=True)
+        signal.setitimer(signal.ITIMER_REAL, 0.0 if timeout_s == math.inf else max(0.1, timeout_s))
 
 
 # What is granted: control groups (v1 and v2) say it; os.cpu_count() and psutil see the whole machine ------------------

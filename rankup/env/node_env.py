@@ -89,6 +89,5 @@ def read_node_env(
         # Who sets LOCAL_RANK alone does not say how many agents the machine has: as many as that needs
         local_rank=env.local_rank * nproc, local_world_size=(env.local_world_size or env.local_rank + 1) * nproc,
         node_rank=env.rank, num_nodes=env.world_size if limits is None else nnodes or 1, nproc=nproc,
-        master_addr=master_addr or env.master_addr, master_port=master_port or env.master_port, run_name=env.run_name,
-        limits=limits,
+        master_addr=env.master_addr, master_port=env.master_port, run_name=env.run_name, limits=limits,
     )

@@ -54,8 +54,11 @@ class RankEnv:
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
     """Who is this process? Raises UserError where the environment does not say."""
     given = {name: environ[name] for name in (*FIVE, "LOCAL_WORLD_SIZE", "RANKUP_FILE") if name in environ}
-    if "RANK" in environ:
-        launcher, values = who_set_rank(environ), given
+    if "RANKUP_AGENT" in environ:  # its ranks inherit what is left of an earlier torchrun in the shell
+        launcher, values = "launch", given
+    elif "RANK" in environ:
+        by_torchrun = {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys()
+        launcher, values = "torchrun" if by_torchrun else "environment", given
     elif found := launchers.adopt(environ):
         launcher, derived = found
         where = {name: text for name, text in given.items() if name.startswith("MASTER_")}
@@ -70,14 +73,6 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         more["restart_count"] = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         more["agent_store"] = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankEnv(launcher=launcher, run_name=_run_name(environ), start=environ.get("RANKUP_START", ""), **more)
-
-
-def who_set_rank(environ: Mapping[str, str]) -> str:
-    """RANK is set: by launch or torchrun, which start a process for each rank, or by somebody else (environment)."""
-    # Its ranks inherit what is left of an earlier torchrun in the shell
-    if "RANKUP_AGENT" in environ:
-        return "launch"
-    return "torchrun" if {"TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"} <= environ.keys() else "environment"
 
 
 def _run_name(environ: Mapping[str, str]) -> str | None:
@@ -114,6 +109,8 @@ def with_options(
 ) -> Mapping[str, str]:
     """`environ` and the variables that these options stand for. Raises UserError for a URL of another kind, and where
     a variable is set already."""
+    if world_size is not None and rank is None:  # a launcher's own count would win, and nobody would notice
+        raise UserError(f"--world-size must come with --rank, got {world_size} alone.")
     told = _parse_url(init_method) if init_method else {}
     told |= {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
     for name in told:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankup.agent.ends import LOST_PEER, tell_torchrun
+from rankup.agent.ends import LOST_PEER
 from rankup.agent.processes import cpu_quota
 from rankup.env.rank_env import RankEnv
-from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, Stopped, UserError, exit_code, reason
+from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
 from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
 from rankup.timing import STOP_S
 
@@ -97,7 +97,7 @@ class Group:
             self.watch.quiet = True
             if dist.is_initialized():
                 dist.destroy_process_group()
-            self.watch.report(FINISHED, "finished", together=True)
+            self.watch.report(FINISHED, "finished")
             self.record.finished = True
             self.watch.end()
         except BaseException as error:
@@ -114,10 +114,8 @@ class Group:
         self.watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
         failure = self._explain(error)
         self.watch.exit_within(exit_code(failure))
-        tell_torchrun(failure)
         # Report before leaving: the others look here for the cause when their collectives break
-        stopped = isinstance(error, Stopped)  # all ranks come to the same step
-        self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None), together=stopped)
+        self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
         self.watch.end()
         return failure
 
@@ -127,9 +125,6 @@ class Group:
             return error
         suspects = self.watch.suspects()
         self.log.debug(f"{type(error).__name__}: {error}")
-        if suspects and suspects[0].code == Stopped.code:
-            # It did not wait to save; somebody asked it to stop, which is no reason to start again
-            return Stopped(f"rank {suspects[0].rank} on {self.hosts[suspects[0].rank]} left: {suspects[0].why}")
         return self.peer_lost(suspects)
 
     def peer_lost(self, suspects: list[Suspect]) -> PeerLost:
@@ -176,10 +171,8 @@ class Group:
         data = json.dumps(value).encode()
         if self.world_size == 1:
             return [json.loads(data)]
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
-        self.collective(lambda: dist.all_gather(sizes, torch.tensor(len(data))))
-        longest = int(max(sizes))  # all parts of an all-gather have one size
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        longest = self.max(len(data))  # all parts of an all-gather have one size
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         own = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)  # of bytes torch would warn
         self.collective(lambda: dist.all_gather(parts, own))
         return [json.loads(part.numpy().tobytes()) for part in parts]  # white space at the end is no harm

@@ -21,10 +21,10 @@ from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
 from rankup.agent.network import encode
-from rankup.agent.processes import clear_hard_deadline, leave, set_hard_deadline, within
+from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, Record
-from rankup.errors import JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
+from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, moment, own_place
 
 
@@ -65,7 +65,7 @@ class Watchdog:
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._ending = False  # the thread that watches ends this process: the main thread says nothing of its own
         self._leave_at_s = math.inf  # to leave for a stop then, as the ranks do not come to the step that all stop at
-        self._armed_s = self._placed_s = self._lost_s = 0.0  # when the thread did this, or saw a loss
+        self._placed_s = self._lost_s = 0.0  # when the thread last gave a sign, and when it saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         stop.watch = self
         stop.wake()
@@ -90,24 +90,24 @@ class Watchdog:
         self._answered.clear()
         return self._say("ask") and self._answered.wait(timeout_s)
 
-    def report(self, code: int, why: str, suspect: int | None = None, *, together: bool = False) -> None:
+    def report(self, code: int, why: str, suspect: int | None = None) -> None:
         """Say how this rank ends, to the other ranks and in the files of the run. `suspect`: the rank that it lost,
-        where it knows. `together`: all ranks end so."""
+        where it knows."""
         own = End(self.rank, host_name(), code, why, self.record.step, suspect=suspect)
         self._say("end", **own.message())
         write_end(self.status.run_dir, self.status.attempt, own)
         ends: dict[int, End] = {}
-        if together:
+        if code in (FINISHED, STOPPED):  # then all ranks end so
             ends = {rank: replace(own, rank=rank, host=host) for rank, host in enumerate(self.hosts)}
         elif (reported := self._lost.get("code")) not in (None, KILLED):  # they have said themselves how they end
             for rank in self._lost["ranks"]:
                 ends[rank] = End(rank, self.hosts[rank], reported, self._lost["why"], own.step)
         self.status.write_summary({**ends, self.rank: own}.values())
 
-    def last_word(self, why: str, *, together: bool = False) -> None:
+    def last_word(self, why: str) -> None:
         """This rank leaves for a stop."""
         self.log.info(why)
-        self.report(STOPPED, why, together=together)
+        self.report(STOPPED, why)
 
     def tell_others(self, name: str) -> None:
         """A signal has come to this process, which asks the whole job to stop."""
@@ -147,8 +147,8 @@ class Watchdog:
     ) -> None:
         """Begin a phase, or the same one anew, with a deadline `timeout_s` seconds from now (0: none), or from
         `since_s`, a time of `time.monotonic()` at which it began."""
-        if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves the hard deadline now and then
-            set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S) if timeout_s else clear_hard_deadline()
+        if self.record.entered != (phase, timeout_s or NO_LIMIT):  # else `tick` moves it
+            set_hard_deadline((timeout_s or NO_LIMIT) + timing.LOCKED_GRACE_S)
         self.record.waiting = False
         self.record.enter(phase, timeout_s or NO_LIMIT, since_s=since_s)
         if step is not None:
@@ -179,24 +179,22 @@ class Watchdog:
         with self._keep_lock:
             self._leaving = None if self._ending else code
         self.wait_if_leaving()
-        self._extend(timing.LEAVING_S)
-
-    def _extend(self, timeout_s: float) -> None:
-        """A new deadline for the same phase: the others still see what this rank was doing."""
-        set_hard_deadline(timeout_s + timing.LOCKED_GRACE_S)
-        self.record.extend(timeout_s)
+        self.record.extend(timing.LEAVING_S)  # of the same phase: the others still see what this rank was doing
 
     def end(self) -> None:
         """No more deadlines."""
         self.quiet = True
         self.stop.watch = None
-        clear_hard_deadline()
+        set_hard_deadline(NO_LIMIT)
 
     # The thread that watches --------------------------------------------------------------------------------------
 
     def tick(self) -> float:
         """Give a sign of life, and look whether this rank has to go. Returns in how many seconds to look again."""
         now_s, now = time.monotonic(), self.record.read()
+        set_hard_deadline(now.until_s - now_s + timing.LOCKED_GRACE_S)
+        if self.stop.watch is None:  # since the look at the record
+            set_hard_deadline(NO_LIMIT)
         if now_s - self._placed_s > timing.ALIVE_S:
             self.record.give_sign(self._place())
             self._placed_s = now_s
@@ -207,9 +205,6 @@ class Watchdog:
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
-        if now.until_s < NO_LIMIT and now_s - self._armed_s > timing.REARM_S:
-            set_hard_deadline(max(0.0, now.until_s - now_s) + timing.LOCKED_GRACE_S)
-            self._armed_s = now_s
         work = None
         if now_s > self._leave_at_s and not overdue:
             self._leave_at_s, work = math.inf, self._leave_for_stop
@@ -238,7 +233,7 @@ class Watchdog:
             keeper = self._keeper
             if keeper is None or self._leaving is not None or self.record.settled:
                 return
-            self._extend(self._keep_timeout_s + timing.LEAVING_S)
+            self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
             if why == "":  # it takes all ranks, so they go on until they come to that step
                 return
@@ -246,12 +241,11 @@ class Watchdog:
         if self.rank > 0:  # rank 0 keeps the copy for all, unless its loop finds before that this rank is gone
             self._heard.wait(timing.LAST_WORD_S)
         why = why or f"{self.stop.signal_name}: the state could not be kept"
-        leave(STOPPED, lambda: self.last_word(why, together=True), timeout_s=timing.REPORT_END_S)
+        leave(STOPPED, lambda: self.last_word(why), timeout_s=timing.REPORT_END_S)
 
     def _leave(self) -> None:
         """A deadline has passed, or a rank is lost: dump the stacks, name the suspect, tell the others, and end this
         process at once."""
-        set_hard_deadline(timing.STACKS_S + timing.REPORT_END_S + timing.LOCKED_GRACE_S)
         now = self.record.read()
         overdue = now.until_s < time.monotonic()
         what = f"lost a peer at step {now.step}"
@@ -332,9 +326,9 @@ class Watchdog:
         with self._keep_lock:
             keeper, self._keeper = self._keeper, None
             if keeper is not None:
-                self._extend(self._keep_timeout_s + timing.LEAVING_S)
+                self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
                 within(self._keep_timeout_s, keeper.keep)
-                self._extend(timing.LEAVING_S)
+                self.record.extend(timing.LEAVING_S)
 
 
 class AgentLine:

@@ -81,7 +81,7 @@ MISTAKES = {
     "launch --nporc 2 x.py": 'unknown argument "--nporc"; did you mean --nproc?',
     "launch --nproc two x.py": "argument --nproc/--nproc-per-node: invalid positive value: 'two'.",
     "launch --nproc 0 x.py": "argument --nproc/--nproc-per-node: invalid positive value: '0'.",
-    "launch --master-port 70000 x.py": "argument --master-port: invalid port value: '70000'.",
+    "launch --nnodes 2 --master-addr a --master-port 70000 x.py": "MASTER_PORT must be a whole number from 1 to 65535",
     "launch nofile.py": "SCRIPT must be a file, got nofile.py: there is none.",
     "launch -m": "the following arguments are required: SCRIPT",
     "launch --restart-args ' x.py": "argument --restart-args: invalid split value:",

@@ -121,6 +121,12 @@ def test_options_beside_the_variables_are_refused(name: str, environ: Env):
         with_options(environ, init_method="tcp://node0:29400", rank=0, world_size=2)
 
 
+def test_a_world_size_without_a_rank_is_refused():
+    """Below srun the launcher's own count would win."""
+    with pytest.raises(UserError, match="--world-size must come with --rank, got 2 alone"):
+        with_options({}, world_size=2)
+
+
 @pytest.mark.parametrize(("host", "expected"), [
     ("LOCALHOST", True), ("127.8.8.8", True), ("::1", True), ("0.0.0.0", True),
     ("10.0.0.1", False), ("node0", False), ("", False), ("fe80::1%eth0", False),

@@ -45,9 +45,7 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
     if not path and rankup.urls.is_url(config.run_dir):
         path = f"{config.run_dir.rstrip('/')}/{run_dir.name}"
     # A folder of its own: the status of the run that is evaluated stays as it is
-    with program.join(
-        run_dir / "evaluations", timeout_s=config.join_timeout_s, needs_process_group=False, **join_options(config),
-    ) as group:
+    with program.join(run_dir / "evaluations", timeout_s=config.join_timeout_s, **join_options(config)) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
             path, run_dir=run_dir, group=group, check=check, warn=program.log.warning, timeout_s=config.setup_timeout_s

@@ -30,8 +30,6 @@ class Method:
     # Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the weights.
     # If not, a lost rank costs the steps since the newest checkpoint.
     every_rank_has_all: ClassVar[bool] = True
-    # Whether it needs torch's process group also where there is one rank only.
-    needs_process_group: ClassVar[bool] = False
     # Whether a rank trains on one device. If not, one process takes all devices of its node.
     one_device_per_rank: ClassVar[bool] = True
 
@@ -74,8 +72,6 @@ class Method:
 
 class DDP(Method):
     """DistributedDataParallel, one device for each rank."""
-
-    needs_process_group: ClassVar[bool] = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         config, device = self.config, self.group.device
@@ -131,7 +127,6 @@ class FSDP(Method):
 
     replicates_state: ClassVar[bool] = False
     every_rank_has_all: ClassVar[bool] = False
-    needs_process_group: ClassVar[bool] = True
 
     def split(self, plain: nn.Module) -> None:
         """Split each layer by itself, then what is left."""
