@@ -219,7 +219,7 @@ def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
 
     path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
     whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
-    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("changes") if whole else None
+    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")
     return changes

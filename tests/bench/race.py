@@ -34,8 +34,8 @@ from tests.bench.racers import shared
 from tests.bench.racers.shared import Task
 from tests.rigs.idx_files import write_idx
 from tests.rigs.jobs import MAIN, ROOT
-from train.data.sources import in_memory
 from train.data.sources.fetch import locate
+from train.data.sources.in_memory import KNOWN
 
 # Threads and workers, which it may advise too, would change the conditions of the race
 ADVICE = re.compile(r"--precision bf16")
@@ -185,21 +185,17 @@ def conditions(options: argparse.Namespace, laps: Sequence[Lap]) -> str:
 
 def prepare_data(folder: Path, *, random: bool) -> None:
     """Fashion-MNIST as torchvision's class wants it, below `folder`, fetched if need be; or random images alike."""
+    if not random:
+        root = locate(KNOWN["fashion-mnist"], data_dir=None, timeout_s=3600)
+        (folder / "FashionMNIST").symlink_to(root / "FashionMNIST")
+        return
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
-    source, family = None, in_memory.FAMILIES["fashion-mnist"]
-    if not random:
-        source = locate(family, data_dir=None, timeout_s=3600)
-    for train, (image_name, label_name) in in_memory.FILES.items():
-        if source is None:
-            generator, size = torch.Generator().manual_seed(int(train)), 2048 if train else 256
-            images = torch.randint(0, 256, (size, 1, 28, 28), dtype=torch.uint8, generator=generator)
-            labels = torch.randint(0, 10, (size,), generator=generator)
-        else:
-            half = in_memory.read_half(source, family, train=train)
-            images, labels = half.images, half.labels
-        write_idx(raw / image_name, images[:, 0])
-        write_idx(raw / label_name, labels.to(torch.uint8))
+    for part, size in (("train", 2048), ("t10k", 256)):
+        generator = torch.Generator().manual_seed(size)
+        images = torch.randint(0, 256, (size, 28, 28), dtype=torch.uint8, generator=generator)
+        write_idx(raw / f"{part}-images-idx3-ubyte", images)
+        write_idx(raw / f"{part}-labels-idx1-ubyte", torch.randint(0, 10, (size,), generator=generator).byte())
 
 
 def parse() -> argparse.Namespace:

@@ -77,17 +77,6 @@ def test_sample_is_the_same_in_any_batch_and_another_in_each_epoch_and_run(folde
         assert torch.equal(other, whole[some]) is (augment is False)
 
 
-def test_images_held_in_memory_are_those_of_the_files(folder: Path) -> None:
-    config = config_of(folder, True)
-    files, held = (
-        workload.build(config.model_copy(update={"in_memory": where})).train for where in ("never", "always")
-    )
-    for epoch in (None, 0, 5):
-        for one, other in zip(files.batch(torch.arange(12), epoch), held.batch(torch.arange(12), epoch), strict=True):
-            assert torch.equal(one, other)
-            assert one.stride() == other.stride()
-
-
 def test_grey_images_are_the_mean_of_the_colours(folder: Path) -> None:
     samples = samples_of(folder, False)
     grey = replace(samples, channels=1).batch(torch.arange(3), None)[0]

@@ -124,9 +124,8 @@ def test_killed_worker_ends_all_ranks_as_worth_a_retry(forks: Forks, tmp_path: P
 
 
 # 12 KiB an image
-IMAGES = ("train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp", "--in-memory",
-          "never", "--num-workers", "2", "--batch-size", "64", "--max-steps", "4", "--tensorboard=false", "--name",
-          "run")
+IMAGES = ("train", "--dataset", "fake", "--fake-samples", "256", "--image-size", "64", "--model", "mlp",
+          "--num-workers", "2", "--batch-size", "64", "--max-steps", "4", "--tensorboard=false", "--name", "run")
 
 
 def little_shared_memory() -> None:

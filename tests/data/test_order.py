@@ -1,14 +1,12 @@
 """The order of samples and their augmentation: the same for any world size, restart and number of workers."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from rankup.loop.batches import source_of
-from rankup.seeds import derive_seed
 from train.data.samples import MapSamples, Order, TensorSamples, load_batches, random_numbers, shift_and_flip
 
 
@@ -75,19 +73,11 @@ def test_equal_micro_batches_are_divided_by_accumulate_exactly(accumulate: int) 
         assert {divisor for step in steps(order, 0, world_size, accumulate) for divisor, _ in step} == {accumulate}
 
 
-def splitmix64(start: int, count: int) -> Iterator[float]:
-    """The reference, in whole numbers: https://prng.di.unimi.it/splitmix64.c"""
-    for _ in range(count):
-        start = (start + 0x9E3779B97F4A7C15) % 2**64
-        z = start
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        yield ((z ^ (z >> 31)) >> 11) / 2**53
-
-
-def test_random_numbers_are_splitmix64() -> None:
-    numbers = random_numbers(3, 5, torch.arange(50), 3)
-    assert numbers.flatten().tolist() == list(splitmix64(derive_seed(3, 5), 150))
+def test_random_numbers_are_uniform_and_others_in_each_epoch_and_run() -> None:
+    found = [random_numbers(seed, epoch, 10_000) for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    assert [torch.equal(numbers, found[0]) for numbers in found] == [True, False, False, True]
+    assert found[0].shape == (10_000, 3)
+    assert found[0].mean(0).tolist() == pytest.approx([0.5] * 3, abs=0.02)
 
 
 def test_image_is_shifted_by_whole_pixels_filled_with_black_and_mirrored_unless_told_not_to() -> None:

@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from filelock import FileLock
 
 from rankup.errors import UserError
 from rankup.places.files import cache_roots
-from tests.rigs.idx_files import ROWS, everything, small, write_idx, write_set
+from tests.rigs.idx_files import ROWS, everything, small, write_set
 from tests.rigs.jobs import environment
 from train.config import Config
 from train.data.sources import fetch, load
-from train.data.sources.fetch import NotFetched
-from train.data.sources.in_memory import FAMILIES, Family, read_half
+from train.data.sources.fetch import NotFetched, Remote
+from train.data.sources.in_memory import KNOWN, read
 
 WAIT_S = 240.0
 
@@ -101,18 +99,14 @@ from rankup.errors import UserError
 from train.config import Config
 from train.data.sources import fetch, load
 
-class Set(fetch.Remote):
-    def check(self, folder):
-        assert len([*(folder / "raw").glob("*-ubyte")]) == 4
-
 print("ready", flush=True)
 sys.stdin.readline()
 fetch.DOWNLOAD = sys.argv[2]
-remote = Set(kind="FashionMNIST", folder="FashionMNIST/raw", files=("train-images-idx3-ubyte",))
+remote = fetch.Remote(kind="FashionMNIST", folder="FashionMNIST")
 target = pathlib.Path(sys.argv[1]) / "FashionMNIST"
 try:
     fetch.fetch(remote, target, timeout_s=240)
-    remote.check(target)
+    assert len([*(target / "raw").glob("*-ubyte")]) == 4
     print("has all")
 except UserError as error:
     print("refused", error)
@@ -228,8 +222,8 @@ DPKG = """#!/bin/sh
 
 
 @pytest.fixture
-def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
-    """A family that no server has, and Debian does: its package holds what `served` holds."""
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    """A data set that no server has, and Debian does: its package holds what `served` holds."""
     monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
     write_set(tmp_path / "served", suffix=".gz")
     put(tmp_path, apt_get=APT_GET, dpkg=DPKG.format(served=tmp_path / "served"))
@@ -246,12 +240,12 @@ def put(tmp_path: Path, **scripts: str) -> None:
 
 
 def test_package_is_unpacked_where_the_download_is_refused(
-    tmp_path: Path, packaged: Family, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, packaged: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # apt-get runs in another folder
-    folder = fetch.locate(packaged, data_dir="data", timeout_s=WAIT_S)
-    assert folder == tmp_path / "data" / "FashionMNIST" / "raw"
-    assert len(read_half(folder, packaged, train=False)) == ROWS["t10k"]
+    root = fetch.locate(packaged, data_dir="data", timeout_s=WAIT_S)
+    assert root == tmp_path / "data"
+    assert len(read("fashion-mnist", root)[1]) == ROWS["t10k"]
     assert everything(tmp_path / "data") == ["FashionMNIST"]
 
 
@@ -263,25 +257,30 @@ def test_package_is_unpacked_where_the_download_is_refused(
     ("exec sleep 600", 0.5, "apt: timed out"),
 ])
 def test_apt_that_fails_or_hangs_gives_its_reason(
-    tmp_path: Path, packaged: Family, apt_get: str, timeout_s: float, message: str
+    tmp_path: Path, packaged: Remote, apt_get: str, timeout_s: float, message: str
 ) -> None:
     put(tmp_path, apt_get=f"#!/bin/sh\n{apt_get}\n")
     with pytest.raises(NotFetched, match=message):
         fetch.locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=timeout_s)
 
 
-def test_content_that_is_wrong_though_delivered_is_refused(tmp_path: Path, packaged: Family) -> None:
-    write_idx(tmp_path / "served" / "t10k-images-idx3-ubyte.gz", torch.zeros(9, 5, 5, dtype=torch.uint8))
-    with pytest.raises(NotFetched, match="10 labels for 9 images"):
-        fetch.locate(packaged, data_dir=str(tmp_path / "data"), timeout_s=WAIT_S)
-    assert everything(tmp_path / "data") == []
+def test_full_disk_is_no_reason_to_train_on_other_data(
+    tmp_path: Path, packaged: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, dpkg="#!/bin/sh\necho \"dpkg-deb: error: tar: write error: No space left on device\"; exit 2\n")
+    monkeypatch.setitem(KNOWN, "fashion-mnist", packaged)
+    monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"FashionMNIST cannot be stored there \(No space left on device\)") as caught:
+        load(Config())
+    assert not isinstance(caught.value, NotFetched)
+    assert everything(tmp_path / "cache") == []
 
 
 def test_debians_package_that_is_installed_is_what_was_published_and_is_unpacked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = FAMILIES["fashion-mnist"]
-    if not (family.packed and family.packed.is_dir()):
+    packed = KNOWN["fashion-mnist"].packed
+    if packed is None or not packed.is_dir():
         pytest.skip("needs Debian's dataset-fashion-mnist")
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path))
     for _ in range(2):
@@ -289,16 +288,6 @@ def test_debians_package_that_is_installed_is_what_was_published_and_is_unpacked
         assert [(half.name, len(half)) for half in halves] == [("fashion-mnist", 60_000), ("fashion-mnist", 10_000)]
         assert {path.suffix for path in (tmp_path / "FashionMNIST" / "raw").iterdir()} == {""}
         monkeypatch.setattr(fetch, "fetch", None)
-
-
-def test_waiting_is_bounded_and_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "GRACE_S", 0.3)
-    with (
-        FileLock(tmp_path / ".FashionMNIST.lock"),
-        pytest.raises(UserError, match="another process has not finished downloading FashionMNIST") as e,
-    ):
-        fetch.locate(small(), data_dir=str(tmp_path), timeout_s=0.2)
-    assert not isinstance(e.value, NotFetched)  # no ground to fall back: somebody may well succeed
 
 
 def test_folder_that_cannot_be_written_is_named() -> None:
@@ -312,7 +301,7 @@ def test_folder_that_cannot_be_written_is_named() -> None:
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fashion-mnist", "mnist"):
-        monkeypatch.setitem(FAMILIES, name, replace(small(), name=name))
+        monkeypatch.setitem(KNOWN, name, replace(KNOWN[name], packed=None, package=""))
     monkeypatch.setenv("RANKUP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(fetch, "DOWNLOAD", NOBODY)
 

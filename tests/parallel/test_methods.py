@@ -77,8 +77,7 @@ def test_variant_follows_one_process_and_resumes_to_the_bit(
 
 def test_training_resumes_with_dropout_to_the_bit(forks: Forks, tmp_path: Path) -> None:
     """fp16 on four ranks, with all that draws random numbers; four show DDP's buckets, which two do not."""
-    line = ("--precision", "fp16", "--dropout", "0.3", "--augment", "--accumulate", "2", "--in-memory", "never",
-            "--num-workers", "1")
+    line = ("--precision", "fp16", "--dropout", "0.3", "--augment", "--accumulate", "2", "--num-workers", "1")
     whole = train(forks, tmp_path / "whole", 4, *line)
     train(forks, tmp_path / "parts", 4, *line, "--max-steps", "13")
     assert result(train(forks, tmp_path / "parts", 4, *line))["digest"] == result(whole)["digest"]

@@ -32,8 +32,7 @@ def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("arguments", [
-    ("--num-workers", "2", "--in-memory", "never"), ("--num-workers", "2", "--in-memory", "always"),
-    ("--num-workers", "0", "--in-memory", "never"),
+    ("--num-workers", "2"),
     ("--save-every-steps", "7", "--log-every-steps", "3", "--eval-batch-size", "50", "--tensorboard=true"),
 ], ids=" ".join)
 def test_setting_that_should_not_change_the_weights_does_not(

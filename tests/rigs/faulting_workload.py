@@ -30,7 +30,6 @@ from rankup.agent.record import NO_STOP
 from rankup.errors import UserError
 from rankup.seeds import derive_seed
 from train.config import Config
-from train.data.samples import random_numbers
 from train.workloads import Workload
 
 ERRORS: dict[str, BaseException] = {
@@ -124,7 +123,8 @@ class Samples:
         probe(self.where)
         points = self.points[indices]
         if epoch is not None:
-            points = points + 0.1 * random_numbers(self.seed, epoch, indices, 8).float()
+            own = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+            points = points + 0.1 * torch.rand(len(self), 8, generator=own)[indices]
         return points, self.labels[indices]
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gzip
 import io
 import json
 import os
@@ -44,7 +43,7 @@ from tests.rigs.checkpoints import fingerprint
 from tests.rigs.strangers import Evil
 from train.config.load import load_config
 from train.data.file_samples import decode
-from train.data.sources.in_memory import read_idx
+from train.data.sources.in_memory import read
 from train.run.weights import init_from
 
 Files = dict[str, bytes]
@@ -299,6 +298,13 @@ def _said(data: bytes) -> tuple[Any, Any]:
     return reader, writer
 
 
+def idx_files() -> Files:
+    images = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
+    labels = b"\0\0\x08\x01" + b"\0\0\0\x02" + b"\1\2"
+    return {f"MNIST/raw/{part}-{name}-ubyte": content for part in ("train", "t10k")
+            for name, content in (("images-idx3", images), ("labels-idx1", labels))}
+
+
 def pictures() -> Files:
     found = {kind: io.BytesIO() for kind in ("png", "jpeg", "webp", "tiff", "bmp")}
     for kind, file in found.items():
@@ -307,16 +313,13 @@ def pictures() -> Files:
 
 
 SETTINGS = b"dataset: digits\nlr: 0.5\nepochs: 3\nname: 'a'\noptions: {a: [1, {b: c}], d: no}\n"
-IDX = b"\0\0\x08\x03" + b"\0\0\0\x02" + b"\0\0\0\x03" * 2 + bytes(range(18))
 FORMATS = {
     "plain_copy": Format(plain_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
     "sharded_copy": Format(sharded_copy, lambda folder: reading.read(folder).as_plain(), sealed=True),
     "weights": Format(weights, lambda folder: init_from(torch.nn.Linear(3, 2), folder, lambda text: None)),
     "settings": Format(lambda: {"c.yaml": SETTINGS}, lambda folder: load_config({}, file=str(folder / "c.yaml")),
                        replaced=False),
-    "idx": Format(lambda: {"a": IDX}, lambda folder: read_idx(folder / "a", "images"), replaced=False),
-    "packed_idx": Format(lambda: {"a": gzip.compress(IDX)}, lambda folder: read_idx(folder / "a", "images"),
-                         replaced=False),
+    "idx": Format(idx_files, lambda folder: read("mnist", folder), replaced=False),
     "pictures": Format(pictures, lambda folder: [decode(str(path)) for path in folder.iterdir()], replaced=False),
     "run": Format(run_folder, read_run),
     "place": Format(lambda: {"p": b'{"rankup": ["127.0.0.1", 4711]}'}, lambda folder: read_place(folder / "p"),

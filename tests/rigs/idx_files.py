@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-from train.data.sources.in_memory import FAMILIES, MAGIC, Family
+from train.data.sources.fetch import Remote
+from train.data.sources.in_memory import KNOWN
 
 ROWS = {"train": 20, "t10k": 10}
+MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
 
 
 def write_idx(path: str | Path, values: torch.Tensor) -> None:
@@ -40,9 +42,9 @@ def write_set(folder: Path, *, suffix: str = "") -> Path:
     return folder
 
 
-def small() -> Family:
+def small() -> Remote:
     """Fashion-MNIST as `write_set` makes it, which lies nowhere on this machine."""
-    return replace(FAMILIES["fashion-mnist"], packed=None, package="")
+    return replace(KNOWN["fashion-mnist"], packed=None, package="")
 
 
 def everything(root: Path) -> list[str]:

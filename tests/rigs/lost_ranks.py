@@ -26,7 +26,7 @@ JOB_TIMEOUT_S = 600.0
 # What is trained, by name
 PROFILES: dict[str, tuple[str, ...]] = {
     "wide": (*OWN, "--options.model=wide", "--num-workers=0"),
-    "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--in-memory=never", "--num-workers=1"),
+    "workers": (*FAKE, "--model=cnn", "--dropout=0.2", "--augment", "--num-workers=1"),
     "accumulate": (*OWN, "--options.model=wide", "--accumulate=2", "--optimizer=adamw", "--lr=0.001", "--clip-norm=1"),
     "compile": (*FAKE, "--model=mlp", "--compile"),
     "text": ("--workload=text", "--limit-train=384", "--optimizer=adamw", "--lr=0.001"),

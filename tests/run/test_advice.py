@@ -13,6 +13,7 @@ from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.recording_workload import records
 from train import loop
+from train.data.samples import TensorSamples
 from train.run import advice
 from train.run.advice import on_setting, on_workers
 
@@ -76,10 +77,16 @@ def test_advice_is_measured_and_changes_no_bit(forks: Forks, tmp_path: Path, wor
     assert not train(forks, tmp_path / "short", "--max-steps", "5", world_size=world_size)
 
 
+def from_files() -> None:
+    always()
+    TensorSamples.in_memory = False
+
+
 def test_data_that_are_waited_for_are_a_reason_for_workers(forks: Forks, tmp_path: Path) -> None:
-    more = ("--in-memory", "never", "--precision", "bf16", "--num-threads", "4")  # with nothing else to advise
-    assert not train(forks, tmp_path / "busy", "--max-steps", "10", *more)
-    line = train(forks, tmp_path / "run", "--max-steps", "10", *more[:4])[0]
+    more = ("--max-steps", "10", "--precision", "bf16")
+    # Nothing to advise: no CPU is idle
+    assert not train(forks, tmp_path / "busy", *more, "--num-threads", "4", preload="from_files")
+    line = train(forks, tmp_path / "run", *more, preload="from_files")[0]
     assert re.match(r"--num-workers 1 may gain up to [\d.]+x here \(measured: preparing a batch takes ", line)
 
 

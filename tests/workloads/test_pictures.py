@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.rigs.jobs import ROOT, environment
-from train.workloads import classification
-from train.workloads.classification import NAMED, WIDTH, confusion_pictures, to_tensor
+from train.workloads.classification import NAMED, WIDTH, confusion_pictures
 
 SMALLEST = 15.5  # of WIDTH; a phone shows a figure at about a third of it
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -20,9 +19,8 @@ FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 
 def texts(figure: Any) -> list[Any]:
     """Those that are drawn."""
-    from matplotlib.text import Text  # not by each process that collects tests
+    from matplotlib.text import Text
 
-    to_tensor(figure)
     found = figure.findobj(lambda each: isinstance(each, Text) and each.get_visible() and bool(each.get_text().strip()))
     return [text for text in found if isinstance(text, Text)]
 
@@ -64,14 +62,16 @@ def confused(count: int, samples: int = 900) -> torch.Tensor:
 def test_matrix_of_few_classes_has_all_names(
     classes: tuple[str, ...], samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not by each process that collects tests
+
     drawn: list[list[str]] = []
-    usual = classification.to_tensor
+    usual = FigureCanvasAgg.draw
 
-    def record(figure: Any) -> torch.Tensor:
-        drawn.append(assert_legible(figure))
-        return usual(figure)
+    def record(canvas: FigureCanvasAgg) -> None:
+        usual(canvas)
+        drawn.append(assert_legible(canvas.figure))
 
-    monkeypatch.setattr(classification, "to_tensor", record)
+    monkeypatch.setattr(FigureCanvasAgg, "draw", record)
     (picture,) = confusion_pictures(confused(len(classes), samples), classes).values()
     assert (picture.dtype, picture.shape) == (torch.uint8, (3, WIDTH + 60, WIDTH))
     assert {name[:15] for name in classes} - {""} <= set(drawn[0])

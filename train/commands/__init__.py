@@ -107,7 +107,7 @@ class Predict(CheckpointCommand):
 
 
 class Show(Command):
-    """Print all settings as they would be used, with help, range and unit."""
+    """Print all settings as they would be used, with help and range."""
 
     examples = ("show", "show --config mine.yaml --lr 0.1 > full.yaml", "show --json")
 

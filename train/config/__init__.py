@@ -1,4 +1,4 @@
-"""What was asked for: settings, the rules that combine them, YAML, and the command line. No torch here."""
+"""What was asked for: settings, the rules that combine them, and YAML. No torch here."""
 
 from .load import changed_settings, check_world_size, foreign, load_config, refuse_foreign, to_yaml
 from .settings import Config

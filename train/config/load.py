@@ -125,7 +125,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
-    """A field's unit, rule, affects_result and `of`."""
+    """A field's rule, affects_result and `of`."""
     return cast(dict[str, Any], field.json_schema_extra)
 
 
@@ -173,7 +173,7 @@ def changed_settings(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The settings in their groups, each with its line of help, range and unit; `--config` reads it back equal. Those
+    """The settings in their groups, each with its line of help and range; `--config` reads it back equal. Those
     of other data sets, workloads and methods are left out, unless they were set."""
     lines: list[str] = []
     others = {name for name in foreign(config) if getattr(config, name) == Config.model_fields[name].default}
@@ -183,7 +183,7 @@ def to_yaml(config: Config) -> str:
         if name in others:
             continue
         of = f"{facts(field)['of']}: " if facts(field)["of"] else ""
-        more = ", ".join(filter(None, [facts(field)["unit"], bounds(field), " | ".join(literals(field))]))
+        more = bounds(field) or " | ".join(literals(field))
         line = f"{f'{name}: {dump_value(getattr(config, name))}':<36}  # {of}{field.description}"
         lines.append(line + (f" [{more}]" if more else ""))
     return "\n".join(lines[1:]) + "\n"

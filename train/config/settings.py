@@ -1,4 +1,4 @@
-"""Every setting: its type, default, range, unit, a line of help, and whether it affects the result: then it must stay
+"""Every setting: its type, default, range, a line of help, and whether it affects the result: then it must stay
 the same when a run is resumed. `show` and `--help` keep the order below. No torch here."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pydantic import BaseModel, Field, JsonValue
 # `dataset` -> module in train/data/sources, and the function (config, say) -> (training half, test half) in it. A new
 # data set is a function and a line in this table.
 SOURCES = {
-    "fashion-mnist": "in_memory:mnist",
-    "mnist": "in_memory:mnist",
-    "cifar10": "in_memory:cifar10",
+    "fashion-mnist": "in_memory:of_torchvision",
+    "mnist": "in_memory:of_torchvision",
+    "cifar10": "in_memory:of_torchvision",
     "imagefolder": "imagefolder:load",
-    "digits": "in_memory:mnist",
+    "digits": "in_memory:digits",
     "fake": "in_memory:fake",
     "hf:PATH_OR_NAME": "huggingface:load",
 }
@@ -26,16 +26,14 @@ Count = Annotated[int, Field(ge=1)]
 Augment = bool | Literal["imagenet", "trivial"]
 
 
-def setting(
-    default: Any, help: str, *, unit: str = "", result: bool = False, rule: str = "", of: str = "", **limits: Any
-) -> Any:
+def setting(default: Any, help: str, *, result: bool = False, rule: str = "", of: str = "", **limits: Any) -> Any:
     """A field of Config, or of a command's options.
 
     `result`: it affects the trained weights. `rule`: what it must be, in place of pydantic's words. `of`: the choice of
     another setting that alone has it, a data set, workload, method, optimizer or schedule, or several with "or" between
     them. `limits`: pydantic's own (ge, lt, ...).
     """
-    facts: dict[str, Any] = {"unit": unit, "affects_result": result, "rule": rule, "of": of}
+    facts: dict[str, Any] = {"affects_result": result, "rule": rule, "of": of}
     return Field(default, description=help, json_schema_extra=facts, **limits)
 
 
@@ -46,7 +44,7 @@ _SEVERAL = "ddp or fsdp or horovod"  # the methods of several processes
 
 
 def _deadline(default: float, what: str) -> Any:
-    return setting(default, f"Longest time for {what}; then the process ends.", unit="s", gt=0, le=WEEK_S)
+    return setting(default, f"Longest time for {what}; then the process ends.", gt=0, le=WEEK_S)
 
 
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -67,23 +65,22 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     data_dir: str | None = _path(None, "Folder of the data; null: look in the usual places, then download.")
     model: str = _result("cnn", "cnn, mlp, or a torchvision classifier such as resnet18.", pattern=r"^[A-Za-z]\w*$",
                          rule="cnn, mlp or the name of a torchvision classifier", of="images")
-    image_size: int | None = _result(None, "Scale images to this height and width; null: as they are.",
-                                     unit="pixels", ge=8, of="images")
-    max_seq_len: int = _result(128, "Longer texts are cut to this.", unit="tokens", ge=4, of="text")
+    image_size: int | None = _result(None, "Height and width of images in pixels; null: theirs.", ge=8, of="images")
+    max_seq_len: int = _result(128, "Longer texts are cut to so many tokens.", ge=4, of="text")
     bert_dir: str | None = _path(None, "A BERT's folder: config, vocabulary, weights; null: small encoder.", of="text")
     eval_split: Literal["dev", "test"] = setting(
         "dev", "Which part to evaluate on, where there are both.", of="text or hf")
     init_from: str | None = _path(None, "Start from these weights: a checkpoint or a state dict, or its address.",
                                   result=True)
-    dropout: float = _result(0.0, "Share of activations dropped in training.", unit="fraction", ge=0, lt=1)
+    dropout: float = _result(0.0, "Share of activations dropped in training.", ge=0, lt=1)
     augment: Augment = _result(
         False, "Change the training images at random. true: shift and flip; imagenet: its random crops and flips; "
         "trivial: TrivialAugmentWide besides. The last two are for imagefolder and hf.",
         rule="true, false, imagenet or trivial", of="images")
-    limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.", unit="samples")
-    limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.", unit="samples")
-    fake_samples: Count = _result(1024, "How many images it has.", unit="samples", of="fake")
-    fake_classes: int = _result(10, "How many classes it has.", unit="classes", ge=2, of="fake")
+    limit_train: Natural = _result(0, "Use only the first so many training samples; 0: all.")
+    limit_eval: Natural = _result(0, "Evaluate on only the first so many samples; 0: all.")
+    fake_samples: Count = _result(1024, "How many images it has.", of="fake")
+    fake_classes: int = _result(10, "How many classes it has.", ge=2, of="fake")
     # Only what YAML and JSON both hold: the options are saved with the run and compared when it is resumed
     options: dict[str, JsonValue] = _result(
         {}, "Free settings: --options.key value.", of="your own workload",
@@ -94,22 +91,21 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         "auto: ddp where there are several processes; dp: one process, all its GPUs; fsdp: parameters split too.")
     device_ids: str = _result("", "The GPUs, in this order; empty: all that are visible.",
                               pattern=r"^(\d+(,\d+)*)?$", rule="numbers of GPUs, such as 1,0", of="dp")
-    seed: int = _result(0, "Seed of weights, order and augmentation.", unit="number", ge=0, le=2**32 - 1)
-    batch_size: Count = _result(64, "Global batch: samples per step over all processes.", unit="samples")
-    accumulate: Count = _result(1, "Micro-batches per step, to fit a large batch in little memory.",
-                                unit="micro-batches")
-    epochs: Count = setting(3, "Passes over the training data; may grow when resumed.", unit="epochs")
-    max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.", unit="steps")
+    seed: int = _result(0, "Seed of weights, order and augmentation.", ge=0, le=2**32 - 1)
+    batch_size: Count = _result(64, "Global batch: samples per step over all processes.")
+    accumulate: Count = _result(1, "Micro-batches per step, to fit a large batch in little memory.")
+    epochs: Count = setting(3, "Passes over the training data; may grow when resumed.")
+    max_steps: Natural = setting(0, "End after so many steps in all; 0: by epochs.")
     optimizer: Literal["sgd", "adamw"] = _result("sgd", "SGD with momentum, or AdamW.")
-    lr: float = _result(0.08, "Learning rate at its peak; schedule lowers it.", unit="per step", gt=0)
-    momentum: float = _result(0.9, "Momentum of SGD.", unit="fraction", ge=0, lt=1, of="sgd")
-    weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", unit="per step", ge=0)
+    lr: float = _result(0.08, "Learning rate at its peak; schedule lowers it.", gt=0)
+    momentum: float = _result(0.9, "Momentum of SGD.", ge=0, lt=1, of="sgd")
+    weight_decay: float = _result(2e-4, "Weight decay; never on norms and biases.", ge=0)
     schedule: Literal["constant", "step", "cosine"] = _result("cosine", "How lr falls after the warm-up.")
-    warmup_steps: Natural = _result(0, "Raise lr linearly over the first steps.", unit="steps")
-    step_epochs: Count = _result(1, "Multiply lr by step_gamma each so many epochs.", unit="epochs", of="step")
-    step_gamma: float = _result(0.1, "The factor of each step.", unit="factor", gt=0, le=1, of="step")
-    label_smoothing: float = _result(0.0, "Label smoothing of the loss.", unit="fraction", ge=0, lt=1)
-    clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", unit="norm", ge=0)
+    warmup_steps: Natural = _result(0, "Raise lr linearly over the first steps.")
+    step_epochs: Count = _result(1, "Multiply lr by step_gamma each so many epochs.", of="step")
+    step_gamma: float = _result(0.1, "The factor of each step.", gt=0, le=1, of="step")
+    label_smoothing: float = _result(0.0, "Label smoothing of the loss.", ge=0, lt=1)
+    clip_norm: float = _result(0.0, "Clip the global norm of the gradient to this; 0: off.", ge=0)
     precision: Literal["fp32", "bf16", "fp16"] = _result("fp32", "Mixed precision; fp16 scales the loss.")
     compile: bool = _result(False, "torch.compile the model.", of="none or ddp")
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.", of="ddp or fsdp")
@@ -119,13 +115,10 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
     device: str = _result("auto", "auto, cpu, cuda, or another accelerator of torch.", pattern=r"^[a-z]+(:[0-9]+)?$",
                           rule="auto, cpu, cuda or another accelerator's name")
-    num_threads: int = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.",
-                               unit="threads", ge=1)
+    num_threads: Count = _result(1, "CPU threads of each process; part of what makes runs equal to the bit.")
 
-    in_memory: Literal["auto", "always", "never"] = setting("auto", "Hold the data in memory; auto: where they fit.")
-    num_workers: int = setting(0, "DataLoader workers of each process, for data not in memory.", unit="processes",
-                               ge=0)
-    eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.", unit="samples")
+    num_workers: Natural = setting(0, "DataLoader workers of each process; data in memory need none.")
+    eval_batch_size: Count = setting(512, "Samples at a time in evaluation, per process.")
 
     join_timeout_s: float = _deadline(120.0, "all processes to join")
     setup_timeout_s: float = _deadline(600.0, "fetching and preparing data, model and first batch")
@@ -144,24 +137,24 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         "plain", "plain: rank 0 writes all; sharded: each rank its part, on storage that all nodes share.", of="fsdp")
     save: Literal["auto", "async", "sync"] = setting(
         "auto", "async: train on while a thread writes; sync: wait for it; auto: async where memory allows.")
-    keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", ge=1)
-    save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.", unit="steps")
+    keep: Count = setting(2, "Newest checkpoints kept.")
+    save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.")
     memory_every_steps: int | None = setting(
         None, "Each rank keeps its part in its node's memory each so many steps; null: as often as it costs half a "
-        "percent; 0: never.", unit="steps", ge=0, of="fsdp")
-    evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.", unit="epochs")
-    log_every_steps: Count = setting(50, "Write metrics each so many steps.", unit="steps")
+        "percent; 0: never.", ge=0, of="fsdp")
+    evaluate_every_epochs: Count = setting(1, "Evaluate each so many epochs and at the end.")
+    log_every_steps: Count = setting(50, "Write metrics each so many steps.")
     compare_every_steps: int | None = setting(
-        None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.",
-        unit="steps", ge=0, of=_SEVERAL)
+        None, "Compare the ranks' states each so many steps; 0: never; null: in half a percent of the time.", ge=0,
+        of=_SEVERAL)
     recompute_every_steps: Natural = setting(
         0, "Each so many steps let all ranks compute one batch, which costs about a step, and compare; 0: never.",
-        unit="steps", of=_SEVERAL)
+        of=_SEVERAL)
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     tracker: Literal["none", "mlflow", "wandb"] = setting(
         "none", "Also send metrics, settings and result to a tracker, one run for all attempts.")
 
 
 # The first setting of each group -> the group's title
-GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "in_memory": "loading",
+GROUPS = {"workload": "what is trained", "parallel": "how it is trained", "num_workers": "loading",
           "join_timeout_s": "deadlines", "name": "the run"}

@@ -1,23 +1,23 @@
-"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them. This module
-imports torchvision, 0.1 to 0.4 s: whoever holds images in memory does without it."""
+"""Image files as samples, also those that lie in the rows of a table: decoded when a batch asks for them."""
 
 import io
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image
-from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import RandomCrop, RandomResizedCrop
+from torchvision.transforms.functional import center_crop
 
 from rankup import UserError
 from rankup.seeds import derive_seed, seed_host
 
 from ..config.settings import Augment
-from .samples import random_numbers
+from . import one_line
+from .samples import resize
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as is usual for photographs
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crops for ImageNet: share of the area, width / height
@@ -44,13 +44,6 @@ class FileSamples:
     seed: int = 0
     channels: int = 3  # or 1: colours are averaged, for a model that was trained on grey images
 
-    def __post_init__(self) -> None:
-        self._change: Any = None
-        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it
-            from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
-
-            self._change = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)
-
     def __len__(self) -> int:
         return len(self.paths)
 
@@ -66,16 +59,9 @@ class FileSamples:
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Images uint8 [B, C, S, S] and labels int64 [B]. Raises UserError for a file that cannot be decoded."""
-        size = self.image_size
-        images = torch.empty(len(indices), 3, size, size, dtype=torch.uint8)
-        numbers = random_numbers(self.seed, epoch or 0, indices, 3).tolist()
-        for place, index, own in zip(images, indices.tolist(), numbers, strict=True):
-            if epoch is None or self.augment is False:
-                place.copy_(self._middle(index))
-            elif self.augment is True:
-                place.copy_(shift_and_flip_one(self._middle(index), own))
-            else:
-                place.copy_(self._random_part(index, epoch))
+        images = torch.empty(len(indices), 3, self.image_size, self.image_size, dtype=torch.uint8)
+        for place, index in zip(images, indices.tolist(), strict=True):
+            place.copy_(self._middle(index) if epoch is None or not self.augment else self._augmented(index, epoch))
         if self.channels == 1:
             images = images.float().mean(1, keepdim=True).round().to(torch.uint8)
         return images, self.labels[indices]
@@ -88,39 +74,30 @@ class FileSamples:
         shorter = round(size * 256 / 224) if self.margin else size
         longer = shorter * max(height, width) // min(height, width)
         height, width = (shorter, longer) if height <= width else (longer, shorter)
-        top, left = round((height - size) / 2), round((width - size) / 2)
-        return resize(whole, height, width)[:, top : top + size, left : left + size]
+        middle: torch.Tensor = center_crop(resize(whole[None], height, width)[0], [size, size])
+        return middle
 
-    def _random_part(self, index: int, epoch: int) -> torch.Tensor:
-        """A random part of one image, uint8 [3, S, S]; half are mirrored. https://arxiv.org/abs/1409.4842. The numbers
-        come from torch's random state, in the order of torchvision's RandomResizedCrop and RandomHorizontalFlip."""
-        image = self._decode(index)
+    def _augmented(self, index: int, epoch: int) -> torch.Tensor:
+        """The middle of one image, shifted by up to an eighth over black, or a random part of it
+        (https://arxiv.org/abs/1409.4842): uint8 [3, S, S]; half are mirrored. The numbers come from torch's random
+        state, in the order of torchvision's RandomCrop or RandomResizedCrop, and RandomHorizontalFlip."""
+        size = self.image_size
+        image = self._middle(index) if self.augment is True else self._decode(index)
         seed_host(derive_seed(self.seed, epoch, index))
-        top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
-        part = resize(image[:, top : top + height, left : left + width], self.image_size, self.image_size)
+        if self.augment is True:
+            part: torch.Tensor = RandomCrop(size, padding=max(1, size // 8))(image)
+        else:
+            top, left, height, width = RandomResizedCrop.get_params(image, SCALE, RATIO)
+            part = resize(image[None, :, top : top + height, left : left + width], size, size)[0]
         part = part.flip(2) if torch.rand(1) < 0.5 else part
-        return part if self._change is None else self._change(part)
+        if self.augment == "trivial":  # https://arxiv.org/abs/2103.10158, as torchvision's own training script uses it
+            from torchvision.transforms import v2  # here: 0.3 s, which the other recipes do without
+
+            part = v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR)(part)
+        return part
 
     def _decode(self, index: int, *, at_least: int | None = None) -> torch.Tensor:
         return decode(self.paths[index], self.contents(index) if self.contents else None, at_least=at_least)
-
-
-def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """uint8 [3, H, W] -> uint8 [3, height, width], bilinear with antialiasing: the same pixels as
-    torchvision.transforms.v2 gives, which takes 0.3 s to import in each process."""
-    if image.shape[1:] == (height, width):
-        return image
-    size = (height, width)
-    return torch.nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
-
-
-def shift_and_flip_one(image: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
-    """What `shift_and_flip` makes of one image, uint8 [3, S, S], with its three numbers, in a twentieth of the time."""
-    size, reach = image.shape[1], max(1, image.shape[1] // 8)
-    top, left = (int(number * (2 * reach + 1)) for number in numbers[:2])
-    padded = torch.nn.functional.pad(image, (reach, reach, reach, reach))
-    part = padded[:, top : top + size, left : left + size]
-    return part.flip(2) if numbers[2] < 0.5 else part
 
 
 # Decoding to upright RGB: JPEG and WebP by torchvision, everything else by PIL ----------------------------------------
@@ -175,8 +152,7 @@ def decode(path: str, data: bytearray | None = None, *, at_least: int | None = N
         raise UserError(f"{path}: has too many pixels to be decoded safely. Make it smaller.") from error
     # Every exception: for damaged files PIL's decoders also raise SyntaxError, struct.error and IndexError.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path}: is no image that can be decoded ({reason}). Remove or repair it.") from error
+        raise UserError(f"{path}: is no image that can be decoded ({one_line(error)}). Remove or repair it.") from error
 
 
 def _turn(file: Image.Image) -> Image.Transpose | None:

@@ -12,7 +12,7 @@ from torch import nn
 from rankup import UserError
 
 from ..config import Config
-from ..data.sources.huggingface import one_line
+from ..data import one_line
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from torch.nn import functional
 
 from ..data.sources.fetch import writable_cache
 from .workload import Sums
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # what the model is given, and labels, int64 [B]
 TOP = 5
@@ -111,46 +108,36 @@ NAMED = 20  # with more classes, the names and counts of a matrix would be too s
 
 
 def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The picture of a confusion matrix, int64 [C, C], by its name. None with more than NAMED classes."""
+    """The picture of a confusion matrix, int64 [C, C], by its name, uint8 [3, H, W]: true class down, predicted class
+    across, and in each cell its percent of the row. None with more than NAMED classes."""
     if len(classes) > NAMED:
         return {}
     # Its cache of fonts lies in ours: a home that can't be written would cost a warning and a folder
     os.environ.setdefault("MPLCONFIGDIR", str(writable_cache() / "matplotlib"))
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it also says that it looks for fonts
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     # A name such as "$5 to $10" is no formula
     ours: Any = {"font.family": FONTS, "font.size": TEXT, "text.usetex": False, "text.parse_math": False}
     with matplotlib.rc_context(ours), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it draws a box then
-        return {"eval/confusion": to_tensor(draw_matrix(matrix, [name[:LETTERS] for name in classes]))}
-
-
-def draw_matrix(matrix: torch.Tensor, labels: Sequence[str]) -> "Figure":
-    """True class down, predicted class across, and in each cell its percent of the row."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH / DPI, (WIDTH + 60) / DPI), dpi=DPI, layout="constrained")
-    axes, shares = figure.subplots(), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
-    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
-    cell = 0.7 * WIDTH / len(labels)
-    for row, column in (shares >= 0.005).nonzero().tolist():
-        ink, percent = "white" if shares[row, column] > 0.5 else "black", f"{100 * shares[row, column]:.0f}"
-        axes.text(column, row, percent, ha="center", va="center", color=ink, size=min(TEXT, 0.46 * cell))
-    letters = min(TEXT, 0.6 * cell)
-    axes.set_xticks(range(len(labels)), labels, rotation=90, size=letters)
-    axes.set_yticks(range(len(labels)), labels, size=letters)
-    axes.tick_params(length=0)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    figure.suptitle("Confusion matrix, percent of each row", x=0.02, ha="left", size=TEXT)
-    return figure
-
-
-def to_tensor(figure: "Figure") -> torch.Tensor:
-    """The figure as uint8 [3, H, W]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    return torch.from_numpy(np.array(canvas.buffer_rgba())[:, :, :3]).permute(2, 0, 1).contiguous()
+        figure = Figure(figsize=(WIDTH / DPI, (WIDTH + 60) / DPI), dpi=DPI, layout="constrained")
+        axes, shares = figure.subplots(), matrix.double() / matrix.sum(1, keepdim=True).clamp(min=1)
+        axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+        cell = 0.7 * WIDTH / len(classes)
+        for row, column in (shares >= 0.005).nonzero().tolist():
+            ink, percent = "white" if shares[row, column] > 0.5 else "black", f"{100 * shares[row, column]:.0f}"
+            axes.text(column, row, percent, ha="center", va="center", color=ink, size=min(TEXT, 0.46 * cell))
+        labels, letters = [name[:LETTERS] for name in classes], min(TEXT, 0.6 * cell)
+        axes.set_xticks(range(len(labels)), labels, rotation=90, size=letters)
+        axes.set_yticks(range(len(labels)), labels, size=letters)
+        axes.tick_params(length=0)
+        axes.set_xlabel("predicted class")
+        axes.set_ylabel("true class")
+        figure.suptitle("Confusion matrix, percent of each row", x=0.02, ha="left", size=TEXT)
+        canvas: Any = FigureCanvasAgg(figure)
+        canvas.draw()
+        pixels = np.array(canvas.buffer_rgba())[:, :, :3]
+    return {"eval/confusion": torch.from_numpy(pixels).permute(2, 0, 1).contiguous()}

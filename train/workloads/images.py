@@ -40,9 +40,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     """The workload of `config.dataset` and `config.model`, whose weights begin at random. Raises UserError."""
     train, test = load(config)
     if isinstance(train, TensorSamples):
-        channels, size, width = train.images.shape[1:]
-        if size != width:
-            raise UserError(f"{train.origin}: images must be square, got {size} x {width}. Set --image-size.")
+        channels, size = train.images.shape[1:3]
     else:
         channels, size = 3, train.image_size
     num_classes = len(train.classes)
@@ -63,15 +61,9 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
 
 def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
     """Raises UserError for random crops of images that memory holds, whose edges are gone."""
-    if isinstance(augment, str) and (isinstance(found, TensorSamples) or config.in_memory == "always"):
+    if isinstance(found, TensorSamples) and isinstance(augment, str):
         raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
-    if isinstance(found, TensorSamples):
-        return replace(found, augment=augment is True, seed=config.seed, in_memory=config.in_memory != "never")
-    files = replace(found, augment=augment, seed=config.seed)
-    if config.in_memory != "always":
-        return files
-    images, labels = files.batch(torch.arange(len(files)), None)
-    return TensorSamples(images, labels, augment=augment is True, seed=config.seed)
+    return replace(found, augment=augment, seed=config.seed)  # type: ignore[arg-type]  # no text, see above
 
 
 def _open_input(
@@ -79,11 +71,12 @@ def _open_input(
 ) -> tuple[Samples, Callable[[int], str]]:
     """Samples from an image file or a folder of them, prepared as those that the model was evaluated with; their labels
     are unknown: all 0. And their names by number."""
-    from ..data.file_samples import FileSamples  # here: torchvision, which images in memory do without
-    from ..data.sources.imagefolder import EXTENSIONS
+    from torchvision.datasets.folder import is_image_file  # here: torchvision, which some sets do without
+
+    from ..data.file_samples import FileSamples
 
     root = Path(path)
-    found = [p for p in root.rglob("*") if p.name.lower().endswith(EXTENSIONS)] if root.is_dir() else [root]
+    found = [p for p in root.rglob("*") if is_image_file(p.name)] if root.is_dir() else [root]
     files = sorted(map(str, found))
     if not files or not root.exists():
         raise UserError(f"--input must be an image or a folder of images, got {path}, where there is none.")
@@ -131,7 +124,10 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
             first.in_channels = channels
             first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
             first.reset_parameters()
-        _dry_run(model, channels=channels, size=size)
+        # Shapes alone, without data or arithmetic: it raises what the model raises for too small images
+        shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        with torch.no_grad():
+            functional_call(model.eval(), shapes, (torch.empty(2, channels, size, size, device="meta"),))
     except TypeError:
         if "dropout" not in options:
             raise
@@ -140,7 +136,7 @@ def build_model(name: str, *, channels: int, size: int, num_classes: int, dropou
         reason = str(error).splitlines()[0].rstrip(".!")
         got = f"got {size} x {size}: {reason}. Set --image-size (224 suits every model), or another --model."
         raise UserError(f"model {name} must get images of a size that it can take, {got}") from None
-    return model
+    return model.train()
 
 
 def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Module:
@@ -156,12 +152,3 @@ def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Mod
         nn.Linear(32 * side * side, 256), nn.ReLU(),
         nn.Linear(256, num_classes),
     )
-
-
-def _dry_run(model: nn.Module, *, channels: int, size: int) -> None:
-    """Pass shapes through the model, without data or arithmetic. Raises what the model raises for too small images."""
-    shapes = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    model.eval()
-    with torch.no_grad():
-        functional_call(model, shapes, (torch.empty(2, channels, size, size, device="meta"),))
-    model.train()

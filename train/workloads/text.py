@@ -107,8 +107,8 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
 
     number = {name: index for index, name in enumerate(found.classes)}
     train, evaluation = (
-        TextSamples(part.texts, [number[label] for label in part.labels], tokenizer)
-        for part in (found.train, found.evaluation)
+        TextSamples(part.texts[: limit or None], [number[label] for label in part.labels[: limit or None]], tokenizer)
+        for part, limit in ((found.train, config.limit_train), (found.evaluation, config.limit_eval))
     )
     for part, path in ((train, found.train.path), (evaluation, found.evaluation.path)):
         if part.num_cut:

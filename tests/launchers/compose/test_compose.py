@@ -18,7 +18,7 @@ from tests.rigs.listings import workload
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
 # Everything that could tell two runs apart: dropout, augmentation, and batches prepared by workers
-JOB = "--dataset digits --model mlp --dropout 0.2 --augment --in-memory never --num-workers 1 --max-steps 60 --name job"
+JOB = "--dataset digits --model mlp --dropout 0.2 --augment --num-workers 1 --max-steps 60 --name job"
 # Nothing but steps: 10,000 to an epoch
 LONG = "--dataset fake --fake-samples 20000 --batch-size 2 --model mlp --epochs 100 --log-every-steps 1 --name long"
 USER = {"RANKUP_UID": "54321", "RANKUP_GID": "54322"}

@@ -1,19 +1,21 @@
-"""Find a data set, or fetch it once per node: one process downloads to a temporary name, checks and renames; the others
-wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
+"""Find a data set of torchvision, or fetch it once per node: one process downloads to a temporary name and renames; the
+others wait. Other jobs on the node may want the same data, so a lock on a file decides which one."""
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankup import UserError, cache_roots
 
-GRACE_S = 10.0  # waiters wait this much longer than a download may take: it fails first, and they learn its reason
 SILENCE_S = 10  # give up when a server has sent nothing for this long
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room is no reason to train on other data
 
 # torchvision knows the addresses and the md5 of each file. It runs in a process of its own, which can be ended in time
 DOWNLOAD = f"""
@@ -34,27 +36,17 @@ class NotFetched(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A data set that torchvision can download."""
+    """A data set that torchvision can download and read. mean and std are those of its training images / 255."""
 
     kind: str  # the class of torchvision.datasets
-    folder: str  # where that keeps it, below its root
-    files: tuple[str, ...]  # what lies in that folder, plain or .gz
-    here: Path | None = None  # where it lies, if it ships with the program
+    folder: str  # what that keeps below its root
     package: str = ""  # Debian's, for a network that mirrors only Debian
-    packed: Path | None = None  # where that puts it, in .gz files
-
-    def find(self, root: Path) -> Path | None:
-        """The folder that holds the files, if they are there: `root` itself, or torchvision's below it."""
-        folders = (root, root / self.folder)
-        return next((folder for folder in folders if all(file_in(folder, name) for name in self.files)), None)
-
-    def check(self, folder: Path) -> None:
-        """Raises UserError unless the first part of `self.folder` is complete."""
-
-
-def file_in(folder: Path, name: str) -> Path | None:
-    # The plain file first: where both are there, it needs no unpacking
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    packed: Path | None = None  # where that puts what belongs into `folder`/raw, in .gz files
+    mean: tuple[float, ...] = ()  # mean, std: one per channel
+    std: tuple[float, ...] = ()
+    mirror: bool = True  # whether a mirrored image still shows its class; a mirrored 2 does not
+    # Of the published images: others get a name of their own. None: torchvision compares each file's md5
+    digest: str | None = None
 
 
 def say(line: str) -> None:
@@ -62,43 +54,29 @@ def say(line: str) -> None:
 
 
 def locate(remote: Remote, *, data_dir: str | None, timeout_s: float) -> Path:
-    """The folder that holds the data set: in data_dir if it is given, otherwise where it ships, or in the cache;
-    fetched if need be. Raises UserError for a data_dir that holds something else, and as `fetch` does."""
-    others: list[str] = []
-    if data_dir is None:
-        places = [place for place in (remote.here, *cache_roots()) if place is not None]
-    else:
-        places = [Path(data_dir).expanduser()]
-        try:  # before the search: what another process renames into place is then found
-            others = sorted(name for name in os.listdir(places[0]) if not name.startswith("."))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise UserError(f"{data_dir}: data_dir must be a folder that can be read ({error.strerror}).") from error
-    for place in places:
-        if (found := remote.find(place)) is not None:
-            return found
-    if others:
-        needs = f"the files of {remote.kind} ({', '.join(remote.files)}; plain or .gz)"
-        way_out = "Set --data-dir to the right folder, or to an empty one."
-        raise UserError(f"{data_dir}: must hold {needs}, got {others[0]}. {way_out}")
-    root = (writable_cache() if data_dir is None else places[0]).absolute()
-    fetch(remote, root / Path(remote.folder).parts[0], timeout_s=timeout_s)
-    return root / remote.folder
+    """torchvision's root, in which the set has its folder: data_dir if it is given, otherwise a cache. What is in none
+    of them is fetched. Raises UserError as `fetch` does."""
+    roots = cache_roots() if data_dir is None else [Path(data_dir).expanduser()]
+    for root in roots:
+        if os.path.isdir(root / remote.folder):
+            return root
+    root = (writable_cache() if data_dir is None else roots[0]).absolute()
+    fetch(remote, root / remote.folder, timeout_s=timeout_s)
+    return root
 
 
 def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
-    """Have the folder `target` fetched and checked by this process or by another on this node. Those who waited for one
-    that failed raise the same reason. Raises NotFetched if no source gives the data, UserError if `target` cannot be
-    written or the process that downloads does not finish within `timeout_s`."""
-    from filelock import FileLock, Timeout  # here: for what downloads nothing
+    """Have the folder `target` fetched by this process or by another on this node. Those who waited for one that failed
+    raise the same reason. Raises NotFetched if no source gives the data within `timeout_s`, UserError if `target`
+    cannot be written."""
+    from filelock import FileLock  # here: for what downloads nothing
 
     root, failed, began_s = target.parent, target.with_name(f".{target.name}.failed"), time.time()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        say(f"fetching {remote.kind} to {root}, or waiting for the process that does (at most {timeout_s:g} s)")
+        say(f"fetching {remote.kind} to {root}, or waiting for the process that does")
         # The kernel takes the lock back when its owner dies
-        with FileLock(target.with_name(f".{target.name}.lock"), timeout=timeout_s + GRACE_S):
+        with FileLock(target.with_name(f".{target.name}.lock")):
             if target.exists():
                 return
             if failed.exists() and failed.stat().st_mtime > began_s:
@@ -108,9 +86,6 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
             except NotFetched as error:
                 failed.write_text(str(error))
                 raise
-    except Timeout as error:
-        late = f"after {timeout_s:g} s (see setup_timeout_s). Is it alive?"
-        raise UserError(f"{root}: another process has not finished downloading {remote.kind} {late}") from error
     except OSError as error:
         why = f"{remote.kind} cannot be stored there ({error.strerror}). Set --data-dir or RANKUP_CACHE."
         raise UserError(f"{error.filename or root}: {why}") from error
@@ -118,7 +93,7 @@ def fetch(remote: Remote, target: Path, *, timeout_s: float) -> None:
 
 def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
     """From Debian's package if it is installed, else from the web, else from the package's file: to a temporary folder
-    beside the target, check, rename."""
+    beside the target, then rename."""
     for path in target.parent.glob(f".{target.name}.partial-*"):  # of processes that were killed
         shutil.rmtree(path, ignore_errors=True)
     reasons = []
@@ -134,17 +109,18 @@ def _download(remote: Remote, target: Path, *, timeout_s: float) -> None:
             folder.mkdir()
             try:
                 _run(commands, folder, time.monotonic() + timeout_s / len(sources))
-                remote.check(folder / target.name)
             except subprocess.TimeoutExpired:
                 reasons.append(f"{name}: timed out")
-            except (OSError, UserError) as error:
+            except OSError as error:
+                if error.errno in FULL:
+                    raise
                 reasons.append(f"{name}: {' '.join(str(error).split())}".replace(f"{folder}{os.sep}", ""))
             else:
                 (folder / target.name).rename(target)  # atomic: a reader sees the whole folder or nothing
                 return
     raise NotFetched(
-        f"{remote.kind} cannot be downloaded ({'; '.join(reasons)}). Bring the files from a machine that can, and set "
-        "data_dir to their folder; dataset digits needs no download."
+        f"{remote.kind} is not in {target.parent} and cannot be downloaded ({'; '.join(reasons)}). Bring the folder "
+        f"{target.name} from a machine that can, and set data_dir to where it lies; dataset digits needs no download."
     )
 
 
@@ -164,12 +140,12 @@ def _of_debian(remote: Remote, folder: Path) -> list[list[str]]:
 
 
 def _unpack(packed: Path, folder: str) -> list[list[str]]:
-    """Once: it would take a third of a second at each start of each rank."""
-    return [["mkdir", "-p", folder], ["sh", "-c", f"cp {packed}/*.gz {folder} && gunzip {folder}/*"]]
+    return [["mkdir", "-p", f"{folder}/raw"], ["sh", "-c", f"cp {packed}/*.gz {folder}/raw && gunzip {folder}/raw/*"]]
 
 
 def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
-    """One after the other. If the last one fails, OSError with apt's first two errors, else the last two lines."""
+    """One after the other. If the last one fails, OSError: a full disk's, or one with apt's first two errors, else with
+    the last two lines."""
     lines: list[str] = []
     for command in commands:
         done = subprocess.run(
@@ -179,6 +155,9 @@ def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
         )
         lines += done.stdout.splitlines()
     if done.returncode:
+        for number in FULL:
+            if os.strerror(number) in "\n".join(lines):
+                raise OSError(number, os.strerror(number))
         errors = [line for line in lines if line.startswith(("E:", "Err:"))]
         raise OSError(" ".join(errors[:2] or lines[-2:]) or f"{command[0]} ended with {done.returncode}")
 
@@ -187,11 +166,9 @@ def writable_cache() -> Path:
     """The first cache folder that can be written, created if it is missing. Raises UserError if there is none."""
     roots = cache_roots()
     for root in roots:
-        try:
+        with suppress(OSError):
             # 0o700: in a shared temporary folder nobody else should write into ours.
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
         if os.access(root, os.W_OK | os.X_OK):
             return root
     raise UserError(f"{' and '.join(map(str, roots))}: cannot be written. Set --data-dir or RANKUP_CACHE.")

@@ -18,11 +18,11 @@ from rankup import UserError
 
 from ...config import Config
 from ...config.load import flag
+from .. import one_line
 from ..file_samples import FileSamples, read_file
-from .texts import Texts, TextSet, checked, texts_of
+from .texts import NAMES, Texts, TextSet, checked, texts_of
 
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
-EVALUATED = {"dev": ("validation", "valid", "val", "dev"), "test": ("test",)}  # eval_split -> usual names of splits
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
 
 
@@ -41,16 +41,11 @@ def load_texts(config: Config) -> Texts:
         numbered = ((row, label or "", text or "") for row, (label, text) in enumerate(pairs, rows.start))
         return checked(numbered, Path(config.dataset) / rows.split, train.classes, unit="row")
 
-    return texts_of(read(train), read(test), train.classes, _title(config), config)
+    return texts_of(read(train), read(test), train.classes, _title(config))
 
 
 def _title(config: Config) -> str:
     return Path(config.dataset.removeprefix("hf:")).name
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, on one line of at most 200 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")
 
 
 def open_splits(config: Config) -> Mapping[str, Any]:
@@ -108,7 +103,7 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
     """The rows to train and to evaluate on, with their labels. `usual`: the column of the inputs if the settings name
     none; `fits`: whether a column's feature holds them. Raises UserError."""
     splits = open_splits(config)
-    usual_splits = [*EVALUATED[config.eval_split], *(name for names in EVALUATED.values() for name in names)]
+    usual_splits = [*NAMES[config.eval_split], *NAMES["dev"], *NAMES["test"]]
     evaluated = config.hf_eval_split or next((name for name in usual_splits if name in splits), None)
     if evaluated is None:
         raise UserError(

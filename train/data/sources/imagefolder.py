@@ -1,17 +1,19 @@
-"""Any folder of class folders with images: listed here, decoded one at a time by FileSamples."""
+"""Any folder of class folders with images: listed by torchvision, decoded one at a time by FileSamples."""
 
 import hashlib
 import os
 from pathlib import Path
 
 import torch
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import is_image_file
 
 from rankup import UserError
 
 from ...config import Config
+from .. import one_line
 from ..file_samples import FileSamples
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 LAYOUT = "Images lie in <data_dir>/train/<class>/ and <data_dir>/val/<class>/, or all in <data_dir>/<class>/."
 Listed = dict[str, list[str]]  # class -> the paths of its images
 
@@ -56,28 +58,15 @@ def _samples(files: Listed, folder: Path, name: str, config: Config) -> FileSamp
 
 def _list(root: Path) -> Listed:
     """All images below each class folder, in the order of their names: the same on every node and file system."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}). {LAYOUT}") from error
-
-    found: Listed = {}
-    for where, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if where == str(root):
-            found = {name: [] for name in folders}
-            continue
-        paths = [os.path.join(where, name) for name in names if not name.startswith(".")]
-        for path in paths:
-            if not path.lower().endswith(EXTENSIONS):
-                raise UserError(f"{path}: is no image (known are {' '.join(EXTENSIONS)}). Remove or rename it.")
-        found[os.path.relpath(where, root).partition(os.sep)[0]] += paths
-    if not found:
-        raise UserError(f"{root}: holds no class folders, so there is no image to learn from. {LAYOUT}")
-    for name, paths in found.items():
-        if not paths:
-            raise UserError(f"{root / name}: holds no images. Remove the empty class folder or fill it.")
-        paths.sort()
-    return found
+    try:
+        # Not what macOS puts beside a file as ._NAME
+        found = ImageFolder(root, is_valid_file=lambda path: is_image_file(path) and Path(path).name[0] != ".")
+    except OSError as error:
+        raise UserError(f"{root}: cannot be taken for a folder of images ({one_line(error)}). {LAYOUT}") from error
+    listed: Listed = {name: [] for name in found.classes}
+    for path, label in sorted(found.samples):
+        listed[found.classes[label]].append(path)
+    return listed
 
 
 def _split(folder: Path, paths: list[str]) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ LAYOUT = (
     "A folder holds train.txt and dev.txt or test.txt, one label<TAB>text a line; names such as "
     "cnews.train.txt are found too. CSV files are read by --dataset hf:FOLDER."
 )
-NAMES = {"train": ("train",), "dev": ("dev", "val", "valid"), "test": ("test",)}
+NAMES = {"train": ("train",), "dev": ("validation", "valid", "val", "dev"), "test": ("test",)}
 NAMED = 5  # bad lines that a message names; the others are only counted
 
 
@@ -27,13 +27,10 @@ class TextSet:
     texts: tuple[str, ...]
     labels: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A training part, one to evaluate on, and the classes of both. `digest` is of the whole training part."""
+    """A training part, one to evaluate on, both whole, and their classes. `digest` is of the training part."""
 
     train: TextSet
     evaluation: TextSet
@@ -59,19 +56,15 @@ def load_texts(config: Config) -> Texts:
         raise UserError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
     evaluation = checked(_rows(evaluation_path), evaluation_path, classes)
     name = "texts" if config.data_dir is None else folder.resolve().name
-    return texts_of(train, evaluation, classes, name, config)
+    return texts_of(train, evaluation, classes, name)
 
 
-def texts_of(train: TextSet, evaluation: TextSet, classes: tuple[str, ...], name: str, config: Config) -> Texts:
-    """Both parts, cut to limit_train and limit_eval."""
+def texts_of(train: TextSet, evaluation: TextSet, classes: tuple[str, ...], name: str) -> Texts:
+    """Both parts, with what is counted of the first."""
     counts = Counter(character for text in train.texts for character in text)
     content = repr((train.texts, [*train.labels], classes)).encode("utf-8", "surrogatepass")
-    halves = [
-        TextSet(part.path, part.texts[: limit or None], part.labels[: limit or None])
-        for part, limit in ((train, config.limit_train), (evaluation, config.limit_eval))
-    ]
     characters = tuple(sorted(counts, key=lambda character: (-counts[character], character)))
-    return Texts(halves[0], halves[1], classes, name, hashlib.sha256(content).hexdigest()[:8], characters)
+    return Texts(train, evaluation, classes, name, hashlib.sha256(content).hexdigest()[:8], characters)
 
 
 def read_lines(path: str) -> tuple[str, ...]:
