@@ -93,22 +93,18 @@ def command(usage: str, examples: tuple[str, str], *options: Option) -> Callable
     list of commands. `usage`: what follows its name. `options`: what `add_argument` gets for each."""
 
     def add(run: Run) -> Run:
-        prog = f"rankup {run.__name__}"
+        prog, about = f"rankup {run.__name__}", " ".join((run.__doc__ or "").split())
         COMMANDS[run.__name__] = parser = Parser(
-            prog=prog, usage=f"{prog} {usage}", description=fill(_about(run), 78), allow_abbrev=False,
+            prog=prog, usage=f"{prog} {usage}", description=fill(about, 78), allow_abbrev=False,
             epilog="examples:" + "".join(f"\n  {prog} {line}".rstrip() for line in examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.set_defaults(command=run)
+        parser.set_defaults(command=run, about=about)
         for names, details in options:
             parser.add_argument(*names, **details)
         return run
 
     return add
-
-
-def _about(run: Run) -> str:
-    return " ".join((run.__doc__ or "").split())
 
 
 # Start ranks ----------------------------------------------------------------------------------------------------------
@@ -223,7 +219,7 @@ def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
 
     path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
     whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
-    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("changes") if whole else None
+    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None
     if not changes:
         raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")
     return changes
@@ -352,7 +348,7 @@ def print_whole(text: str) -> None:
 
 def overview() -> str:
     """What `rankup` alone prints."""
-    about = {name: _about(parser.get_default("command")).partition(". ")[0] for name, parser in COMMANDS.items()}
+    about = {name: parser.get_default("about").partition(". ")[0] for name, parser in COMMANDS.items()}
     about["train"] = f"Run our program; also: {', '.join(OF_PROGRAM[1:])}"
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
     return (

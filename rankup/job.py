@@ -26,9 +26,10 @@ from rankup.observe import tracker
 from rankup.process import Program
 from rankup.seeds import derive_seed, seed_everything
 from rankup.state.copies import Check, no_check
-from rankup.state.reading import Copy, share
+from rankup.state.reading import Copy, load_newest, read, share
 from rankup.state.run import open_run
-from rankup.state.second_place import find_copy
+from rankup.state.second_place import fetched
+from rankup.urls import is_url
 
 log = logging.getLogger("rankup")
 
@@ -139,10 +140,17 @@ def open_checkpoint(
     record and tracked state; raises UserError for what the caller can't use. Raises UserError where there is none, and
     PeerLost where a store does not answer within `timeout_s`.
     """
-    def read() -> Copy:
-        return find_copy(str(place), Path(run_dir), warn=warn, check=_checked(check), timeout_s=timeout_s)
+    def find() -> Copy:
+        own = _checked(check)
+        if is_url(str(place)):
+            with fetched(str(place), warn=warn, timeout_s=timeout_s) as path:
+                return replace(read(path, own).as_plain(), path=Path(path.name))  # the folder is gone afterwards
+        found = read(Path(place), own) if place else load_newest(Path(run_dir, "checkpoints"), warn, own)
+        if found is None:
+            raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
+        return found.as_plain()
 
-    return share(read, group) if group is not None else read()
+    return share(find, group) if group is not None else find()
 
 
 class Ends:

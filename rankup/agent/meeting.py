@@ -59,8 +59,10 @@ class Leader(Memberships):
         if self._beaten_s > self._begun_s:
             return "another part of the job goes on, or --shared-dir does not answer"
         if self._proposed:
-            late = f"not each is ready after {waited_s} s (late: {by_host(seat.member for seat in self._late)})"
-            what = late if self._late else f"rank 0 still prepares their start after {waited_s} s"
+            what = f"rank 0 still prepares their start after {waited_s} s"
+            if self._late:
+                late = by_host(seat.member for seat in self._late)
+                what = f"not each has imported torch and ended earlier ranks after {waited_s} s (late: {late})"
             return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
         if self._limits is None:
             text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)

@@ -194,8 +194,8 @@ class Links:
     | from a rank                            | from the agent                              |
     |----------------------------------------|---------------------------------------------|
     | rank(local_rank): its first message    | lost(n, ranks, host, why), gone, leave      |
-    | end: an End, as it is about to end     | stop(signal): somebody asks the job to stop |
-    | stop(signal): it got a signal itself   | ranks(ranks): where each rank of the job is |
+    | end: an End, as it is about to end     | ranks(ranks): where each rank of the job is |
+    | stop(signal): it got a signal itself   |                                             |
     | ask: where is everybody?               |                                             |
     """
 

@@ -110,7 +110,6 @@ class Group:
 
         A rank that fails exits at once: torch's own teardown may wait for the dead.
         """
-        self.watch.wait_if_leaving()
         self.watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
         failure = self._explain(error)
         self.watch.exit_within(exit_code(failure))

@@ -25,7 +25,7 @@ from rankup.state.saver import Options
 # Raise it when a field is added, removed or changes its meaning, and when random numbers are drawn in another way: no
 # generator's state is saved, each step, epoch and sample derives its own seed. A copy of another format is refused,
 # because the weights of the resumed run would change without a word.
-FORMAT = 7
+FORMAT = 8
 
 
 class Live:

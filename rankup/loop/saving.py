@@ -127,7 +127,7 @@ class Saving:
         # [step, ranks] for each change of their number, in a job whose nodes may come and go: for a replay
         self.ranks: list[list[int]] = []
         if run.newest is not None:
-            self.ranks, items = run.newest.record.get("changes", []), run.newest.tracked
+            self.ranks, items = run.newest.record.get("world_sizes", []), run.newest.tracked
             if run.newest.sharded:
                 items = CopyFiles(run.newest.path).read_all(LOADERS)
             self.loader_states = items.get(LOADERS, {}).get(self._place, [])
@@ -195,11 +195,7 @@ class Saving:
     # Saving ---------------------------------------------------------------------------------------------------
 
     def save(self, *, wait: bool = False) -> bool:
-        """Write a copy of the last commit, unless the newest one holds it already. Returns whether it began one.
-
-        All ranks call this at the same step. It is written beside the training, unless `wait`. Raises UserError and
-        PeerLost.
-        """
+        """See `Job.save`. Returns whether it began a copy."""
         position, run = self.position, self.run
         wanted = bool(self.tracked.items) and position.key != self._saved
         if wanted:
@@ -237,7 +233,7 @@ class Saving:
             "format": FORMAT, **asdict(position), "seed": self.settings.seed, "world_size": group.world_size,
             "versions": versions(), "run": run.lineage.run, "attempt": run.mark, "lineage": run.lineage.values(),
             "written_by": f"rank {group.rank} on {group.hosts[group.rank]}", **self.about,
-            **({"changes": self.ranks} if self.ranks else {}),
+            **({"world_sizes": self.ranks} if self.ranks else {}),
         })
 
     def stopped(self) -> str:

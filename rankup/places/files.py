@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from rankup.errors import UserError
 from rankup.urls import is_url
 
 Check = Callable[[], None]
+STAGING = ".writing-"  # what is put together beside its name, and belongs to the owner of the folder
 
 
 @contextmanager
@@ -26,11 +28,11 @@ def staged(path: Path, *, check: Check | None = None) -> Iterator[Path]:
     """A hidden path beside `path` to write to. It takes the name `path` at the end of a block that succeeds.
 
     `check`: of an owner, see `rankup.places.lease`; called right before that, it raises where another one owns the
-    folder. Raises OSError where the folder can't be written, or where the next owner has called `remove_staged`.
+    folder. Raises OSError where the folder can't be written, or where the next owner has called `remove_unfinished`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A random name, not the process's number: two containers that share this folder may have equal numbers
-    staging = path.with_name(f".{path.name}.{secrets.token_hex(4)}{'.owned' if check else ''}")
+    staging = path.with_name(f"{STAGING if check else '.'}{path.name}.{secrets.token_hex(4)}")
     try:
         yield staging
         if check:
@@ -43,11 +45,23 @@ def staged(path: Path, *, check: Check | None = None) -> Iterator[Path]:
         raise
 
 
-def remove_staged(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Remove what earlier owners were about to give a name to in `folder`: they fail then. Raises nothing."""
-    for path in folder.glob(".*.owned"):
-        with suppress(OSError):
-            path.unlink()
+    with suppress(FileNotFoundError):  # another rank of the node may remove the folder itself meanwhile
+        for left in folder.glob(f"{STAGING}*"):
+            discard(left)
+
+
+def discard(path: Path) -> None:
+    """Remove a file, a copy or what is to become one. Raises nothing."""
+    # Renamed first: a folder that is half removed must not look like a copy, and nobody may give its name to it
+    doomed = path.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
+    with suppress(OSError):
+        path.rename(doomed)
+        if doomed.is_dir():
+            shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            doomed.unlink()
 
 
 def write_atomically(path: Path, content: str, *, check: Check | None = None) -> None:

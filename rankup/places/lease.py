@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.files import Check, read_json, remove_staged, write_json
+from rankup.places.files import Check, read_json, remove_unfinished, write_json
 from rankup.places.place import Place
 from rankup.timing import LAST_WORD_S, LOCK_S
 
@@ -84,8 +84,7 @@ class Lease:
         self._beats.join()  # no beat may be written over the release
         # It stays, marked as released: a successor need not watch for a sign of life before it starts
         with contextlib.suppress(OSError, UserError, PeerLost):
-            if self.is_ours():
-                self._write(0)
+            self._write(0)
         self._lock.close()
 
     def check(self) -> None:
@@ -127,13 +126,13 @@ class Lease:
                 raise self._owned_by(owner)  # this process was frozen since it looked
 
         write_json(self.path, self._sign(1), check=check)
-        remove_staged(self.path.parent)
+        remove_unfinished(self.path.parent)
 
     def _owner(self) -> Owner:
         return read_json(self.path)
 
     def _write(self, beat: int) -> None:
-        """Give a sign of life; the last one, with `beat` 0, releases the run."""
+        """Give a sign of life, if the run is ours; the last one, with `beat` 0, releases it."""
         write_json(self.path, self._sign(beat), check=self.check)
 
     def _follows(self, owner: Owner) -> bool:
@@ -161,12 +160,7 @@ class Lease:
             beat += 1
             # A full disk, or a store that does not answer: the next save reports it, and may find it mended
             with contextlib.suppress(OSError, UserError, PeerLost):
-                self.look(once=True)
                 self._write(beat)
-
-    def look(self, *, once: bool = False) -> None:
-        """`check`, by a look at the place. `once`: it is not asked again where it does not answer."""
-        self.check()
 
     def _sign(self, beat: int) -> dict[str, Any]:
         host = socket.gethostname().split(".")[0]
@@ -200,7 +194,8 @@ class StoreLease(Lease):
         self.number = number
 
     def look(self, *, once: bool = False) -> None:
-        """`check` by a look at the place, before something is published there: one small request. Raises as `Place`."""
+        """`check` by a look at the place, before something is published there: one small request. `once`: it is not
+        asked again where it does not answer. Raises as `Place`."""
         place = self.place.once(LAST_WORD_S) if once else self.place.within(self.life_s)
         self._next = place.read_json(_name(self.number + 1))
         self.check()
@@ -233,6 +228,7 @@ class StoreLease(Lease):
         return self._next or self.place.read_json(_name(self.number))
 
     def _write(self, beat: int) -> None:
+        self.look(once=True)
         self.place.once(LAST_WORD_S).write(_name(self.number), self._encoded(beat))
 
     def _encoded(self, beat: int) -> bytes:

@@ -42,6 +42,7 @@ class Place:
     PeerLost where `until_s` is over, since to try again later may help."""
 
     url: str  # as the user gave it, for messages
+    kind: str  # s3, gcs, azure, file for a folder, or another one of fsspec's
     fs: Any  # fsspec's file system
     root: str  # what `fs` calls `url`
     warn: Callable[[str], None]
@@ -67,7 +68,7 @@ class Place:
             raise UserError(f"{url} must be an address that fsspec knows, got: {reason(error)}") from None
         if kind == "s3":
             fs.retries = 1  # by `_try`, which knows how much time is left
-        return cls(url.rstrip("/"), fs, root.rstrip("/"), warn).within(timeout_s)
+        return cls(url.rstrip("/"), kind, fs, root.rstrip("/"), warn).within(timeout_s)
 
     def within(self, timeout_s: float) -> Self:
         """The same, with requests that are tried again for `timeout_s` from now on."""
@@ -81,12 +82,11 @@ class Place:
         """The place whose names are those that begin with `name/` here."""
         return replace(self, url=f"{self.url}/{name}", root=f"{self.root}/{name}")
 
-    def names(self, prefix: str = "") -> dict[str, int]:
-        """The names that begin with `prefix/`, and their sizes in bytes."""
-        path = self._path(prefix)
+    def names(self) -> dict[str, int]:
+        """The names and their sizes in bytes."""
         try:
-            list_all = _walk if self._is_folder else lambda path: self._call("find", path, detail=True)
-            found = self._try(f"list {prefix}", lambda: list_all(path))
+            list_all = _walk if self.kind == "file" else lambda path: self._call("find", path, detail=True)
+            found = self._try("list", lambda: list_all(self.root))
         except FileNotFoundError:
             return {}
         start = len(self.root) + 1
@@ -114,13 +114,13 @@ class Place:
 
         def write() -> bool:
             try:
-                if self._is_folder:
+                if self.kind == "file":
                     with self.fs.open(path, "xb") as file:  # its own `pipe_file` looks first, and writes later
                         file.write(content)
                 else:
                     self._call("pipe_file", path, content, mode="create")
             except Exception as error:
-                if _exists_already(error):
+                if isinstance(error, FileExistsError) or _status(error) == 412:
                     return self.read(name) == content  # our own: a request whose answer was lost was tried again
                 raise
             return True
@@ -131,7 +131,11 @@ class Place:
         """Write files under these names, several at a time, large ones in parts."""
 
         def one(name: str) -> None:
-            self._try(f"write {name}", lambda: self._put(name, files[name]), writes=True)
+            path, more = files[name], dict[str, Any]()
+            if self.kind == "s3":
+                more = {"chunksize": max(PART, path.stat().st_size // 9_999 + 1), "max_concurrency": PARALLEL}
+            put = partial(self._call, "put_file", str(path), self._path(name), large=True, **more)
+            self._try(f"write {name}", put, writes=True)
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
             list(pool.map(one, files))  # raises what one of them raises
@@ -145,25 +149,15 @@ class Place:
     def remove(self, names: Iterable[str]) -> None:
         """Remove names, those that are gone already too."""
         paths = [self._path(name) for name in names]
-        for some in filter(None, [[path] for path in paths] if self._is_folder else [paths]):
+        for some in filter(None, [[path] for path in paths] if self.kind == "file" else [paths]):
             with contextlib.suppress(FileNotFoundError):
                 self._try(f"remove {len(some)} files", partial(self._call, "rm", some))
-        for folder in sorted({Path(path).parent for path in paths} if self._is_folder else (), reverse=True):
+        for folder in sorted({Path(path).parent for path in paths} if self.kind == "file" else (), reverse=True):
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
-    @property
-    def _is_folder(self) -> bool:
-        return "file" in _protocols(self.fs)
-
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
-
-    def _put(self, name: str, path: Path) -> None:
-        more: dict[str, Any] = {}
-        if "s3" in _protocols(self.fs):
-            more = {"chunksize": max(PART, path.stat().st_size // 9_999 + 1), "max_concurrency": PARALLEL}
-        self._call("put_file", str(path), self._path(name), large=True, **more)
 
     def _call(self, method: str, *values: Any, large: bool = False, **more: Any) -> Any:
         """Call a method of `fs`, bounded where it goes over a network. `large`: what it moves may take all our time."""
@@ -212,10 +206,6 @@ def _walk(path: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _protocols(fs: Any) -> set[str]:
-    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-
-
 def _status(error: BaseException) -> int:
     """Of the store's answer behind `error`, 0 where there is none."""
     # s3fs gives its own errors the client's as their cause; gcsfs has a field `code`, Azure's client `status_code`,
@@ -227,10 +217,6 @@ def _status(error: BaseException) -> int:
     names = ("status_code", "status", "code")
     status = str(next((found for name in names if (found := getattr(error, name, ""))), ""))
     return int(status) if status.isdigit() else 0
-
-
-def _exists_already(error: BaseException) -> bool:
-    return isinstance(error, FileExistsError) or _status(error) == 412
 
 
 def _is_full(error: BaseException) -> bool:

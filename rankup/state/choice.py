@@ -17,7 +17,7 @@ from rankup.places.files import read_json
 from rankup.places.lease import Lineage, before
 from rankup.state.copies import STATE, list_copies, step_of
 from rankup.state.memory import list_held
-from rankup.state.reading import Copy, read, share
+from rankup.state.reading import Copy
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
 
@@ -75,23 +75,9 @@ def in_order(
         yield from on(line)
 
 
-def load(group: Group, stores: Mapping[int, SecondPlace], one: Candidate, options: Options) -> Copy:
-    """The copy, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
-    def read_it() -> Copy:
-        if one.kind in stores:
-            copy = stores[one.kind].fetch(one.where, options.check)
-            group.log.info(f"fetched {copy.path.name} from {stores[one.kind].called}")
-        else:
-            copy = read(Path(one.where), options.check)
-        options.fits(copy.path, copy.record)
-        return copy if options.sharded else copy.as_plain()
-
-    return share(read_it, group, source=one.rank)
-
-
-def found_in(paths: Iterable[Path]) -> list[list[Any]]:
-    """The copies in rank 0's folder. What can't be read is one too, to be found damaged."""
-    return [[CHECKPOINT, str(path), *_about(path)] for path in paths]
+def found_in(folder: Path) -> list[list[Any]]:
+    """The copies in rank 0's folder, the newest first. What can't be read is one too, to be found damaged."""
+    return [[CHECKPOINT, str(path), *_about(path)] for path in reversed(list_copies(folder))]
 
 
 def _about(path: Path) -> tuple[int, str, str]:

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankup.errors import UserError, disk_errors
-from rankup.places.files import open_regular, read_json
+from rankup.places.files import STAGING, discard, open_regular, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-STAGING = ".writing-"
 # `.replaced`: the earlier one of the same step, for the moment until the new one has its name
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 # A manifest may come from outside: no name in it may lead out of the copy's folder
@@ -170,22 +169,6 @@ def create_staging(staging: Path) -> Path:
     return staging
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Remove what others were writing. Nobody else may own the directory. Raises nothing."""
-    with contextlib.suppress(FileNotFoundError):  # another rank of the node may remove the folder itself meanwhile
-        for left in directory.glob(f"{STAGING}*"):
-            remove(left)
-
-
-def remove(folder: Path) -> None:
-    """Remove a copy or what is to become one. Raises nothing."""
-    # Renamed first: a folder that is half removed must not look like a copy, and nobody may give its name to it
-    doomed = folder.with_name(f"{STAGING}{secrets.token_hex(4)}-old")
-    with contextlib.suppress(OSError):
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
 def publish(
     staging: Path, files: Mapping[str, Content], written: dict[str, Fingerprint], *, step: int, keep: int,
     check_owner: Callable[[], None] = lambda: None,
@@ -262,4 +245,4 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
         elif good < keep and not (path.suffix and path.with_suffix("").exists()):
             good += looks_whole(path)
         elif path not in uploading:  # else a later save removes it
-            remove(path)
+            discard(path)

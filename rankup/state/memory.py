@@ -34,7 +34,7 @@ import torch.distributed as dist
 from rankup.agent.processes import memory_available
 from rankup.errors import UserError, reason
 from rankup.group.group import Group
-from rankup.places.files import read_json
+from rankup.places.files import discard, read_json, remove_unfinished
 from rankup.places.lease import kernel_id
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Content, Damaged, find_problem, list_copies, step_of, to_json
@@ -93,7 +93,7 @@ def remove(run: str, keep: range = range(0), *, parts: bool = False) -> None:
     for folder in _folders(parts):
         if folder.name.partition(".")[0] == run:
             if parts:
-                copies.remove_unfinished(folder)
+                remove_unfinished(folder)
             for path in list_copies(folder):
                 if step_of(path) not in keep:
                     shutil.rmtree(path, ignore_errors=True)
@@ -120,15 +120,16 @@ def _is_ours(home: Path) -> bool:
 # The rescue -----------------------------------------------------------------------------------------------------
 
 
-def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Content]]) -> None:
-    """Write the files of a copy where there is room, unless another rank of this node has done so already. `make_files`
-    is called if they are needed. Raises UserError where they can't be written."""
+def write_rescue(run: str, step: int, attempt: str, make_files: Callable[[], Mapping[str, Content]]) -> None:
+    """Write the files of a copy where there is room, unless another rank of this node has done so in this `attempt`: an
+    earlier one's may be damaged. `make_files` is called if they are needed. Raises UserError where they can't be
+    written."""
     def open_lock(home: Path) -> IO[str]:
         (home / run).mkdir(exist_ok=True)
         return (home / run / ".lock").open("a", encoding="ascii")
 
     def save(home: Path) -> None:
-        copies.remove_unfinished(home / run)
+        remove_unfinished(home / run)
         copies.save(home / run, files, step=step, keep=1)
 
     remove_abandoned()
@@ -136,7 +137,8 @@ def write_rescue(run: str, step: int, make_files: Callable[[], Mapping[str, Cont
         # The ranks of a node come here together. Each waits for the one before: the kernel frees the lock of one that
         # is killed while it writes
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not any(step_of(path) >= step for path in list_held() if path.parent.name == run):
+        held = [read_json(path / STATE) for path in list_held() if path.parent.name == run and step_of(path) >= step]
+        if not any(record.get("attempt") == attempt for record in held):
             files = make_files()
             # Twice its size: the ranks' own buffers live in shared memory too
             in_memory(save, 2 * sum(map(len, files.values())))
@@ -241,10 +243,10 @@ class Parts:
 
     def _write(self, step: int, files: dict[str, Content]) -> None:
         began_s, used_s = time.perf_counter(), time.thread_time()
-        copying_s = 0.0
         path: Path | None = None
         try:
-            copying_s = self._copies.wait()
+            self._copies.wait()
+            copying_s = time.perf_counter() - began_s
             path = _keep(self._folders[self.group.rank], step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []
@@ -262,8 +264,8 @@ class Parts:
 def _keep(folder: Path, step: int, files: Mapping[str, Content]) -> Path:
     """Write a part beside the last one, which all ranks know to be whole. Raises UserError."""
     for older in list_copies(folder)[:-1]:
-        copies.remove(older)
-    copies.remove_unfinished(folder)
+        discard(older)
+    remove_unfinished(folder)
     return copies.save(folder, files, step=step, keep=2)
 
 
@@ -346,7 +348,7 @@ class PartsInMemory:
         damage = "" if problem else find_problem(path)
         if damage:
             group.log.warning(f"a part in memory was passed over: {path}: {damage}")
-            copies.remove(path)
+            discard(path)
         problems = group.gather(problem or damage)
         if any(problems):
             self._parts[of] -= {part for part, problem in zip(chosen, problems, strict=True) if problem}

@@ -8,7 +8,7 @@ says.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,20 @@ from typing import Any
 
 from rankup.errors import Stopped, UserError, disk_errors, reason
 from rankup.group.group import Group, broke_collective
-from rankup.places.files import read_json
+from rankup.places.files import read_json, remove_unfinished
 from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
 from rankup.state.copies import STATE, Content
-from rankup.state.reading import Copy, newest_whole
+from rankup.state.reading import Copy, newest_whole, read, share
 from rankup.state.saver import Options, Saver, SecondCopies
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
 
 
 class Run:
-    """A run for the length of an attempt. All ranks have one; `lease`, and `places` by kind, are rank 0's.
+    """A run for the length of an attempt. All ranks have one; `places` by kind, and `owner`, whose lease says whether
+    the run is still this attempt's, are rank 0's. `address`: where a user finds the run, its folder or one in a store.
 
     `newest`: the copy to go on from, on all ranks, None at the beginning of a run, and once the loop has it. `kind`: of
     the place where it was. `words`: what it is, for the user. `finished`: nothing is left to do. `second_rank`: who
@@ -37,15 +38,16 @@ class Run:
     """
 
     def __init__(self, folder: Path, group: Group, options: Options) -> None:
-        self.folder, self.group, self.options = folder, group, options
-        agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
-        self.lease = Lease(folder, group.attempt, agreed=agreed) if group.is_rank0 else None
+        self.folder, self.group, self.options, self.address = folder, group, options, str(folder)
+        self.owner: Lease
         self.places: dict[int, SecondPlace] = {}
         self.second: SecondCopies | None = None
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
         self._writer: str | None = None  # the attempt that wrote it
+        self._found = list[list[Any]]()  # copies that rank 0 alone reaches: fields of a Candidate from `kind` on
+        self._newest_here: Path | None = None  # rank 0's: the copy of which `saved` is the record
         self._rescued = False  # this node may have rescues of the run
 
     # Opening --------------------------------------------------------------------------------------------------
@@ -53,10 +55,10 @@ class Run:
     def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options = self.group, self.options
-        values, is_new, self.token, found = group.on_rank0(lambda: self._take(stack, owned))
+        values, is_new, self.token = group.on_rank0(lambda: self._take(stack, owned))
         self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
         self.lineage = Lineage(**values)
-        self._choose(None if is_new else self.lineage, found)
+        self._choose(None if is_new else self.lineage)
         self.saved_step = self.saved["step"] if self.saved else -1
         self.finished = self.newest is not None and self.kind < PEER and group.on_rank0(
             lambda: options.finished(self.newest, read_json(self.folder / RESULT))
@@ -74,17 +76,16 @@ class Run:
             second=self.second, saved=self._note_saved,
         )
 
-    def _take(
-        self, stack: contextlib.ExitStack, owned: Callable[[Any], None]
-    ) -> tuple[dict[str, Any], bool, str, list[list[Any]]]:
+    def _take(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> tuple[dict[str, Any], bool, str]:
         """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and whether it
-        does; the token of the lease, and what copies rank 0 alone reaches. Raises UserError and PeerLost."""
-        assert self.lease is not None
+        does; and the token of the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
         may = choice.may_take(options, group)
+        agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
+        self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
         try:
-            stack.enter_context(self.lease)  # here, not around the block: a refusal has to reach all ranks
-            copies.remove_unfinished(folder)
+            stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
+            remove_unfinished(folder)
             begun = Lineage.read(self.folder)
             # To start anew must not lose anything
             anew = options.fresh and not (begun and may(begun))
@@ -92,29 +93,31 @@ class Run:
                 group.log.info(f"--fresh: the earlier run was moved to {aside}")
             for kind, url in {STORE: options.store, MIRROR: options.mirror}.items():
                 if url:
-                    place = SecondPlace(url, self.folder, self.lease, group.log, options, required=kind == STORE)
+                    place = SecondPlace(url, self.folder, lease, group.log, options, required=kind == STORE)
                     self.places[kind] = place
-                    place.adopt(stack, wanted=may)
+                    self._found += [[kind, *one] for one in place.adopt(stack, wanted=may)]
+                    if place.required:
+                        self.owner, self.address = place.lease, place.address
             owned(self.owner)
-            begun, found = Lineage.read(self.folder), choice.found_in(copies.list_copies(folder))
-            found += [[kind, *one] for kind, place in self.places.items() for one in place.found()]
+            begun = Lineage.read(self.folder)
+            self._found += choice.found_in(folder)
         except OSError as error:
             raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
         line = begun or Lineage.new(group.attempt, group.launch.start)
-        return line.values(), begun is None, self.lease.token, found
+        return line.values(), begun is None, lease.token
 
-    def _choose(self, known: Lineage | None, found: Iterable[list[Any]]) -> None:
+    def _choose(self, known: Lineage | None) -> None:
         """Find the newest state that any rank can reach. All ranks call this.
 
-        `known`: the run that rank 0's folder holds. `found`: what rank 0 alone reaches, fields of a Candidate from
-        `kind` on. Raises, on all ranks, UserError where nothing whole is left of a run that has copies, or the run
-        can't be gone on with, and PeerLost where a place does not answer that may hold the newest.
+        `known`: the run that rank 0's folder holds. Raises, on all ranks, UserError where nothing whole is left of a
+        run that has copies, or the run can't be gone on with, and PeerLost where a place does not answer that may hold
+        the newest.
         """
         group, folder, options = self.group, self.folder, self.options
         # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
-        answers = group.gather([self._sees(), [*choice.peers(folder, group), *choice.rescues(options, group)]])
-        candidates = [Candidate(0, *values) for values in found]
-        candidates += [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
+        own = [*self._found, *choice.peers(folder, group), *choice.rescues(options, group)]
+        answers = group.gather([self._sees(), own])
+        candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
         parts = memory.PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
         candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
         if options.compare_every_steps != 0:
@@ -127,15 +130,26 @@ class Run:
                 yield choice.name_of(one, group, self.places), partial(self._go_on_from, one, line, parts)
 
         self.newest = newest_whole(folder, copies_in_order(), group.log.warning if group.is_rank0 else None)
-        self.saved = group.on_rank0(lambda: self._newest_here(passed))
+        self.saved = group.on_rank0(lambda: self._find_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
     def _go_on_from(self, one: Candidate, line: Lineage | None, parts: memory.PartsInMemory | None) -> Copy:
-        """The copy, on the `line` of attempts, if it is whole. Raises as `choice.load`."""
+        """The copy, on the `line` of attempts, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
+        options = self.options
+
+        def read_it() -> Copy:
+            if one.kind in self.places:
+                copy = self.places[one.kind].fetch(one.where, options.check)
+                self.group.log.info(f"fetched {copy.path.name} from {self.places[one.kind].called}")
+            else:
+                copy = read(Path(one.where), options.check)
+            options.fits(copy.path, copy.record)
+            return copy if options.sharded else copy.as_plain()
+
         if parts is not None and one.kind == PARTS:
             copy = parts.load(one.step, one.attempt, one.run)
         else:
-            copy = choice.load(self.group, self.places, one, self.options)
+            copy = share(read_it, self.group, source=one.rank)
         if copy.sharded and one.kind < PEER:  # another node may have mounted the folder elsewhere
             copy = replace(copy, path=self.folder / "checkpoints" / copy.path.name)
         self.kind, self._writer = one.kind, copy.record["attempt"]
@@ -146,35 +160,22 @@ class Run:
             self.lineage.run = copy.record["run"]  # run.json was lost: trackers know the run by the same id
         return copy
 
-    def _newest_here(self, passed: set[str]) -> dict[str, Any] | None:
-        """The record of the newest copy in rank 0's folder that was not `passed` over."""
+    def _find_here(self, passed: set[str]) -> dict[str, Any] | None:
+        """Find the newest copy in rank 0's folder that was not `passed` over. Returns its record."""
         if self.newest is not None and self.kind < PEER:
+            self._newest_here = self.newest.path
             return self.newest.record
         for path in reversed(copies.list_copies(self.folder / "checkpoints")):
             if str(path) not in passed and copies.looks_whole(path):
                 with contextlib.suppress(TypeError, LookupError, ValueError):
                     self.options.check(path, record := read_json(path / STATE))
+                    self._newest_here = path
                     return record
         return None
 
     def _sees(self) -> bool:
         """Whether this rank finds in the folder what rank 0, whose lease has this token, has just written there."""
         return bool(read_json(self.folder / "lease.json").get("token") == self.token)
-
-    @property
-    def store(self) -> SecondPlace | None:
-        return self.places.get(STORE)
-
-    @property
-    def owner(self) -> Lease:
-        """Of the run, in the store too. Rank 0's."""
-        assert self.lease is not None
-        return self.store.lease if self.store is not None else self.lease
-
-    @property
-    def address(self) -> str:
-        """Where a user finds the run: its folder, or its address in a store."""
-        return self.store.address if self.store is not None else str(self.folder)
 
     def check_shared(self) -> None:
         """Raises UserError on all ranks where one does not see the folder of rank 0: else the first save of a sharded
@@ -200,12 +201,10 @@ class Run:
             with disk_errors(FILE, self.folder):
                 self.lineage.write(self.folder, check=self.owner.check)
             open_files()
-            here = reversed(copies.list_copies(self.saver.folder))
-            newest = next((path for path in here if copies.step_of(path) == self.saved_step), None)
             for place in self.places.values():
                 if place.required:  # or a machine that comes next would not know of a run that was begun anew
                     place.upload(None)
-                place.copy(newest)  # an earlier attempt may have had no time for it
+                place.copy(self._newest_here)  # an earlier attempt may have had no time for it
 
         self.group.on_rank0(write)
         if self.second_rank is not None and not self.parts.wanted:  # of split state it has only a part
@@ -231,7 +230,7 @@ class Run:
         self.wait()
         self.parts.close()
         if self.second is not None:
-            self.second.wait()
+            self.second.join(self.second.left_s)
 
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""
@@ -247,18 +246,18 @@ class Run:
     def publish(self, step: int, files: Mapping[str, Content]) -> None:
         """Save these files as a copy: this process ends. Rank 0 calls it, from any thread, while nothing else is
         written. Raises UserError and PeerLost."""
-        path = self.saver.publish_files(step, files)
-        if self.store is not None:
-            self.store.copy(path)
-            self.store.settle()
+        path = self.saver.write(lambda: copies.save(
+            self.saver.folder, files, step=step, keep=self.options.keep, check_owner=self.owner.check
+        ))
+        if (store := self.places.get(STORE)) is not None:
+            store.copy(path)
+            store.settle()
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
-        """Write a copy of that step to this node's memory, unless a newer one stands. Whether that was done. Any thread
-        calls this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
-        if step <= max(0, self.saved_step):
-            return False
+        """Write a copy of that step, which is not saved, to this node's memory. Whether that was done. Any thread calls
+        this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
         try:
-            memory.write_rescue(self.lineage.run, step, make_files)
+            memory.write_rescue(self.lineage.run, step, self.mark, make_files)
         except Exception as error:
             why = f"no rescue, so the next attempt goes on from the newest checkpoint: {reason(error)}"
             self.group.log.warning(why)
@@ -282,11 +281,11 @@ def open_run(
         try:
             yield run
         except BaseException as error:
-            if run.saver.writing and broke_collective(error):
+            if run.saver.writing.under_way and broke_collective(error):
                 # There will be a rescue, which must not wait for the disk. The thread may publish until this process
                 # ends. Until then no other attempt may own the folder: the kernel frees the lease, as after a kill
                 stack.pop_all()
-            elif run.saver.writing:
+            elif run.saver.writing.under_way:
                 group.watch.enter("save", options.save_timeout_s)
                 run.saver.wait()
             if MIRROR in run.places and isinstance(error, Stopped):

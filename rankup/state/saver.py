@@ -17,6 +17,7 @@ import torch
 from rankup.agent.processes import memory_available
 from rankup.errors import PeerLost, UserError, disk_errors, reason
 from rankup.group.group import Group
+from rankup.places.files import discard, remove_unfinished
 from rankup.state import copies
 from rankup.state.copies import STATE, Check, Content, Fingerprint, no_check
 from rankup.state.tree import TREE, TensorFile, Tensors, encode, file_of, files_of, local_parts, own_parts, to_file
@@ -30,10 +31,10 @@ class Options:
     """How a run is kept.
 
     `store`: an address below which the run must lie too. `mirror`: a folder or an address that gets copies and may
-    fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async or auto, see `HostCopies`.
-    `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many copies stay.
-    `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either. `compare_every_steps`: 0 says
-    that ranks hold different states on purpose.
+    fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async, or auto, which looks
+    how much memory is free. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many
+    copies stay. `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either.
+    `compare_every_steps`: 0 says that ranks hold different states on purpose.
 
     `check`: raises UserError for a copy of another program, ValueError for a damaged one. `fits`: raises UserError
     where this attempt may not go on from it. `finished`: whether nothing is left to do after a copy, given what
@@ -60,20 +61,21 @@ class Writing:
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._next: Callable[[], object] | None = None
+        self._thread = threading.Thread()
         self.began_s = time.monotonic()
         self.failure: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """In a thread. Where one is under way, this follows it, in place of another one that waits for that."""
-        with self._lock:
-            self._next = work
-            if self._thread is None:
-                self.began_s, self.failure = time.monotonic(), None
-                self._thread = threading.Thread(target=self._work_on, name=self._name, daemon=True)
-                self._thread.start()
+        """In a thread, once what is under way has ended."""
+        before, self.began_s, self.failure = self._thread, time.monotonic(), None
+
+        def follow() -> None:
+            if before.is_alive():
+                before.join()
+            self.run(work)
+
+        self._thread = threading.Thread(target=follow, name=self._name, daemon=True)
+        self._thread.start()
 
     def run(self, work: Callable[[], T]) -> T | None:
         """At once. Returns None where it fails."""
@@ -84,22 +86,13 @@ class Writing:
             self.failure = error
             return None
 
-    def _work_on(self) -> None:
-        while True:
-            with self._lock:
-                work, self._next = self._next, None
-                if work is None:
-                    self._thread = None
-                    return
-            self.run(work)
-
     def join(self, timeout_s: float | None = None) -> None:
-        if (thread := self._thread) is not None:
+        if (thread := self._thread).is_alive():
             thread.join(timeout_s)
 
     @property
     def under_way(self) -> bool:
-        return self._thread is not None
+        return self._thread.is_alive()
 
     @property
     def left_s(self) -> float:
@@ -120,8 +113,9 @@ class Saver:
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
         self.saved, self.second = saved, second
         self.step: int | None = None
-        self._copies = HostCopies(group.device, options.save, say=group.log.info)
-        self._writing, self._count = Writing("save", options.save_timeout_s), 0
+        self._copies = HostCopies(group.device)
+        self._beside = {"sync": False, "async": True}.get(options.save)  # whether it is written beside the training
+        self.writing, self._count = Writing("save", options.save_timeout_s), 0
         # Of a sharded copy: what this rank has written, and what makes a copy of all ranks' files
         self._staging: Path | None = None  # rank 0's
         self._part: dict[str, Fingerprint] = {}
@@ -143,13 +137,13 @@ class Saver:
             self.second.save(step, record, tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
         if self.group.is_rank0 or self.sharded:
-            prepared = self._writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
+            prepared = self.writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
             # No rank may wait for the part of one that writes none
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
             if prepared and not failed:
                 work, beside = prepared
-                (self._writing.start if beside else self._writing.run)(lambda: self._write(work))
-        if not self.group.max(int(self.writing)):
+                (self.writing.start if beside else self.writing.run)(lambda: self.write(work))
+        if not self.group.max(int(self.writing.under_way)):
             self._conclude()
 
     def look(self, *, wait: bool = False) -> None:
@@ -161,27 +155,15 @@ class Saver:
             return
         if wait:
             self.group.watch.enter("save", self.timeout_s, step=self.step)
-        in_time = self.writing and self._writing.left_s > 0
-        if wait or self.group.max(2 if self._writing.failure is not None else int(in_time)) != 1:
+        in_time = self.writing.under_way and self.writing.left_s > 0
+        if wait or self.group.max(2 if self.writing.failure is not None else int(in_time)) != 1:
             self._conclude()
-
-    @property
-    def writing(self) -> bool:
-        """Whether a thread of this process is writing."""
-        return self._writing.under_way
 
     def wait(self) -> None:
         """Let the copy get published within its deadline, because this process is about to end. Any thread calls this.
         Raises nothing. Shards are not waited for, which other ranks have to write too."""
         if self._join_parts is None:
-            self._writing.join(self._writing.left_s)
-
-    def publish_files(self, step: int, files: Mapping[str, Content]) -> Path:
-        """Write a copy of these files: this process ends. Raises as `save` does. Rank 0 calls it, from any thread,
-        while nothing else is written."""
-        return self._write(
-            lambda: copies.save(self.folder, files, step=step, keep=self.keep, check_owner=self.check_owner)
-        )
+            self.writing.join(self.writing.left_s)
 
     # Each rank that writes ------------------------------------------------------------------------------------
 
@@ -199,7 +181,7 @@ class Saver:
         places = None
         if self.sharded:
             tensors, places = local_parts(own_parts(tensors, self.group.rank))
-        if beside := may_go_on and self._copies.fit(tensors):
+        if beside := may_go_on and self._fit(tensors):
             tensors = self._copies.take(tensors)
 
         def write() -> None:
@@ -217,8 +199,21 @@ class Saver:
         self._join_parts = join_parts if self.sharded else None
         return write, beside
 
-    def _write(self, work: Callable[[], T]) -> T:
-        """Raises PeerLost in place of an error where another attempt owns the run by now: it removes our files."""
+    def _fit(self, tensors: Tensors) -> bool:
+        """Whether there is memory for copies of `tensors`. Asked once: it is kept from then on."""
+        if self._beside is None:
+            needed, free = ROOM * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
+            self._beside = free >= needed
+            if not self._beside:
+                self.group.log.info(
+                    f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of "
+                    f"memory, {free / 2**20:,.0f} are free"
+                )
+        return self._beside
+
+    def write(self, work: Callable[[], T]) -> T:
+        """Call `work`, on a rank that writes. Raises PeerLost in place of an error where another attempt owns the run
+        by now: it removes our files."""
         try:
             return work()
         except (OSError, UserError):
@@ -229,11 +224,11 @@ class Saver:
     def _conclude(self) -> None:
         """What became of the save, on all ranks: raises what a rank met."""
         assert self.step is not None
-        if self.writing:
+        if self.writing.under_way:
             # The deadline counts from the beginning: past it, on a disk that hangs, the watchdog ends this process
-            self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self._writing.began_s)
-            self._writing.join()
-        own = self._writing.failure
+            self.group.watch.enter("save", self.timeout_s, step=self.step, since_s=self.writing.began_s)
+            self.writing.join()
+        own = self.writing.failure
         if own is not None and not isinstance(own, UserError | PeerLost):
             raise own  # a fault: the others lose this rank
         found = self.group.gather([type(own).__name__ if own else "", str(own) if own else "", self._part])
@@ -241,45 +236,39 @@ class Saver:
         failed = [(kind, text) for kind, text, _ in found if kind]
         for kind, text in sorted(failed, key=lambda failure: failure[0] != "PeerLost"):
             if self._staging is not None:
-                copies.remove(self._staging)
+                discard(self._staging)
             raise (PeerLost if kind == "PeerLost" else UserError)(text, printed_elsewhere=not self.group.is_rank0)
         join_parts, self._join_parts = self._join_parts, None
         if join_parts is not None:
             written = {name: entry for *_, part in found for name, entry in part.items()}
-            self.group.on_rank0(lambda: self._write(lambda: join_parts(written)))
+            self.group.on_rank0(lambda: self.write(lambda: join_parts(written)))
         step, self.step = self.step, None
         self.saved(step)
 
 
-class SecondCopies:
+class SecondCopies(Writing):
     """Where the nodes share no disk, one rank of another node than rank 0's keeps the newest copy too, in a thread.
     Nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`. No step and no save waits
     for it, and whatever fails is one line."""
 
     def __init__(self, group: Group, folder: Path, options: Options) -> None:
-        self.group, self.folder = group, folder
-        self._copies = HostCopies(group.device)
-        self._writing = Writing("copy", options.save_timeout_s)
-        self._said = ""
+        super().__init__("copy", options.save_timeout_s)
+        self.group, self.folder, self._copies, self._said = group, folder, HostCopies(group.device), ""
 
     def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
         """Begin to write the state of this step, unless the copy before is still written; `wait`: after that one."""
         if wait:
-            self.wait()
-        if self._writing.under_way:
+            self.join(self.left_s)
+        if self.under_way:
             return
         nodes, tensors = encode(tracked)
         files = {STATE: record, **files_of(nodes, self._copies.take(tensors))}
-        self._writing.start(lambda: self._write(step, files))
-
-    def wait(self) -> None:
-        """Let the copy under way get done, because this process ends."""
-        self._writing.join(self._writing.left_s)
+        self.start(lambda: self._write(step, files))
 
     def _write(self, step: int, files: Mapping[str, Content]) -> None:
         try:
             self._copies.wait()
-            copies.remove_unfinished(self.folder)
+            remove_unfinished(self.folder)
             # No other one stays: one of a later step is of a line of attempts that the run has left
             copies.save(self.folder, files, step=step, keep=0)
             self._said = ""
@@ -293,51 +282,31 @@ class HostCopies:
     """Copies of tensors in memory that is taken once and used by each save anew. Fresh memory would cost more than the
     copy: the kernel clears each page when it is touched first."""
 
-    def __init__(self, device: torch.device, how: str = "async", *, say: Callable[[str], None] = print) -> None:
-        """`how`: sync, async, or auto, which asks how much memory is free; `say` gets a line if that is too little."""
-        self._say = say
-        self._fit = {"sync": False, "async": True}.get(how)
+    def __init__(self, device: torch.device) -> None:
         # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
-        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._copied = torch.Event(device) if device.type == "cuda" else None
         self._buffers: Tensors = {}
-
-    def fit(self, tensors: Tensors) -> bool:
-        """Whether `tensors` may be copied. Asked once: the memory of a copy is kept from then on."""
-        if self._fit is None:
-            needed, free = ROOM * sum(tensor.nbytes for tensor in tensors.values()), memory_available()
-            self._fit = free >= needed
-            if not self._fit:
-                self._say(
-                    f"save   the training waits for each save: to go on meanwhile takes {needed / 2**20:,.0f} MiB of "
-                    f"memory, {free / 2**20:,.0f} are free"
-                )
-        return self._fit
 
     def take(self, tensors: Tensors) -> Tensors:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
         work that is queued from now on does not get into them."""
         self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
-        for event in self._events[:1]:
-            event.record()
         # One call, in which other threads may run: the lease beats, the deadlines are watched
         if tensors:
             to = [self._buffers[name] for name in tensors]
-            torch._foreach_copy_(to, [*tensors.values()], non_blocking=bool(self._events))
-        for event in self._events[1:]:
-            event.record()
+            torch._foreach_copy_(to, [*tensors.values()], non_blocking=self._copied is not None)
+        if self._copied is not None:
+            self._copied.record()
         return self._buffers
 
-    def wait(self) -> float:
-        """Wait until the device has made the last copies. Returns how long they took it, in seconds."""
-        if not (self._events and self._buffers):
-            return 0.0
-        began, ended = self._events
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1000
+    def wait(self) -> None:
+        """Wait until the device has made the last copies."""
+        if self._copied is not None and self._buffers:
+            self._copied.synchronize()
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the same memory format: else the copy would go element by element."""
         had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
         if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had
-        return torch.empty_like(tensor, device="cpu", pin_memory=bool(self._events), requires_grad=False)
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._copied is not None, requires_grad=False)

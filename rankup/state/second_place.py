@@ -30,7 +30,7 @@ from rankup.places.lease import FILE, RESULT, Lease, Lineage, StoreLease, folder
 from rankup.places.place import Place
 from rankup.state import copies
 from rankup.state.copies import MANIFEST, STATE, Check, Damaged, list_copies, looks_whole, no_check, step_of
-from rankup.state.reading import Copy, load_newest, newest_whole, read
+from rankup.state.reading import Copy, newest_whole, read
 from rankup.state.saver import Options, Writing
 from rankup.timing import FIND_S, UPLOAD_END_S, UPLOAD_STOP_S
 from rankup.urls import is_url
@@ -73,15 +73,10 @@ class StoredRun:
         if any(one.name == new.name for one in _copies(names)):
             return
         files = {f"{new.folder}/{file.name}": file for file in path.iterdir() if file.name != MANIFEST}
-        sizes = {name: file.stat().st_size for name, file in files.items()}
-        self.place.upload({name: file for name, file in files.items() if names.get(name) != sizes[name]})
+        self.place.upload({name: file for name, file in files.items() if names.get(name) != file.stat().st_size})
         manifest = (path / MANIFEST).read_bytes()
         if self._stored(path, run) != new:  # that step was saved again, and what was read may be of both
             return
-        there = self.place.names(new.folder)
-        for name, size in sizes.items():  # a store that has lost what it took must not get a manifest
-            if there.get(name) != size:
-                raise UserError(f"{self.place.url} must keep what is written, got {there.get(name)} bytes of {name}.")
         check()
         self.place.write(f"{new.folder}/{MANIFEST}", manifest)
         check()
@@ -159,14 +154,14 @@ class StoredRun:
 
     def _download(self, stored: str, target: Path) -> None:
         """Raises Damaged where the manifest, or the digest of that in the copy's name, tells that it is."""
-        manifest = self.place.read(f"{stored}/{MANIFEST}")
+        place = self.place.below(stored)
+        manifest = place.read(MANIFEST)
         if manifest is None:
             raise Damaged(stored, f"{MANIFEST} is missing")
         if not stored.endswith(_digest(manifest)):
             raise Damaged(stored, f"{MANIFEST} does not match the digest in the folder's name")
-        for name in self.place.names(stored):
-            if copies.FILE.fullmatch(inside := name.removeprefix(f"{stored}/")):
-                self.place.download(name, target / inside)
+        for name in filter(copies.FILE.fullmatch, place.names()):
+            place.download(name, target / name)
 
     def fetch_newest(self, run: str) -> Path | None:
         """Fetch the newest whole copy of that run, and return its path here; None where there is none at all. Raises
@@ -210,6 +205,7 @@ class SecondPlace(StoredRun):
         self.called = self.address if required else f"the mirror {self.address}"
         self.lease = StoreLease(self.place, lease)
         self._copying = Writing("upload", math.inf)
+        self._waits = False  # a thread has yet to begin, and copies what is the newest then
         self._missing: Path | None = None  # the newest copy, while the place lacks it
         self._failing = ""  # what was said of a mirror that fails
 
@@ -219,20 +215,21 @@ class SecondPlace(StoredRun):
 
     # At opening -----------------------------------------------------------------------------------------------
 
-    def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> None:
+    def adopt(self, stack: contextlib.ExitStack, *, wanted: Callable[[Lineage], bool]) -> list[list[Any]]:
         """Own the place, and take the run that is there where the folder is behind it, or has neither a run nor a copy.
-        A required place has one owner until `stack` ends; whoever comes last owns a mirror. `wanted`: whether that run
-        may be gone on with. Raises OSError, and UserError and PeerLost where the place is required, or where it alone
-        may know of a run."""
-        nothing_here = not (Lineage.read(self.folder) or self._whole())
+        Returns the copies there of the run in the folder: path, step, attempt and run of each. A required place has one
+        owner until `stack` ends; whoever comes last owns a mirror. `wanted`: whether that run may be gone on with.
+        Raises OSError, and UserError and PeerLost where the place is required, or where it alone may have a copy."""
+        here, alone, found = Lineage.read(self.folder), not self._whole(), list[list[Any]]()
+        nothing_here = alone and here is None
         with self._asking(alone=False):
             if self.required:
                 stack.enter_context(self.lease)
             self._claim()
-        with self._asking(alone=nothing_here):
-            here, (number, there) = Lineage.read(self.folder), self.newest_run()
+        with self._asking(alone=alone):
+            number, there = self.newest_run()
             if there is None or not wanted(there):
-                return
+                return []
             behind = self.required and not (here and here.goes_on_from(there))
             if behind and not nothing_here:  # what others have gone on without
                 aside = put_aside(self.folder)
@@ -241,16 +238,13 @@ class SecondPlace(StoredRun):
                 self.fetch_files(number)
             elif here and here.run == there.run and there.number > here.number:  # another machine was node 0 since
                 there.write(self.folder)
-
-    def found(self) -> Iterator[list[Any]]:
-        """The copies there of the run in the folder: path, step, attempt and run of each. Raises as `adopt`."""
-        if run := Lineage.read(self.folder):
-            with self._asking(alone=not self._whole()):
-                for one in self.copies(run.run):
-                    # Who wrote it. Its bytes were not checked; "" where that can't be read
-                    record = self.place.read_json(f"{one.folder}/{STATE}")
-                    attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
-                    yield [one.folder, one.step, attempt, one.run]
+            run = Lineage.read(self.folder)
+            for one in self.copies(run.run) if run else []:
+                # Who wrote it. Its bytes were not checked; "" where that can't be read
+                record = self.place.read_json(f"{one.folder}/{STATE}")
+                attempt = str(record.get("attempt", "")) if record.get("run") == one.run else ""
+                found.append([one.folder, one.step, attempt, one.run])
+        return found
 
     def _download(self, stored: str, target: Path) -> None:
         with self._asking(alone=not self._whole()):
@@ -287,7 +281,9 @@ class SecondPlace(StoredRun):
     def copy(self, path: Path | None) -> None:
         """Copy what has changed beside the copies, and this copy if it is given, in the background."""
         self._missing = path or self._missing
-        self._copying.start(self._copy)
+        if not self._waits:
+            self._waits = True
+            self._copying.start(self._copy)
 
     def settle(self) -> None:
         """Wait until all is there, if that is required. Raises UserError and PeerLost."""
@@ -325,6 +321,7 @@ class SecondPlace(StoredRun):
 
     def _copy(self) -> None:
         """Upload what the place lacks."""
+        self._waits = False
         path = self._missing
         try:
             self.upload(path)
@@ -350,18 +347,6 @@ class SecondPlace(StoredRun):
 # For other commands --------------------------------------------------------------------------------------------------
 
 
-def find_copy(place: str, run_dir: Path, *, warn: Callable[[str], None], check: Check, timeout_s: float) -> Copy:
-    """The copy at `place`, a folder or an address, or the newest good one of the run in `run_dir` if it is empty, in
-    plain form. Raises UserError, and PeerLost where a store does not answer within `timeout_s`."""
-    if is_url(place):
-        with fetched(place, warn=warn, timeout_s=timeout_s) as path:
-            return replace(read(path, check).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-    found = read(Path(place), check) if place else load_newest(run_dir / "checkpoints", warn, check)
-    if found is None:
-        raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
-    return found.as_plain()
-
-
 @contextlib.contextmanager
 def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
     """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
@@ -378,18 +363,15 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
         folder.mkdir(parents=True, exist_ok=True)
         own = tempfile.TemporaryDirectory(dir=folder)
     with own:
-        yield _fetch_any(Place.open(place, warn=warn, timeout_s=timeout_s), Path(own.name))
-
-
-def _fetch_any(place: Place, folder: Path) -> Path:
-    stored = StoredRun(place, folder)
-    if run := stored.newest_run()[1]:
-        newest = stored.fetch_newest(run.run)
-    else:
-        newest = folder / place.url.rpartition("/")[2]
-        for name in place.names() or [""]:  # a list at http does not know the file at its own address
-            if "/" not in name:
-                place.download(name, newest / name)
-    if newest is None or not newest.exists():
-        raise UserError(f"{place.url} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
-    return newest
+        there = Place.open(place, warn=warn, timeout_s=timeout_s)
+        stored = StoredRun(there, Path(own.name))
+        if run := stored.newest_run()[1]:
+            newest = stored.fetch_newest(run.run)
+        else:
+            newest = stored.folder / there.url.rpartition("/")[2]
+            for name in there.names() or [""]:  # a list at http does not know the file at its own address
+                if "/" not in name:
+                    there.download(name, newest / name)
+        if newest is None or not newest.exists():
+            raise UserError(f"{place} must be a run, a checkpoint's folder or a file of weights, got nothing there.")
+        yield newest

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rankup.errors import PeerLost, UserError
-from rankup.places.files import write_json
+from rankup.places.files import remove_unfinished, write_json
 from rankup.places.lease import Lease, Lineage, StoreLease
 from rankup.state.choice import STORE, Candidate, in_order
-from rankup.state.copies import Damaged, find_problem, list_copies, remove_unfinished, step_of
+from rankup.state.copies import Damaged, find_problem, list_copies, step_of
 from rankup.state.saver import Options
 from rankup.state.second_place import SecondPlace
 from tests.rigs.checkpoints import load_checkpoint, save, steps
@@ -192,9 +192,9 @@ class AtSecondPlace:
         with contextlib.ExitStack() as self.stack:
             if writer:
                 writer.hold(place, 60.0)
-            place.adopt(self.stack, wanted=lambda found: True)
+            found = place.adopt(self.stack, wanted=lambda there: True)
             lineage = Lineage.read(run_dir) or Lineage("run", name, "", [])
-            candidates = [Candidate(0, STORE, *found) for found in place.found()]
+            candidates = [Candidate(0, STORE, *one) for one in found]
             group: Any = SimpleNamespace(hosts=["host"])
             for _, one in in_order(candidates, lineage, lambda other: True, group, run_dir):
                 with contextlib.suppress(Damaged):
@@ -214,7 +214,6 @@ class AtSecondPlace:
                     write_json(run_dir / "result.json", name)
                 place.upload(path)
                 if self.required and not place.lease._released.is_set():
-                    place.lease.look(once=True)
                     place.lease._write(number)
             if self.required:
                 place.finish(stopped=False)
@@ -313,6 +312,7 @@ def test_damaged_copy_on_a_mirror_is_no_failing_mirror(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "mirror").glob("run/*/checkpoints/*/*/manifest.json")
     manifest.write_text("{}")
     mirror = runs.open("next", tmp_path / "first" / "run")  # which has a copy too
-    ((stored, *_),) = mirror.found()
+    with contextlib.ExitStack() as stack:
+        ((stored, *_),) = mirror.adopt(stack, wanted=lambda there: True)
     with pytest.raises(Damaged, match="does not match the digest"):
         mirror.fetch(stored)

@@ -265,7 +265,7 @@ class Sequence:
         begin = 1 if self.where == "shared" else lines[0]  # the rest is where rank 0 was before
         assert lines == [*range(begin, STEPS + 1)], "metrics.jsonl"
         record = json.loads((self.run_dir / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
-        said = [dict(record["changes"])]
+        said = [dict(record["world_sizes"])]
         said += [{e["step"]: e["job/ranks"] for e in entries if "job/ranks" in e}] if begin == 1 else []
         for changes in said:
             now = 0

@@ -1,4 +1,4 @@
-"""A real S3 server, and doors before it that make it slow, deaf, full, forgetful or rude."""
+"""A real S3 server, and doors before it that make it slow, deaf, full or rude."""
 
 import io
 import socket
@@ -38,9 +38,7 @@ class Quiet(WSGIRequestHandler):
 
 class Door:
     """Passes requests on to the store. `rule` is asked before each, and may sleep, or return what to answer instead.
-
-    A status of 200 is a lie: the request is not passed on. `seen`: what came.
-    """
+    `seen`: what came."""
 
     def __init__(self, store: Callable[..., Iterable[bytes]], address: str, listener: socket.socket | None) -> None:
         self.store, self.seen = store, list[Request]()
@@ -63,8 +61,7 @@ class Door:
         status = self.rule(request)
         if status is None:
             return self.store({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
-        text = "" if status == 200 else ERROR.format(CODES[status])
-        answer = Response(text, status, {"ETag": '"0"'}, content_type="application/xml")
+        answer = Response(ERROR.format(CODES[status]), status, content_type="application/xml")
         return answer(environ, start_response)
 
     def close(self) -> None:

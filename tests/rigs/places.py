@@ -353,7 +353,7 @@ WRAPPED: Mapping[str, Sequence[tuple[str, str, str]]] = {
     "rankup.group.joining": [("meet", "before joining", "met"),
                              ("dist.init_process_group", "before forming", "formed")],
     "rankup.loop.saving": [("Saving.keep", "before the rescue", "")],
-    "rankup.state.choice": [("read", "reading the rescue", ""), ("share", "sending the rescue", "rescue known")],
+    "rankup.state.run": [("read", "reading the rescue", ""), ("share", "sending the rescue", "rescue known")],
     "train.loop": [("build", "before building", "ready"), ("load", "", "data loaded"), ("warm_up", "warming up", "")],
 }
 HOOKS: dict[str, Callable[[Any], None]] = {

@@ -13,7 +13,6 @@ from rankup.group.group import Group
 from rankup.job import _checked
 from rankup.places.lease import Lineage
 from rankup.state.choice import SECOND, found_in
-from rankup.state.copies import list_copies
 from rankup.state.memory import write_rescue
 from rankup.state.run import Run
 from rankup.state.saver import Options
@@ -57,15 +56,18 @@ class Node:
 
     def rescue(self, step: int, writer: str, **fields: Any) -> None:
         state = training_state(step, **{"attempt": writer} | fields)
-        write_rescue(state["run"], step, lambda: files_of(state, {"weight": torch.ones(3)}))
+        write_rescue(state["run"], step, writer, lambda: files_of(state, {"weight": torch.ones(3)}))
 
     def go_on(
-        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False, of: str = RUN
+        self, known: Lineage | None, newest: tuple[int, str] | None = None, *, damaged: bool = False, of: str = RUN,
+        replaced: bool = False,
     ) -> Run:
-        """`newest`: step and attempt of rank 0's newest checkpoint, a copy of the run `of`."""
+        """`newest`: step and attempt of rank 0's newest checkpoint, a copy of the run `of`. `replaced`: of two."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
         if newest:
             path = save(self.run_dir / "checkpoints", newest[0], attempt=newest[1], run=of)
+            if replaced:
+                shutil.copytree(path, f"{path}.replaced")
             if damaged:
                 flip(path / "model.safetensors", 99)
 
@@ -75,7 +77,8 @@ class Node:
         group: Any = self
         run = Run(self.run_dir, group, Options(check=_checked(check), fits=fits))
         run.token, run.lineage = "", known or line(0, run="new")
-        run._choose(known, found_in(list_copies(self.run_dir / "checkpoints")))
+        run._found = found_in(self.run_dir / "checkpoints")
+        run._choose(known)
         return run
 
 
@@ -129,6 +132,15 @@ def test_damaged_checkpoint_is_not_taken_for_the_one_that_is_saved(node: Node) -
     run = node.go_on(A, (8, "a"), damaged=True)
     assert run.newest is not None
     assert (run.newest.step, run.saved) == (4, None)
+
+
+def test_of_two_of_the_same_step_the_later_is_taken_and_a_damaged_one_goes_to_no_other_place(node: Node) -> None:
+    """As a kill leaves them after the renames."""
+    for damaged in (False, True):
+        run = node.go_on(A, (8, "a"), damaged=damaged, replaced=True)
+        assert run.newest is not None
+        assert run.newest.path.suffix == (".replaced" if damaged else "")
+        assert run._newest_here == run.newest.path
 
 
 def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) -> None:

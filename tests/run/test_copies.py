@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rankup.agent.logs import host_name
+from rankup.places.files import STAGING
 from rankup.state import copies as state_copies
 from rankup.state.choice import SECOND
 from rankup.state.copies import STATE, to_json
@@ -197,7 +198,7 @@ def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_th
 
     def slow(path: Path, content: Any) -> Any:
         go_on.wait(60)
-        written.add(path.parent.name.removeprefix(state_copies.STAGING)[:13])
+        written.add(path.parent.name.removeprefix(STAGING)[:13])
         return write(path, content)
 
     monkeypatch.setattr(state_copies, "write_durably", slow)
@@ -205,7 +206,7 @@ def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_th
     writer.save(8)  # left out: the training does not wait
     go_on.set()
     writer.save(12, wait=True)
-    writer.second.wait()
+    writer.second.join()
     assert (steps(writer.folder), writer.said) == ([12], [])
     assert written == {"step-00000004", "step-00000012"}
 

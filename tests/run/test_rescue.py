@@ -14,10 +14,10 @@ import torch
 
 from rankup.state.copies import Content
 from rankup.state.memory import list_held, remove, write_rescue
-from tests.rigs.checkpoints import files_of, fingerprint, load_checkpoint, train, training_state
+from tests.rigs.checkpoints import files_of, fingerprint, flip, load_checkpoint, train, training_state
 from tests.rigs.fork_server import Forks
 
-RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
+RUN, OTHER, ATTEMPT = "0123456789abcdef", "fedcba9876543210", "20200101T000000-abcdef"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def files(step: int, **fields: Any) -> dict[str, Content]:
 
 
 def write(step: int, **fields: Any) -> None:
-    write_rescue(RUN, step, lambda: files(step, **fields))
+    write_rescue(RUN, step, fields.get("attempt", ATTEMPT), lambda: files(step, **fields))
 
 
 def found() -> int | None:
@@ -55,10 +55,17 @@ def test_second_rank_of_a_node_copies_nothing_unless_it_is_a_step_further(memory
         raise AssertionError("the state was copied once more")
 
     write(7)
-    write_rescue(RUN, 7, unexpected)
-    write_rescue(RUN, 6, unexpected)
+    write_rescue(RUN, 7, ATTEMPT, unexpected)
+    write_rescue(RUN, 6, ATTEMPT, unexpected)
     write(8)
     assert [path.name for path in (memory / f"rankup-{os.getuid()}" / RUN).glob("step-*")] == ["step-00000008"]
+
+
+def test_rescue_of_an_earlier_attempt_which_may_be_damaged_is_written_anew(memory: Path) -> None:
+    write(7)
+    flip(memory / f"rankup-{os.getuid()}" / RUN / "step-00000007" / "model.safetensors", 99)
+    write(7, attempt="next")
+    assert found() == 7
 
 
 @pytest.mark.parametrize("file", ["", "manifest.json", None])
@@ -97,7 +104,7 @@ def test_folder_that_another_user_may_have_made_is_not_used(memory: Path) -> Non
 
 def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep(memory: Path) -> None:
     for run in (RUN, OTHER):
-        write_rescue(run, 7, lambda: files(7))
+        write_rescue(run, 7, ATTEMPT, lambda: files(7))
     remove(OTHER)
     remove(RUN, range(7, 99))
     remove(RUN, range(8))
@@ -109,7 +116,7 @@ def test_nothing_is_left_once_a_later_checkpoint_stands_but_what_other_runs_keep
 def test_what_nobody_went_on_with_is_removed_after_a_week(memory: Path) -> None:
     other = f"{OTHER}.rank-00001"
     for run, days in ((OTHER, 8), (other, 8), ("0000000000000000", 6)):
-        write_rescue(run, 7, lambda: files(7))
+        write_rescue(run, 7, ATTEMPT, lambda: files(7))
         os.utime(memory / f"rankup-{os.getuid()}" / run, (0, time.time() - days * 24 * 3600))
     write(7)
     assert {path.name for path in memory.glob("*/*")} == {RUN, "0000000000000000"}

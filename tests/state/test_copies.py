@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rankup.errors import UserError
+from rankup.places.files import remove_unfinished
 from rankup.state import copies
 from rankup.state.copies import find_problem
 from tests.rigs.checkpoints import flip, load_newest, newest, save, steps, train
@@ -190,5 +191,5 @@ def test_a_folder_may_go_while_it_is_cleared(tmp_path: Path, monkeypatch: pytest
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", late)
-    copies.remove_unfinished(tmp_path)
+    remove_unfinished(tmp_path)
     assert not tmp_path.exists()
