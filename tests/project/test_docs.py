@@ -32,11 +32,10 @@ TOP_LEVEL = {
 # Flags and words with an underscore that belong to others
 FOREIGN_FLAGS = {"--network", "--shm-size", "--logdir", "--gpus-per-task", "--ntasks-per-node", "--local-rank",
                  "--use-env", "--bind-to", "--allow-run-as-root", "--oversubscribe", "--version", "--gloo", "--mpi",
-                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca",
-                 "--channels-last", "--no-channels-last"}  # which the changelog names: they are gone
+                 "--separator", "--prefix", "--timestamps", "--overlap", "--jobid", "--mca"}
 FOREIGN_WORDS = {
     "weights_only", "weight_decay_rate", "ip_local_port_range", "use_libuv", "state_dict", "load_state_dict",
-    "channels_last"
+    "channels_last",
 }
 # What torch says, not we
 TORCH_SAYS = re.compile(
