@@ -200,6 +200,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
     if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
         why = "No rank holds a whole state to copy: see --checkpoint-format sharded."
         yield "save", "auto or sync with parallel fsdp", why
+    if c.device_ids and c.device not in ("auto", "cuda"):
+        yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
     if 0 < c.max_steps <= c.warmup_steps:
         yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):
