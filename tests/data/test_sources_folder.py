@@ -36,6 +36,8 @@ def test_imagefolder_with_two_halves(tmp_path: Path, other: str) -> None:
         for name in ("zebra", "ape"):
             write_images(tmp_path / half / name, count)
     write_images(tmp_path / "train" / "ape" / "deeper", 1)
+    write_images(tmp_path / "train" / ".ipynb_checkpoints", 1)
+    write_images(tmp_path / "train" / "ape" / ".thumbnails", 1)
     for name in (".DS_Store", "ape/Thumbs.db", "ape/._000.png"):  # no images
         (tmp_path / "train" / name).write_text("")
     train, test = halves(tmp_path)

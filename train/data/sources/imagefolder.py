@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import is_image_file
+from torchvision.datasets.folder import find_classes, is_image_file, make_dataset
 
 from rankup import UserError
 
@@ -58,14 +57,19 @@ def _samples(files: Listed, folder: Path, name: str, config: Config) -> FileSamp
 
 def _list(root: Path) -> Listed:
     """All images below each class folder, in the order of their names: the same on every node and file system."""
+    # Nothing hidden: neither .ipynb_checkpoints, nor what macOS puts beside a file as ._NAME
+    hidden, start = f"{os.sep}.", len(str(root))
     try:
-        # Not what macOS puts beside a file as ._NAME
-        found = ImageFolder(root, is_valid_file=lambda path: is_image_file(path) and Path(path).name[0] != ".")
-    except OSError as error:
+        classes = [name for name in find_classes(root)[0] if name[0] != "."]
+        found = make_dataset(
+            root, {name: label for label, name in enumerate(classes)},
+            is_valid_file=lambda path: is_image_file(path) and hidden not in path[start:],
+        )
+    except (OSError, ValueError) as error:
         raise UserError(f"{root}: cannot be taken for a folder of images ({one_line(error)}). {LAYOUT}") from error
-    listed: Listed = {name: [] for name in found.classes}
-    for path, label in sorted(found.samples):
-        listed[found.classes[label]].append(path)
+    listed: Listed = {name: [] for name in classes}
+    for path, label in sorted(found):
+        listed[classes[label]].append(path)
     return listed
 
 
