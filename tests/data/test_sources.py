@@ -70,6 +70,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "one is missing": (lambda f: (f / "t10k-labels-idx1-ubyte").unlink(), "Dataset not found"),
     "label": (label_10, "20 images, 20 labels of up to 10"),
     "counts": (lambda f: write_idx(f / LABELS, made_up(9)[1]), "20 images, 9 labels"),
+    "oblong": (lambda f: write_idx(f / IMAGES, made_up(20)[0][:, :, :5]), "of up to 9, 6 x 5 pixels"),
     "swapped": (lambda f: write_idx(f / IMAGES, made_up(20)[1]), "3 dimension"),
     "packed": (lambda f: holds(gzip.compress((f / IMAGES).read_bytes()))(f), ""),
     "empty": (holds(b""), ""),

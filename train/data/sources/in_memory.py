@@ -61,8 +61,9 @@ def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
         images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
         classes = tuple(text.partition(" - ")[0] for text in found.classes)  # MNIST's are "0 - zero" and so on
         highest = int(labels.max())
-        if len(images) != len(labels) or highest >= len(classes):
-            raise ValueError(f"{len(images)} images, {len(labels)} labels of up to {highest}")
+        if len(images) != len(labels) or highest >= len(classes) or images.shape[2] != images.shape[3]:
+            size = " x ".join(map(str, images.shape[2:]))
+            raise ValueError(f"{len(images)} images, {len(labels)} labels of up to {highest}, {size} pixels")
         return TensorSamples(
             images, labels, classes, mean=known.mean, std=known.std, name=name, origin=f"{known.kind} in {where}",
             mirror=known.mirror,
