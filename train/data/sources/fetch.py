@@ -19,12 +19,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room is no reason to train
 
 # torchvision knows the addresses and the md5 of each file. It runs in a process of its own, which can be ended in time
 DOWNLOAD = f"""
-import ctypes, socket, sys
+import contextlib, ctypes, io, socket, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # it dies with the process that waits for it
 from torchvision import datasets
 socket.setdefaulttimeout({SILENCE_S})
 try:
-    getattr(datasets, sys.argv[1])(".", download=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar, which torch draws where there is no tqdm
+        getattr(datasets, sys.argv[1])(".", download=True)
 except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 """
@@ -150,7 +151,7 @@ def _run(commands: list[list[str]], folder: Path, until_s: float) -> None:
     for command in commands:
         done = subprocess.run(
             command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", env={**os.environ, "LC_ALL": "C", "TQDM_DISABLE": "1"}, check=False,  # no bar in a reason
+            errors="replace", env={**os.environ, "LC_ALL": "C"}, check=False,
             timeout=max(0.0, until_s - time.monotonic()),
         )
         lines += done.stdout.splitlines()
