@@ -136,7 +136,7 @@ def nodes(text: str) -> tuple[int, int]:
     option("--max-failures-per-node", int, "leave a node out after so many (no limit)", type=positive),
     option("--node-rank", int, "which of the nodes this is, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
-    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)"),
+    option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)", type=positive),
     option("--join-timeout-s", float, "wait for the other nodes (%(default)g)", default=300.0),
     option("--max-restarts", int, "in a row without a new step, at most (3)", default=3),
     option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),

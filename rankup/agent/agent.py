@@ -87,7 +87,7 @@ class Lead:
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
         self.job = new_job()
         self.failures = Counter[str]()  # of the ranks of each node, by its token
-        self.again = False  # this job goes on with an earlier one's run
+        self.taking: asyncio.Task[bool] | None = None  # of the run; whether this job goes on with an earlier one's
         works = [self.leader.watch()]
         works += [self._report(self.status)] if self.status is not None else []
         works += [self._call()] if self.limits is not None else []
@@ -157,16 +157,19 @@ class Lead:
         self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
         if (job := self.leader.basis["job"]):  # whoever leads counts the attempts the same way
             self.job, self.ends.restarts = job, n - 1
+        again = self.ends.restarts > 0
         if self.status is not None:
             attempt = f"{self.job}-{self.ends.restarts}"
-            if self.status.owner is None:
-                self.again = await asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
+            if self.taking is None:
+                take = asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
+                self.taking = asyncio.create_task(take)
+            again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
             self.status.begin(attempt, self.ends.world_size)
             # It may end before the next report; the disk may hang
             self.agent.begin(in_thread(self.status.report, timeout_s=math.inf))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": self.options.script.imports_rankup, "again": self.again or self.ends.restarts > 0,
+            "store": self.options.script.imports_rankup, "again": again,
         }
 
     async def _blame(self, verdict: Verdict) -> Verdict:

@@ -181,7 +181,7 @@ class Memberships:
                     self._beaten_s = self._clock()
                     return
                 self._owned.add(n)
-            if not (seats := self._choose()):
+            if self._over or not (seats := self._choose()):
                 return  # one has gone meanwhile
             first, *others = self.seats.members
             if found := [text for each in others if (text := differences(each, first, arguments=False))]:
@@ -189,6 +189,8 @@ class Memberships:
                 return
             self._propose(seats)
             await self._all_ready.wait()
+            if self._over:
+                return
             if problems := [seat.problem for seat in self._chosen if seat.problem]:
                 await asyncio.sleep(timing.ENDING_S)
                 self._give_up(problems)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NoReturn, TypeVar
 
+from rankup.timing import LAST_WORD_S
+
 ROOT = Path("/")
 T = TypeVar("T")
 
@@ -145,7 +147,9 @@ def set_hard_deadline(timeout_s: float) -> None:
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         # To stderr by its number: the user's code may have put another object in its place
         faulthandler.register(signal.SIGALRM, 2, chain=True)
-        signal.setitimer(signal.ITIMER_REAL, 0.0 if timeout_s == math.inf else max(0.1, timeout_s))
+        # Again later: a second signal ends a dump to a pipe that nobody reads
+        after_s = 0.0 if timeout_s == math.inf else max(0.1, timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, after_s, LAST_WORD_S)
 
 
 # What is granted: control groups (v1 and v2) say it; os.cpu_count() and psutil see the whole machine ------------------

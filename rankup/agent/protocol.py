@@ -25,7 +25,7 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | node its whole node is lost                                |
 |                                                    | waiting(text): who is missing                              |
 |                                                    | left_out(why): leave, the ranks of this member have failed |
-|                                                    | again and again                                            |
+|                                                    | again and again, or another one does not reach it          |
 |                                                    | spare: the job runs without this member, which waits       |
 |                                                    | refused(code, text, quiet): there will be no membership;   |
 |                                                    | quiet: another member of this host prints that             |

@@ -586,6 +586,27 @@ async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
 
 
 @asynchronous
+async def test_no_membership_is_prepared_once_it_is_over():
+    """Somebody has stopped the job while ranks were still ending: its end would be judged and written twice."""
+    prepared = list[int]()
+
+    async def prepare(n: int) -> dict[str, Any]:
+        prepared.append(n)
+        return {}
+
+    async with room() as here:
+        here.prepared = prepare
+        puppets = await here.three()
+        await all_hear("propose", puppets)
+        here.leader.tell("over", code=143, text="")
+        await all_hear("over", puppets)
+        for puppet in puppets:
+            puppet.say("ready", n=1, problem="")
+        await here.nothing_is_said_to(*puppets)
+    assert not prepared
+
+
+@asynchronous
 async def test_a_member_whose_ranks_have_all_finished_may_go():
     async with room(member(0, of=3, num_ranks=2)) as here:
         puppets = [await here.enter(member(2, of=3)), await here.enter(member(0, of=3, num_ranks=2))][::-1]

@@ -102,6 +102,12 @@ def test_hard_deadline_ends_a_process_and_says_where_it_was() -> None:
     assert "in <lambda>" in done.stderr
 
 
+def test_hard_deadline_ends_a_process_whose_errors_nobody_reads() -> None:
+    full = "import os; _, full = os.pipe(); os.set_blocking(full, False)\ntry:\n    while os.write(full, b'-'): pass\n"
+    full += "except BlockingIOError: os.set_blocking(full, True)\nos.dup2(full, 2); "
+    assert run(full + "exit.set_hard_deadline(0.5); hang()").returncode == -signal.SIGALRM
+
+
 def test_one_module_ends_processes_and_the_agent_its_children() -> None:
     files = [path for name in ("rankup", "train") for path in (ROOT / name).rglob("*.py")]
     assert len(files) > 30

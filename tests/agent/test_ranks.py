@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from rankup.env.node_env import Limits, NodeEnv
 from tests.rigs.meeting_room import member
 
 
-def options(tmp_path: Path) -> Options:
-    (tmp_path / "job.py").write_text("import rankup\n")
+def options(tmp_path: Path, text: str = "import rankup\n") -> Options:
+    (tmp_path / "job.py").write_text(text)
     node, script = NodeEnv(num_nodes=2, limits=Limits(1, 2)), Script.find([str(tmp_path / "job.py")])
     return Options(node=node, script=script, run_dir=tmp_path)
 
@@ -122,6 +123,32 @@ def test_first_membership_is_no_restart_although_a_proposal_before_it_came_to_no
         agent.lead.give_up()
 
     asyncio.run(scene())
+
+
+def test_job_goes_on_with_a_run_although_a_member_is_lost_while_that_is_taken(tmp_path: Path) -> None:
+    """Else the script would begin anew, or the job would find its own run owned."""
+    taken, go = list[str](), threading.Event()
+
+    def take(attempt: str, *, agreed: bool) -> bool:
+        taken.append(attempt)
+        return go.wait(60)
+
+    async def scene() -> None:
+        agent = Agent(options(tmp_path, "pass\n"))
+        agent.attendance = SimpleNamespace(me=member(0))  # type: ignore[assignment]
+        agent.lead = Lead(agent)
+        assert agent.lead.status is not None
+        agent.lead.status.take = take  # type: ignore[method-assign]
+        lost = asyncio.create_task(agent.lead._prepare(1))
+        while not taken:
+            await asyncio.sleep(0.01)
+        lost.cancel()
+        go.set()
+        assert (await agent.lead._prepare(2))["again"]
+        agent.lead.give_up()
+
+    asyncio.run(scene())
+    assert len(taken) == 1
 
 
 def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:
