@@ -240,14 +240,15 @@ def stacks_environment(run_dir: Path, rank: int, environ: Mapping[str, str]) -> 
 
 
 def announce_stacks(
-    run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None,
+    run_dir: Path, rank: int, world_size: int, pid: int, *, thread: int | None = None, main: str = "",
     signals: Iterable[int] = (signal.SIGRTMAX,),
 ) -> Path:
     """Write whose stacks follow in that rank's file, which is returned, and how to ask for more. Raises OSError.
-    `thread`: the kernel's number of one that never hangs, and takes the signals. `signals`: to try in turn."""
+    `thread`: the kernel's number of one that never hangs, and takes the signals. `main`: the main thread, as
+    faulthandler writes it, "" where nobody knows. `signals`: to try in turn."""
     writer = {
         "rank": rank, "world_size": world_size, "host": host_name(), "pid": pid, "started": start_of(pid),
-        "thread": thread or pid, "signals": [*map(int, signals)],
+        "thread": thread or pid, "main": main, "signals": [*map(int, signals)],
     }
     path = run_dir / STACKS / f"rank-{rank}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ the step at which to stop.
 import ctypes
 import mmap
 import os
-import struct
 import time
 import weakref
 from collections.abc import Iterable
@@ -17,8 +16,6 @@ from typing import Any
 NAME = "rankup-records"
 NO_STOP = 2**63 - 1  # a step that no rank reaches
 NO_LIMIT = float("inf")
-# Behind `rank`, as the machine aligns them: `waiting`, `step`, `began_s`, and `entered_s` of the phase
-BEGINNING, BEGINS_AT = struct.Struct("@?qdd"), 8
 
 
 class _Phase(ctypes.Structure):
@@ -148,9 +145,10 @@ class Record(ctypes.Structure):
         self.step, self.began_s = step, time.monotonic()
 
     def begin_anew(self, step: int) -> None:
-        """The same, and that the phase begins anew with it, see `enter`. In every step, so in one call."""
-        now_s = time.monotonic()
-        BEGINNING.pack_into(self, BEGINS_AT, False, step, now_s, now_s)
+        """The same, and that the phase begins anew with it, see `enter`."""
+        # Not by `struct`, which fills all with zeros first: the agent would read step 0
+        self.waiting, self.step, now_s = False, step, time.monotonic()
+        self._phase.entered_s = self.began_s = now_s
 
     def may_begin(self, step: int) -> bool | None:
         """Say that `step` begins. Returns False where the rank has to stop instead, and None where it has to ask again

@@ -170,6 +170,13 @@ class Diagnosis:
         same_rank = self.rank == other.rank or None in (self.rank, other.rank)
         return same_rank and (self.host == other.host or "" in (self.host, other.host))
 
+    def take(self, other: "Diagnosis") -> None:
+        """Be the other one too, which says the same."""
+        self.raised = self.raised or other.raised
+        self.rank = other.rank if self.rank is None else self.rank
+        self.host, self.traceback = self.host or other.host, self.traceback or other.traceback
+        self.time = min((time for time in (self.time, other.time) if time is not None), default=None)
+
 
 class Search:
     """Looks for faults in one log after the other."""
@@ -314,7 +321,14 @@ class Search:
         elif any(each.code == "1" for each in found) and all(each.survived for each in raised):
             # Python's code for an exception: its rank can't be told from those that went on
             found = [each for each in self._findings if each in found or each in raised[-1:]]
-        return self._by_cause(found)
+        kept: list[Diagnosis] = []
+        for each in found:
+            same = (old for old in kept if (old.name or old.seen, old.code) == (each.name or each.seen, each.code))
+            if (first := next((old for old in same if old.may_be_of(each)), None)) is None:
+                kept.append(each)
+            else:
+                first.take(each)
+        return self._by_cause(kept)
 
     def _by_cause(self, found: list[Diagnosis]) -> list[Diagnosis]:
         """The root cause first; among those of one kind the earliest, where all have a time."""

@@ -181,7 +181,8 @@ def open_stacks(run_dir: Path, *, rank: int, world_size: int) -> None:
     thread = next((each.native_id for each in threading.enumerate() if each.name == "watch"), None)
     with contextlib.suppress(OSError):
         path = announce_stacks(
-            run_dir, rank, world_size, os.getpid(), thread=thread, signals=[signal.SIGUSR2, signal.SIGRTMAX]
+            run_dir, rank, world_size, os.getpid(), thread=thread, main=f"{threading.main_thread().ident:#x}",
+            signals=[signal.SIGUSR2, signal.SIGRTMAX],
         )
         _file = path.open("a", encoding="utf-8")
         faulthandler.register(signal.SIGRTMAX, _file, all_threads=True)
@@ -213,7 +214,7 @@ def _stacks() -> str:
 # Places --------------------------------------------------------------------------------------------------------------
 
 
-THREAD = re.compile(r"^(?:Current thread|Thread) .*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
+THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*most recent call first.*\n((?:  .*\n)*)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 # What a thread does in a library, by the end of the file's name; "" stands for the function's own name
 KNOWN = {
@@ -233,10 +234,10 @@ HELPERS = ("/rankup/group/", "/rankup/loop/", "/train/group.py", "/program/group
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 
-def place_of(text: str) -> str | None:
-    """Where the main thread is, from what faulthandler wrote, which ends with it; "" for an empty stack. None where
-    there is no thread."""
-    threads = THREAD.findall(text)
+def place_of(text: str, main: str) -> str | None:
+    """Where a thread is, from what faulthandler wrote; "" for an empty stack. `main`: the thread's number, "" for the
+    main thread, which is the last. None if it is not there."""
+    threads = [lines for ident, lines in THREAD.findall(text) if main in ("", f"{int(ident, 16):#x}")]
     return _place_in(FRAME.findall(threads[-1])) if threads else None
 
 

@@ -42,6 +42,7 @@ class Answer:
     pid: int
     started: str
     thread: int
+    main: str
     signals: list[int]
     text: str = ""
     time: str = ""
@@ -61,7 +62,7 @@ class Answer:
         """Where the main thread is, in a few words, or why that is not known."""
         if self.problem or not self.text:
             return self.problem or "has written no stacks"
-        where = place_of(self.text) or "no Python code"
+        where = place_of(self.text, self.main) or "no Python code"
         return where + moment(self.phase, self.step)  # " of step 413"
 
 
@@ -155,6 +156,7 @@ def read(path: Path, *, after: int = 0) -> Answer | None:
         answer = next((writer for writer in reversed(writers) if writer.alive), writers[-1])
         of_this_process = HEAD.split(data[after:].decode(errors="replace"))[-1]
         *_, said, text = ["{}", *LINE.split(of_this_process)]  # the handler in C writes no such line
-        return replace(answer, text=text, **json.loads(said)) if place_of(text) is not None else answer
+        # It ends with the main thread
+        return replace(answer, text=text, **json.loads(said)) if place_of(text, answer.main) is not None else answer
     except (OSError, LookupError, ValueError, TypeError):
         return None

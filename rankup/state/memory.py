@@ -245,8 +245,7 @@ class Parts:
         began_s, used_s = time.perf_counter(), time.thread_time()
         path: Path | None = None
         try:
-            self._copies.wait()
-            copying_s = time.perf_counter() - began_s
+            copying_s = self._copies.wait()
             path = _keep(self._folders[self.group.rank], step, files)
         finally:  # a rank that fails has to say so: the others wait for its part
             sent = _send(path, self._peer, self._link) if self._peer is not None else []

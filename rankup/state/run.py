@@ -254,8 +254,10 @@ class Run:
             store.settle()
 
     def rescue(self, step: int, make_files: Callable[[], Mapping[str, Content]]) -> bool:
-        """Write a copy of that step, which is not saved, to this node's memory. Whether that was done. Any thread calls
+        """Write a copy of that step, unless it is saved, to this node's memory. Whether that was done. Any thread calls
         this, as the process ends. `make_files`: called if they are needed. Raises nothing."""
+        if step <= max(0, self.saved_step):  # a GPU may be behind the host
+            return False
         try:
             memory.write_rescue(self.lineage.run, step, self.mark, make_files)
         except Exception as error:

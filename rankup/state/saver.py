@@ -284,29 +284,35 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         # A GPU copies into pinned memory by itself, in the order of its queue, and the host goes on
-        self._copied = torch.Event(device) if device.type == "cuda" else None
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._buffers: Tensors = {}
 
     def take(self, tensors: Tensors) -> Tensors:
         """The tensors as they are now, until the next call. On a GPU the copies are complete after `wait` only; the
         work that is queued from now on does not get into them."""
         self._buffers = {name: self._buffer_for(name, tensor) for name, tensor in tensors.items()}
+        for event in self._events[:1]:
+            event.record()
         # One call, in which other threads may run: the lease beats, the deadlines are watched
         if tensors:
             to = [self._buffers[name] for name in tensors]
-            torch._foreach_copy_(to, [*tensors.values()], non_blocking=self._copied is not None)
-        if self._copied is not None:
-            self._copied.record()
+            torch._foreach_copy_(to, [*tensors.values()], non_blocking=bool(self._events))
+        for event in self._events[1:]:
+            event.record()
         return self._buffers
 
-    def wait(self) -> None:
-        """Wait until the device has made the last copies."""
-        if self._copied is not None and self._buffers:
-            self._copied.synchronize()
+    def wait(self) -> float:
+        """Wait until the device has made the last copies. Returns how long they took it, in seconds: not the steps that
+        were in its queue before them."""
+        if not (self._events and self._buffers):
+            return 0.0
+        began, ended = self._events
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
 
     def _buffer_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """In the same memory format: else the copy would go element by element."""
         had, like = self._buffers.get(name), torch.empty_like(tensor, device="meta")
         if had is not None and (had.dtype, had.shape, had.stride()) == (like.dtype, like.shape, like.stride()):
             return had
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._copied is not None, requires_grad=False)
+        return torch.empty_like(tensor, device="cpu", pin_memory=bool(self._events), requires_grad=False)

@@ -89,6 +89,17 @@ def test_a_step_that_begins_waits_for_nobody_and_has_all_its_time() -> None:
     assert now.until_s >= now_s + 30.0
 
 
+def test_reader_sees_each_number_of_a_beginning_whole() -> None:
+    record = Record.new()
+    record.begin_anew(1)
+    code = ("import sys\nfrom rankup.agent.record import Record\nrecord = Record.at(sys.argv[1])\n"
+            "for step in range(2, 200_001):\n    record.begin_anew(step)")
+    with subprocess.Popen([sys.executable, "-c", code, record.path], env=environment(), cwd=ROOT) as process:
+        while process.poll() is None:
+            assert all(record.step and record.began_s for _ in range(1000))
+    assert record.step == 200_000
+
+
 # The step at which all ranks stop, in every order of events that chance brings ------------------------------------
 
 

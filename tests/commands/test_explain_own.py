@@ -8,7 +8,7 @@ import pytest
 
 from rankup.explain import diagnose_files, format_report
 from rankup.explain.diagnosis import diagnose
-from rankup.places.files import write_json
+from rankup.places.files import write_atomically, write_json
 from tests.rigs import jobs
 from tests.rigs.fork_server import Forks
 
@@ -86,6 +86,18 @@ def test_lost_rank_is_named_with_its_reason(tmp_path: Path) -> None:
     old = "2026-11-20T10:00:00 node0 r0 torch.OutOfMemoryError: CUDA out of memory"
     run = failed_run(tmp_path, old, f"2026-11-21T10:00:09 node0 r0 {lost}", code=1, why="MemoryError: ")
     assert [(d.name, d.rank, d.host) for d in diagnose_files([run])] == [("host-memory", 1, "node1")]
+
+
+def test_first_of_two_failed_ranks_is_told_by_the_times_in_their_logs(tmp_path: Path) -> None:
+    """What they reported has none."""
+    for rank, why in enumerate(["RuntimeError: CUDA error: an illegal memory access was encountered", "MemoryError: "]):
+        log = [f"2026-11-21T10:00:0{9 - rank} a line", "Traceback (most recent call last):", "    f()", why]
+        end = {"rank": rank, "host": f"node{rank}", "state": "failed", "code": 1, "why": why}
+        write_json(tmp_path / "status" / ATTEMPT / f"rank-{rank}.json", end)
+        write_atomically(tmp_path / "logs" / f"rank-{rank}.log", "".join(f"{line}\n" for line in log))
+    write_json(tmp_path / "status.json", {"attempt": ATTEMPT, "state": "failed", "world_size": 2})
+    found = [(each.rank, each.host, each.traceback) for each in diagnose_files([tmp_path])]
+    assert found == [(1, "node1", ("    f()",)), (0, "node0", ("    f()",))]
 
 
 def test_reason_of_a_failed_run_that_is_not_known_is_quoted(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def test_place_names_what_is_called_and_who_calls(stack: list[str], where: str) 
     frames = "".join(f"  File {frame}\n" for frame in stack)
     other = 'Thread 0x7f00 (most recent call first):\n  File "/me/other.py", line 1 in look\n'
     text = f"{other}\nCurrent thread 0x7f01 (most recent call first):\n{frames}"
-    assert place_of(text) == where
-    assert place_of("Fatal Python error") is None
+    assert place_of(text, "") == place_of(text, "0x7f01") == where
+    assert place_of(text, "0x7f02") is None
 
 
 LOOKS = """

@@ -196,6 +196,14 @@ def test_attempt_that_was_refused_is_not_asked_in_place_of_the_live_one(tmp_path
     assert answer.pid == os.getpid()
 
 
+def test_dump_that_lacks_the_main_thread_is_still_being_written(tmp_path: Path) -> None:
+    path, frame = announce_stacks(tmp_path, 0, 1, os.getpid(), main="0x7f01"), '  File "/me/a.py", line 1 in look\n'
+    for thread, place in ((0, "has written no stacks"), (1, "a.py:1 look")):
+        with path.open("a") as file:
+            file.write(f"Thread 0x7f0{thread} (most recent call first):\n{frame}")
+        assert stacks.written(tmp_path)[0].place == place
+
+
 def test_what_is_no_file_of_stacks_is_passed_over_and_its_rank_is_missed(tmp_path: Path) -> None:
     with announce_stacks(tmp_path, 1, 3, 2**22 + 1).open("a") as file:
         file.write("Thread")

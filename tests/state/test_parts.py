@@ -253,7 +253,11 @@ def test_part_of_another_rank_that_cannot_be_kept_leaves_nobody_waiting(
 def test_step_does_not_wait_until_the_device_has_copied_a_part(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
 
-    monkeypatch.setattr(HostCopies, "wait", lambda _: waits.append(threading.current_thread().name))
+    def wait(_: HostCopies) -> float:
+        waits.append(threading.current_thread().name)
+        return 0.0
+
+    monkeypatch.setattr(HostCopies, "wait", wait)
     keep(Ranks(), 10, 20)
     assert waits == ["part"] * 4
 
