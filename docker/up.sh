@@ -128,6 +128,8 @@ done
 image=$(state_of node0 '{{.Image}}')
 exit "$(setsid docker run --rm --network none --entrypoint python3 "$image" -c '
 import sys
-from rankup.errors import root_cause
-print(root_cause([*map(int, sys.argv[2:])], stopped=bool(sys.argv[1]), rest_stopped=True))
+from rankup.errors import STOPPED, root_cause
+codes = [*map(int, sys.argv[2:])]
+cause = root_cause([code for code in codes if code not in (0, STOPPED)] or codes)  # the rest are stopped above
+print(STOPPED if sys.argv[1] and cause >= 128 else cause)
 ' "$interrupted" "${codes[@]}" || echo 1)"
