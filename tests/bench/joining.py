@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.record import Record
 from rankup.env.rank_env import read_rank_env
-from rankup.group.member import MemberLine
+from rankup.group import joining  # noqa: F401  torch, once for all
 from tests.rigs.jobs import free_port, rank_env
 
 THREADS = 64  # ranks of one process
@@ -39,6 +39,7 @@ QUIET.disabled = True
 
 def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, str]]") -> None:
     """Join as each of `ranks`, and put (rank, met at, error) in the queue. All processes share the clock."""
+    from rankup.group.member import MemberLine  # each process imports it, as a rank does
 
     def one(rank: int) -> None:
         try:
