@@ -88,7 +88,7 @@ def test_demo_trains_fashion_mnist_to_90_percent_in_2_epochs_and_ends_with_the_t
     """By `make demo` in a venv of the user's own, with its settings, which are the defaults but for the third epoch.
     Measured: 0.904. That two agents come to the weights of two ranks by hand: test_parity.py."""
     env = {"PYTHONPATH": str(clone), "PYTHONWARNINGS": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
-    words = ("make", "demo", f"VENV={sys.prefix}")
+    words = ("make", "demo", f"VENV={sys.prefix}", "ARGS=")  # without those that `make unit` hands to pytest
     with ended(start(*words, env=env, cwd=clone)) as job:
         assert job.wait(2000) == [0], job.output
     assert "data   fashion-mnist, 60,000 + 10,000 samples" in job.output
