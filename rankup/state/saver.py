@@ -36,9 +36,8 @@ class Options:
     copies stay. `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either.
     `compare_every_steps`: 0 says that ranks hold different states on purpose.
 
-    `check`: raises UserError for a copy of another program, ValueError for a damaged one. `fits`: raises UserError
-    where this attempt may not go on from it. `finished`: whether nothing is left to do after a copy, given what
-    `result.json` says; asked on rank 0.
+    `check`: raises UserError for a copy from which this attempt may not go on, ValueError for a damaged one.
+    `finished`: whether nothing is left to do after a copy, given what `result.json` says; asked on rank 0.
     """
 
     store: str = ""
@@ -52,7 +51,6 @@ class Options:
     setup_timeout_s: float = 1800.0
     save_timeout_s: float = 600.0
     check: Check = no_check
-    fits: Check = no_check
     finished: Callable[[Any, dict[str, Any]], bool] = lambda copy, result: False
 
 
