@@ -95,9 +95,7 @@ class Tracked:
             (f"{bare(path)}.".lstrip("."), each._buffers) for path, each in module.named_modules() if each._buffers
         ]:
             self._holders[name] = holders
-        if not dist.is_initialized():
-            return
-        if self._share_all and dist.get_world_size() > 1:
+        if self._share_all:
             self.shared += [held for _, held in holders]
             return
         for each in module.modules():

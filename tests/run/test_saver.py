@@ -181,7 +181,7 @@ def counted_saves() -> None:
 
 
 @pytest.mark.parametrize(("how", "free", "thread"), [
-    ("auto", "", "save"), ("async", "1000", "save"), ("sync", "", "MainThread"), ("auto", "1000", "MainThread"),
+    ("auto", "", "save"), ("sync", "", "MainThread"), ("auto", "1000", "MainThread"),
 ])
 def test_one_save_after_the_other_beside_the_training_where_memory_allows(
     forks: Forks, tmp_path: Path, how: str, free: str, thread: str

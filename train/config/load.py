@@ -197,9 +197,6 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "precision", "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."
     if c.parallel == "horovod" and c.compress == "bf16":
         yield "compress", "none or fp16 with parallel horovod", "Horovod does not sum bf16. Use ddp."
-    if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
-        why = "No rank holds a whole state to copy: see --checkpoint-format sharded."
-        yield "save", "auto or sync with parallel fsdp", why
     if c.device_ids and c.device not in ("auto", "cuda"):
         yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
     if 0 < c.max_steps <= c.warmup_steps:
