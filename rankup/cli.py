@@ -6,7 +6,6 @@ the program beside this library.
 
 import argparse
 import json
-import logging
 import os
 import runpy
 import shlex
@@ -23,7 +22,6 @@ from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError
 from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
-log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
@@ -237,11 +235,10 @@ def doctor(given: argparse.Namespace) -> int:
 
     program = Program().begin()
     program.read_rank(alone=given.alone)
-    named = getattr(program.found, "run_name", "") or "doctor"
-    program.start()
+    program.start(guarded=not given.as_json)  # else its output is its result
     return program.doctor(
-        given.runs / named, as_json=given.as_json, num_threads=given.num_threads, num_workers=given.num_workers,
-        join_timeout_s=given.join_timeout_s,
+        given.runs / (getattr(program.found, "run_name", "") or "doctor"), as_json=given.as_json,
+        num_threads=given.num_threads, num_workers=given.num_workers, join_timeout_s=given.join_timeout_s,
     )
 
 
@@ -259,7 +256,7 @@ def export(given: argparse.Namespace) -> None:
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
-    log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
+    print_whole(f"{export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item)}\n")
 
 
 # The command line -----------------------------------------------------------------------------------------------------
@@ -294,9 +291,8 @@ def completion() -> str:
 
 def version() -> str:
     """What `rankup --version` prints."""
-    found = {each.name: each.version for name in ("rankup", "torch") for each in metadata.distributions(name=name)}
-    rankup, torch = (found.get(name, "(not installed)") for name in ("rankup", "torch"))
-    return f"rankup {rankup}, torch {torch}, Python {sys.version.split()[0]}\n"
+    found = [each for name in ("rankup", "torch") for each in metadata.distributions(name=name)]  # both may be missing
+    return "".join(f"{each.name} {each.version}, " for each in found) + f"Python {sys.version.split()[0]}\n"
 
 
 TEXTS = {"": overview, "help": overview, "-h": overview, "--help": overview, "-V": version, "--version": version,

@@ -66,14 +66,14 @@ class Program:
             raise self.found
         return self.found
 
-    def start(self, run_dir: Path | None = None, *, script: bool = False, stacks: bool = False) -> None:
+    def start(self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False) -> None:
         """Be a rank from now on: end with the launcher, and write all lines to `logs/` in the folder of the run too.
 
-        `run_dir`: None for a process without a folder. `script`: the streams are the user's, else their readers may go,
-        or stop reading, without an effect on this process. `stacks`: the run is this process's, so that `rankup stacks`
-        asks it. Raises UserError where nothing can be written.
+        `run_dir`: None for a process without a folder. `guarded`: who reads the streams may go, or stop reading, without
+        an effect on this process; not where they are a script's, or hold the result. `stacks`: the run is this
+        process's, so that `rankup stacks` asks it. Raises UserError where nothing can be written.
         """
-        if not script:
+        if guarded:
             guard()
         if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
             die_with_parent(os.getppid())  # where these are killed, they leave their processes running
@@ -82,7 +82,7 @@ class Program:
         launch, self._run_dir = self.rank_env, run_dir
         file = RankLog(run_dir, launch.rank)
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
-        if script:
+        if not guarded:  # a script's own
             copy_prints(file)
         if launch.distributed:
             self.log.info(describe(launch))

@@ -133,7 +133,7 @@ class Doctor(TrainingCommand):
             run_dir = run_dir_of(config, program)
         except rankup.UserError as error:
             program.found, run_dir = error, Path()
-        program.start()
+        program.start(guarded=not self.as_json)  # else its output is its result
         return program.doctor(
             run_dir, as_json=self.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
             join_timeout_s=config.join_timeout_s, **join_options(config),
