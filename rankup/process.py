@@ -69,8 +69,8 @@ class Program:
     def start(self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False) -> None:
         """Be a rank from now on: end with the launcher, and write all lines to `logs/` in the folder of the run too.
 
-        `run_dir`: None for a process without a folder. `guarded`: who reads the streams may go, or stop reading, without
-        an effect on this process; not where they are a script's, or hold the result. `stacks`: the run is this
+        `run_dir`: None for a process without a folder. `guarded`: who reads the streams may go, or stop reading,
+        without an effect on this process; not where they are a script's, or hold the result. `stacks`: the run is this
         process's, so that `rankup stacks` asks it. Raises UserError where nothing can be written.
         """
         if guarded:
