@@ -31,7 +31,8 @@ from .config import load_config
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
-    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "fire", "torch.utils.tensorboard"
+    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "fire", "torch.utils.tensorboard",
+    "torchvision.datasets",
 ]
 
 

@@ -1,6 +1,5 @@
 """FSDP2: each rank holds a part of every parameter. A small network learns which of two numbers is larger."""
 
-import argparse
 import os
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import rankup
 
-NUMBERS, WIDTH = 32, 48
+EPOCHS, NUMBERS, WIDTH = 3, 32, 48
 
 
 class Layer(nn.Module):
@@ -39,9 +38,6 @@ class Larger(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/fsdp")
@@ -59,7 +55,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.track(model=model, optimizer=optimizer)
 
-    for epoch in job.epochs(args.epochs):
+    for epoch in job.epochs(EPOCHS):
         sampler.set_epoch(epoch)
         for numbers, larger in job.batches(loader):
             loss = F.cross_entropy(model(numbers.to(device)), larger.to(device))

@@ -1,6 +1,5 @@
 """A small GPT that reads characters: batches are random pieces of a text, steps are counted, epochs are not."""
 
-import argparse
 import math
 import os
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankup
 
 TEXT = Path(__file__).parents[1] / "samples" / "texts" / "train.txt"
-CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 32, 32, 2, 2, 8
+STEPS, CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 40, 32, 32, 2, 2, 8
 
 
 class Block(nn.Module):
@@ -47,9 +46,6 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/gpt")
@@ -63,9 +59,9 @@ def main() -> None:
     torch.manual_seed(1 + dist.get_rank())  # each rank reads other pieces
     job.track(model=model, optimizer=optimizer)
 
-    for step in range(job.step_number, args.steps):
+    for step in range(job.step_number, STEPS):
         for group in optimizer.param_groups:  # a warm-up, then half a cosine
-            group["lr"] = 3e-3 * min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / args.steps))
+            group["lr"] = 3e-3 * min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
         starts = torch.randint(len(tokens) - CONTEXT, (BATCH,)).tolist()
         pieces = torch.stack([tokens[start : start + CONTEXT + 1] for start in starts]).to(device)
         loss = F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
