@@ -31,8 +31,7 @@ from .config import load_config
 
 # Imported once, by the process that forks the ranks of a node
 __preload__ = [
-    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "fire", "torch.utils.tensorboard",
-    "torchvision.datasets",
+    ".loop", ".parallel.methods", ".workloads.images", ".workloads.text", "fire", "torch.utils.tensorboard"
 ]
 
 

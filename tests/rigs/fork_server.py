@@ -205,7 +205,7 @@ def serve() -> None:
     commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop")
     gc.disable()
     for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images",
-                 "torchvision.datasets", *sys.argv[1:]):
+                 "train.workloads.text", *sys.argv[1:]):
         importlib.import_module(slow)
     gc.freeze()  # as in the agent's own: a collection in a fork must not write to, and so copy, what all share
     gc.enable()
