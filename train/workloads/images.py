@@ -15,7 +15,7 @@ from rankup import UserError
 from ..config import Config
 from ..data.samples import Samples, TensorSamples
 from ..data.sources import load
-from .classification import Classification, confusion_pictures
+from .classification import Classification
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
         input_name=lambda index: f"test/{index}" if isinstance(test, TensorSamples) else test.paths[index],
         open_input=lambda path: _open_input(path, train, channels=channels, size=size),
-        pictures=lambda sums: confusion_pictures(sums["confusion"], train.classes),
     )
 
 

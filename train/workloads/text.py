@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from ..config import Config
 from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
 from .bert import WordPieceTokenizer, build_bert
-from .classification import Classification, confusion_pictures, macro_f1, report
+from .classification import Classification, macro_f1, report
 from .workload import Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
@@ -85,11 +86,9 @@ class TextSamples:
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, int64 [B, T], and labels, int64 [B]."""
-        lengths = self.lengths[indices]
-        columns = torch.arange(int(lengths.max()))
-        real = columns < lengths[:, None]
-        where = (self.starts[indices][:, None] + columns).clamp(max=len(self.tokens) - 1)
-        return torch.where(real, self.tokens[where].long(), self.pad), self.labels[indices]
+        places = zip(self.starts[indices].tolist(), self.lengths[indices].tolist(), strict=True)
+        rows = [self.tokens[start : start + length] for start, length in places]
+        return pad_sequence(rows, batch_first=True, padding_value=self.pad).long(), self.labels[indices]
 
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
@@ -130,7 +129,6 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         data_origin=f"{train_part.path} and {eval_part.path.name}",
         classes=classes, unit="texts", input_name=lambda index: eval_part.texts[index],
         open_input=open_input, report=lambda sums: report(sums["confusion"], classes),
-        pictures=lambda sums: confusion_pictures(sums["confusion"], classes),
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
         notes=notes,
     )
