@@ -50,8 +50,8 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         num_classes=num_classes, label_smoothing=config.label_smoothing, prepare=normalizer(train.mean, train.std)
     )
     return Workload(
-        # No text is left for images in memory, see above
-        model=model, train=replace(train, augment=config.augment, seed=config.seed), evaluation=test,
+        model=model, evaluation=test,
+        train=replace(train, augment=config.augment, seed=config.seed),  # type: ignore[arg-type]  # no text, see above
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
         input_name=lambda index: f"test/{index}" if isinstance(test, TensorSamples) else test.paths[index],
