@@ -83,10 +83,9 @@ class Report:
 
     def add(self, *findings: Finding) -> None:
         """Keep findings of this rank, and print them on rank 0."""
-        for finding in findings:
-            self.findings.append(finding)
-            if self._json_out is None:
-                self._log.info(finding.text())
+        self.findings += findings
+        for finding in findings if self._json_out is None else ():
+            self._log.info(finding.text())
 
     def end(self, gather: Callable[[Any], list[Any]] | None = None, path: Path | None = None) -> int:
         """Print the verdict and return its exit code: of this rank alone, or of all ranks where `gather` gives the
