@@ -72,7 +72,7 @@ def init(
     ends = Ends(program)
     program.stop.install()
     program.read_rank()
-    program.start(run, guarded=(), stacks=True)
+    program.start(run, guarded=False, stacks=True)
     group = ends.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,

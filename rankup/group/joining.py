@@ -36,15 +36,15 @@ VERSION = hashlib.sha256(b"".join(
 
 
 def start(
-    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, status: StatusFile, stop: StopRequest,
-    log: logging.Logger,
+    launch: RankEnv, run_dir: Path, *, settings: Mapping[str, str], device: str | None, stop: StopRequest
 ) -> Group:
     """A group of which only this rank is known yet. For the arguments see `Program.join`."""
     if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr with a file behind it
             faulthandler.enable()
     record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
-    watch = Watchdog(status, stop, record=record, log=log)
+    status = StatusFile(run_dir, launch)
+    watch = Watchdog(status, stop, record=record, log=logging.getLogger("rankup"))
     group = Group(launch, pick_device(device, launch.local_rank), watch)
     group.backend = pick_backend(group.device)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}

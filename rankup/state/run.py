@@ -83,7 +83,7 @@ class Run:
         may = choice.may_take(options, group)
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
-        try:
+        with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
             remove_unfinished(folder)
             begun = Lineage.read(self.folder)
@@ -101,8 +101,6 @@ class Run:
             owned(self.owner)
             begun = Lineage.read(self.folder)
             self._found += choice.found_in(folder)
-        except OSError as error:
-            raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
         line = begun or Lineage.new(group.attempt, group.launch.start)
         return line.values(), begun is None, lease.token
 

@@ -218,7 +218,7 @@ def test_end_does_not_cost_the_save_under_way(
 
 
 @pytest.mark.parametrize(("more", "fails", "code", "line"), [
-    ((), errno.ENOSPC, 2, "has no space left"), ((), errno.EIO, 2, "can't be written (Input/output error)"),
+    ((), errno.ENOSPC, 2, "has no space left"), ((), errno.EIO, 2, "must be writable, got Input/output error"),
     ((), -1, 1, "LookupError: nobody expected this"), (SHARDED, errno.ENOSPC, 2, "has no space left"),
 ])
 def test_failure_ends_all_ranks_at_the_next_step(
