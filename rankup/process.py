@@ -106,20 +106,13 @@ class Program:
         Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
         lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
         """
-        from torch import distributed
-
         from rankup.group import joining
 
-        launch = self.rank_env
-        group = joining.start(launch, run_dir, settings=settings, device=device, stop=self.stop)
+        group = joining.start(self.rank_env, run_dir, settings=settings, device=device, stop=self.stop)
         self._watch = group.watch
         with contextlib.ExitStack() as unless_joined:
             unless_joined.push(group)
-            if launch.world_size > 1:
-                joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
-            else:  # with a store in memory, which reaches nobody and needs no port
-                store = distributed.HashStore()  # type: ignore[attr-defined]
-                distributed.init_process_group(group.backend, store=store, rank=0, world_size=1)
+            joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
             unless_joined.pop_all()
         return group
 

@@ -85,6 +85,10 @@ def pick_backend(device: torch.device) -> str:
 
 def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
     """All of them. For the arguments, and what it raises, see `Program.join`."""
+    if group.world_size == 1:  # with a store in memory, which reaches nobody and needs no port
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(group.backend, store=store, rank=0, world_size=1)
+        return
     meet(group, timeout_s=timeout_s)
     form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
     check_settings(group)
