@@ -255,7 +255,7 @@ class Agent:
                 await self.lead.close()
             if self._listener is not None:
                 self._listener.close()
-            await self.ranks.close()
+            self.ranks.close()
 
     def _introduce(self, place: str) -> Attendance:
         """`place`: the id of what it shares with other nodes."""

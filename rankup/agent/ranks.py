@@ -95,9 +95,9 @@ class Ranks:
         if self.knows_us:
             await self.links.open()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Once all have ended."""
-        await self.server.close()
+        self.server.close()
         self.links.close()
 
     @property

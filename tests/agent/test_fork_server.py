@@ -99,7 +99,7 @@ class Rig:
         return self.server.pids[rank]
 
     def close(self) -> None:
-        self.runner.run(self.server.close())
+        self.server.close()
         self.runner.close()
 
 
@@ -363,7 +363,6 @@ def test_store_is_served_until_another_one_replaces_it(rig: Rig, tmp_path: Path)
     rig.until(lambda: not reachable(first))
     user = rig.ran([script(tmp_path, store_user(second))])
     assert user.out == rig.ran([script(tmp_path, store_user(rig.store()))]).out, "not empty"
-    assert not [text for text in rig.warnings if "store" in text]
     assert len(os.listdir(f"/proc/{rig.server.pid}/task")) == 1
 
 
