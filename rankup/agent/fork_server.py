@@ -90,7 +90,7 @@ class ForkServer:
         self._ask([listener.fileno()], start=STORE, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
-        """See `send_signal`. SIGKILL goes to all that the rank has started too."""
+        """See `send_signal`. What a rank has started is killed as it ends."""
         self._ask(signal=number, rank=local_rank)
 
     def close(self) -> None:
@@ -216,17 +216,15 @@ class Server:
 
     def _signal(self, local_rank: int, number: int) -> None:
         for pid in [pid for pid, each in self._running.items() if each == local_rank]:
-            if number == signal.SIGKILL:
-                kill_session(pid)
-            else:
-                send_signal(pid, number)
+            send_signal(pid, number)
 
     def _start(self, request: dict[str, Any]) -> bool:
         """Whether this is the rank that was started."""
         which = request["start"]
         descriptors = [reduction.recv_handle(self.channel) for _ in range(request["descriptors"])]
-        if which == STORE:  # in place of the last one
-            self._signal(STORE, signal.SIGKILL)
+        # What is left of the last membership, and nobody waits for: its store, or its rank that waits for a dead disk
+        self._signal(which, signal.SIGKILL)
+        self._running = {pid: each for pid, each in self._running.items() if each != which}
         if (pid := self._fork(request["name"])) == 0:
             self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
             if which == STORE:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -94,11 +94,11 @@ def end_of(pid: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def reap_orphans(keep: Container[int] = ()) -> None:
-    """Take the ends of orphans: a container's first process inherits them. `keep`: children that others wait for."""
+def reap_orphans() -> None:
+    """Take the ends of orphans, which a container's first process inherits, and of own children that have ended."""
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in keep:
-            os.waitpid(ended.si_pid, 0)
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
 
 
 # The end of this process ----------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.agent import Agent, Lead
+from rankup.agent.agent import Agent
 from rankup.agent.ends import End
+from rankup.agent.lead import Lead
 from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.script import Script
