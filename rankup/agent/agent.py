@@ -69,7 +69,7 @@ class Agent:
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
-                self.lead = Lead(self)
+                self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
             self.begin(self.attendance.attend(self._hear_leader))
             return await self._over
         finally:
@@ -160,7 +160,13 @@ class Agent:
         if self.lead is not None:
             log.warning("another node leads, at %s:%d: this one becomes a member there", ip, port)
             self._elsewhere = ip, port
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Lead no longer."""
+        if self.lead is not None:
             self.lead.give_up()
+        self.lead = None
 
     async def _find_leader(self) -> tuple[str, int]:
         if self.lead is not None:
@@ -170,7 +176,7 @@ class Agent:
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.attendance, self.node, elsewhere)) is None:
             log.warning("this node leads from now on: no member before it answers")
-            self.lead = Lead(self)
+            self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
         return found or ("127.0.0.1", self.port)
 
     # The leader's words ---------------------------------------------------------------------------------------------
@@ -246,6 +252,5 @@ class Agent:
             return  # all leave, and hear how the job ends
         self.say("left")
         await asyncio.sleep(timing.ENDING_S)
-        if self.lead is not None:
-            self.lead.give_up()
+        self._give_up()
         self.finish(verdict)

@@ -10,8 +10,8 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rankup import timing
 from rankup.agent.attendance import who_leads
@@ -20,12 +20,10 @@ from rankup.agent.meeting import Leader
 from rankup.agent.network import in_thread, open_port
 from rankup.agent.processes import within
 from rankup.agent.protocol import KILLED, SHARED, Member
+from rankup.agent.ranks import Ranks
 from rankup.env.launchers import free_port
 from rankup.errors import STOPPED, JoinError, PeerLost, UserError
 from rankup.places.place import Place
-
-if TYPE_CHECKING:
-    from rankup.agent.agent import Agent
 
 log = logging.getLogger("rankup")
 
@@ -52,13 +50,18 @@ async def id_of(shared_dir: str) -> str:
 class Lead:
     """The leader's decisions, from its agent's election to its end."""
 
-    def __init__(self, agent: "Agent") -> None:
-        options = self.options = agent.options
-        self.agent, self.node, self.limits = agent, agent.node, agent.limits
+    def __init__(
+        self, me: Member, ranks: Ranks, *, places: Mapping[str, tuple[str, int]], outdone: Callable[[str, int], None]
+    ) -> None:
+        """`me`, `ranks`: of this node. `places`: where each node was last. `outdone`: another one leads, at that place.
+        """
+        options = self.options = ranks.options
+        self.node, self.limits, self.server = options.node, options.node.limits, ranks.server
+        self.places, self.outdone = places, outdone
         self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
-        me = agent.attendance.me
+        self.begin = ranks.begin
         self.leader = Leader(
-            me, say=log.info, prepare=self._prepare, hear=self._hear, limits=agent.limits, outdone=agent.yield_to,
+            me, say=log.info, prepare=self._prepare, hear=self._hear, limits=self.limits, outdone=outdone,
             claim=self._claim if me.settings.get(SHARED) else None,
         )
         self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
@@ -68,10 +71,9 @@ class Lead:
         works = [self.leader.watch()]
         works += [self._report(self.status)] if self.status is not None else []
         works += [self._call()] if self.limits is not None else []
-        self._tasks = [agent.begin(work) for work in works]
+        self._tasks = [self.begin(work) for work in works]
 
     def give_up(self) -> None:
-        self.agent.lead = None
         for task in self._tasks:
             task.cancel()
         self.leader.dismiss()
@@ -99,14 +101,14 @@ class Lead:
         while True:
             await asyncio.sleep(timing.CALL_S)
             here = {(member.ip, member.serves) for member in self.leader.seats.members}
-            known = {(self.node.master_addr, self.node.master_port), *self.agent.places.values()}
+            known = {(self.node.master_addr, self.node.master_port), *self.places.values()}
             await asyncio.gather(*(self._call_one(*place) for place in known - here))
 
     async def _call_one(self, ip: str, port: int) -> None:
         leader = self.leader
         other = await who_leads(ip, port, answer={**leader.greeting(), "port": leader.me.serves})
         if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
-            self.agent.yield_to(ip, port)
+            self.outdone(ip, port)
 
     async def _claim(self, job: str, number: int) -> bool:
         """Own what follows that membership: be the first to write in the shared folder that this member does."""
@@ -126,8 +128,8 @@ class Lead:
             self._end(verdict)
             await asyncio.Event().wait()
         if self.options.script.imports_rankup:
-            with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
-                self.agent.ranks.server.start_store(listener)
+            with open_port("127.0.0.1" if self.node.num_nodes == 1 else "", 0) as listener:
+                self.server.start_store(listener)
                 port = listener.getsockname()[1]
         else:
             port = free_port()
@@ -143,7 +145,7 @@ class Lead:
             again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
             self.status.begin(attempt, self.ends.world_size)
             # It may end before the next report; the disk may hang
-            self.agent.begin(in_thread(self.status.report, timeout_s=math.inf))
+            self.begin(in_thread(self.status.report, timeout_s=math.inf))
         return {
             "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
             "store": self.options.script.imports_rankup, "again": again,
