@@ -4,7 +4,6 @@ Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
-import contextlib
 import dis
 import io
 import json
@@ -47,7 +46,6 @@ class Group:
         self.run_dir, self.hosts = watch.status.run_dir, watch.hosts
         self.restarted = launch.restart_count > 0
         self.store: Any = None
-        self.until_formed = contextlib.ExitStack()
 
     @property
     def is_rank0(self) -> bool:
@@ -120,7 +118,7 @@ class Group:
 
     def _explain(self, error: BaseException) -> BaseException:
         """The failure behind an error."""
-        if self.store is None or not broke_collective(error):
+        if not self.watch.connected or not broke_collective(error):
             return error
         suspects = self.watch.suspects()
         self.log.debug(f"{type(error).__name__}: {error}")
