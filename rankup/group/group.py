@@ -68,8 +68,6 @@ class Group:
 
         Without any collective, see `rankup.agent.record`. Waits some milliseconds where they are just agreeing on it.
         """
-        if self.world_size == 1:  # only a replay has its agent ask by the record
-            return self.stop.requested or self.record.may_begin(step) is False
         while (may_begin := self.record.may_begin(step)) is None:
             time.sleep(STOP_S)
         return not may_begin
@@ -86,10 +84,7 @@ class Group:
             raise failure from error
 
     def close(self) -> None:
-        """Leave after success, all ranks together. Raises what `fail` returns where another rank does not come.
-
-        Rank 0, with the store, goes last: torch reports a connection that ends before its user as an error.
-        """
+        """Leave after success, all ranks together. Raises what `fail` returns where another rank does not come."""
         try:
             self.barrier()
             self.watch.quiet = True

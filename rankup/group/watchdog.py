@@ -23,7 +23,7 @@ from rankup.agent.logs import host_name
 from rankup.agent.network import encode
 from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
-from rankup.agent.record import NO_LIMIT, Record
+from rankup.agent.record import NO_LIMIT, NO_STOP, Record
 from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, moment, own_place
 
@@ -64,7 +64,8 @@ class Watchdog:
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._ending = False  # the thread that watches ends this process: the main thread says nothing of its own
-        self._leave_at_s = math.inf  # to leave for a stop then, as the ranks do not come to the step that all stop at
+        self._settled = False  # the loop begins no further step, and leaves for a stop by itself
+        self._leave_at_s = 0.0  # for a stop, unless this rank comes before to the step at which all stop
         self._placed_s = self._lost_s = 0.0  # when the thread last gave a sign, and when it saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         stop.watch = self
@@ -112,23 +113,20 @@ class Watchdog:
     def tell_others(self, name: str) -> None:
         """A signal has come to this process, which asks the whole job to stop."""
         self._say("stop", signal=name)
-        if self.world_size == 1:  # nobody else finds out that it waits for data, or evaluates
-            self._leave_at_s = time.monotonic() + timing.REACH_S
+        if self.world_size == 1:  # there is nobody to agree with
+            self.record.stop = self.record.confirmed = 0
 
     def _say(self, kind: str, **values: Any) -> bool:
         return self._line is not None and bool(self._line.say(kind, **values))
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """The others say: lost, gone, stop, leave, ranks. In one thread."""
+        """The others say: lost, gone, stop, ranks. In one thread."""
         if message["is"] in ("lost", "gone") and not self._lost:
             self._lost = message
             self._heard.set()
             self.stop.wake()
         elif message["is"] == "stop":
             self.stop.ask(str(message["signal"]))
-        elif message["is"] == "leave":
-            self._leave_at_s = 0.0
-            self.stop.wake()
         elif message["is"] == "ranks":
             now = time.time()
             self._signs = [{**sign, "seen": now - sign["ago_s"]} for sign in message["ranks"]]
@@ -163,8 +161,7 @@ class Watchdog:
     def settle(self) -> None:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
-            if not self._ending:
-                self.record.settled = True
+            self._settled = not self._ending
         self.wait_if_leaving()
 
     def wait_if_leaving(self) -> None:
@@ -205,8 +202,10 @@ class Watchdog:
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
+        if not self._leave_at_s and self.stop.requested and now.confirmed == now.stop < NO_STOP:
+            self._leave_at_s = now_s + timing.REACH_S
         work = None
-        if now_s > self._leave_at_s and not overdue:
+        if 0.0 < self._leave_at_s < now_s and not overdue:
             self._leave_at_s, work = math.inf, self._leave_for_stop
         elif overdue or (self._lost_s and now_s - self._lost_s > self._patience_s()):
             work = self._leave
@@ -228,10 +227,11 @@ class Watchdog:
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
     def _leave_for_stop(self) -> None:
-        """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
+        """This rank waits for data, or evaluates, and does not come to the step at which all stop: keep the last finished
+        one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if keeper is None or self._leaving is not None or self.record.settled:
+            if keeper is None or self._leaving is not None or self._settled:
                 return
             self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
