@@ -24,13 +24,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
-from rankup.agent.protocol import HINT
+from rankup.agent.protocol import HINT, AgentLine
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, UserError
 from rankup.group.group import Group
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import AgentLine, Watchdog, describe
+from rankup.group.watchdog import Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
 
 SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
@@ -107,7 +107,8 @@ def meet(group: Group, lookups: contextlib.ExitStack, *, timeout_s: float) -> No
     listener: socket.socket | None = None
     if (agent := group.launch.agent) is not None:
         commit = agent["commit"]
-        line = AgentLine(agent, group.watch.hear, group.stop)
+        line = AgentLine(agent, group.watch.hear)
+        group.stop.hear(line.fileno, line.receive)
     else:
         from rankup.group.member import MemberLine  # ranks of an agent do without it
 

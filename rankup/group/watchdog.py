@@ -6,11 +6,8 @@ line has said; it does nothing that could block it. A rank that has to go does s
 is stopped itself (SIGSTOP, a frozen node) does none of that: the others find it by its silence. No torch here.
 """
 
-import contextlib
-import json
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +17,6 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
-from rankup.agent.network import encode
 from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
 from rankup.agent.record import NO_LIMIT, NO_STOP, Record
@@ -329,48 +325,6 @@ class Watchdog:
                 self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
                 within(self._keep_timeout_s, keeper.keep)
                 self.record.extend(timing.LEAVING_S)
-
-
-class AgentLine:
-    """To the agent of this node. `agent`: what it has put into RANKUP_AGENT. `hear`: gets what the others say."""
-
-    def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None], stop: StopRequest) -> None:
-        self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
-        self._socket.connect(agent["socket"])
-        self._socket.settimeout(timing.SAY_S)  # an agent that is stopped reads nothing
-        self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
-        stop.hear(self._socket.fileno(), self.receive)
-        self.say("rank", local_rank=agent["local_rank"])
-
-    def receive(self) -> bool:
-        """Hear what has come. Returns False where nothing more will. In the thread of `StopRequest`."""
-        try:
-            data = self._socket.recv(1 << 16)
-            *whole, self._begun = (self._begun + data).split(b"\n")
-            for line in whole:
-                self._hear(json.loads(line))
-        except (OSError, ValueError):
-            return False
-        return bool(data)
-
-    def say(self, kind: str, **values: Any) -> bool:
-        """Any thread. Raises nothing. Returns False where it reached nobody."""
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(encode(kind, **values))
-            return True
-        return False
-
-
-def tell_agent(agent: Mapping[str, Any], end: End) -> None:
-    """Tell the agent why this rank ends before it has a line. Waits until the agent has heard it, SAY_S at most:
-    otherwise the agent may see the end of the process before its cause. `agent`: see `AgentLine`."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(timing.SAY_S)
-        line.connect(agent["socket"])
-        line.sendall(encode("rank", local_rank=agent["local_rank"]) + encode("end", **end.message()))
-        line.shutdown(socket.SHUT_WR)
-        while line.recv(1 << 16):
-            pass
 
 
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
