@@ -20,7 +20,7 @@ from rankup.agent.ends import LOST_PEER
 from rankup.agent.processes import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
-from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
+from rankup.group.watchdog import Watchdog
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
@@ -104,29 +104,15 @@ class Group:
         A rank that fails exits at once: torch's own teardown may wait for the dead.
         """
         self.watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
-        failure = self._explain(error)
+        failure = error
+        if self.watch.connected and broke_collective(error):
+            self.log.debug(f"{type(error).__name__}: {error}")
+            failure = self.watch.loss(self.watch.suspects())
         self.watch.exit_within(exit_code(failure))
         # Report before leaving: the others look here for the cause when their collectives break
         self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
         self.watch.end()
         return failure
-
-    def _explain(self, error: BaseException) -> BaseException:
-        """The failure behind an error."""
-        if not self.watch.connected or not broke_collective(error):
-            return error
-        suspects = self.watch.suspects()
-        self.log.debug(f"{type(error).__name__}: {error}")
-        return self.peer_lost(suspects)
-
-    def peer_lost(self, suspects: list[Suspect]) -> PeerLost:
-        """What to raise where these were lost, the likeliest first."""
-        return PeerLost(
-            f"lost a peer at step {self.record.step}: {describe(suspects, self.hosts)}",
-            code=root_exit_code(suspects, PEER_LOST),
-            suspect=suspects[0].rank if suspects else None,
-            nobody_died=all(suspect.alive for suspect in suspects),
-        )
 
     # Collectives ------------------------------------------------------------------------------------------------
 

@@ -91,17 +91,16 @@ def pick_backend(device: torch.device) -> str:
 
 def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
     """All of them. For the arguments, and what it raises, see `Program.join`."""
-    with contextlib.ExitStack() as lookups:
-        meet(group, lookups, timeout_s=timeout_s)
-        form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+    commit, listener = meet(group, timeout_s=timeout_s)
+    form(group, commit, listener, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
     check_settings(group)
     check_devices(group)
 
 
-def meet(group: Group, lookups: contextlib.ExitStack, *, timeout_s: float) -> None:
-    """First step: find the others, begin to watch each other, and open torch's store. Raises JoinError naming who is
-    missing or what is in the way, and UserError where ranks differ or the port cannot be used. `lookups`: closed once
-    names may be looked up again."""
+def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.socket | None]:
+    """First step: find the others, and begin to watch each other. Returns the commit, and on the rank that is to serve
+    torch's store its listener. Raises JoinError naming who is missing or what is in the way, and UserError where ranks
+    differ or the port cannot be used."""
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
     listener: socket.socket | None = None
@@ -118,39 +117,48 @@ def meet(group: Group, lookups: contextlib.ExitStack, *, timeout_s: float) -> No
     group.hosts = [host for host, count in commit["hosts"] for _ in range(count)]
     group.restarted = commit["restarts"] > 0
     group.watch.connect(line, group.hosts)
-    lookups.enter_context(no_name_lookups())
-    group.store = TCPStore(
-        commit["ip"], commit["port"], timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        is_master=listener is not None, master_listen_fd=listener.detach() if listener is not None else None,
-    )
-    if listener is None:  # else this process looks up no names until all clients have come
-        lookups.close()
+    return commit, listener
 
 
-def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
-    """Second step: torch's process group, with gloo for host memory always. Raises JoinError and PeerLost."""
-    # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
-    form_s = min(timeout_s, FORM_S + group.world_size / 10)
-    group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+def form(
+    group: Group, commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float, longest_phase_s: float
+) -> None:
+    """Second step: torch's store and process group, with gloo for host memory always. Raises JoinError and PeerLost.
+    `commit`, `listener`: what `meet` returns."""
     timeout = timedelta(seconds=longest_phase_s + BEHIND_OURS_S)
-    # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
-    group.store.set_timeout(timeout)
     try:
-        dist.init_process_group(
-            group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
-        )
-        # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
-        # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
-        dist.barrier() if group.backend == "gloo" else group.barrier()
+        with contextlib.ExitStack() as lookups:
+            lookups.enter_context(no_name_lookups())
+            group.store = open_store(commit, listener, timeout_s=timeout_s)
+            if listener is None:  # who serves it looks up no names until all clients have come
+                lookups.close()
+            # What is left takes seconds, unless a rank has just died, which gloo waits for
+            form_s = min(timeout_s, FORM_S + group.world_size / 10)
+            group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+            group.store.set_timeout(timeout)  # nccl waits with it for the id that it exchanges at the first step
+            dist.init_process_group(
+                group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
+            )
+            # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
+            # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
+            dist.barrier() if group.backend == "gloo" else group.barrier()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()
         if suspects and not suspects[0].alive:
-            raise group.peer_lost(suspects) from None
+            raise group.watch.loss(suspects) from None
         raise JoinError(
             f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
             f"{describe(suspects, group.hosts)}. {HINT}"
         ) from None
+
+
+def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float) -> TCPStore:
+    """torch's store, at the address that the commit names. Raises RuntimeError where what answers there is no store."""
+    return TCPStore(
+        commit["ip"], commit["port"], timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        is_master=listener is not None, master_listen_fd=listener.detach() if listener is not None else None,
+    )
 
 
 def check_settings(group: Group) -> None:

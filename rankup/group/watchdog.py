@@ -48,8 +48,8 @@ class Watchdog:
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self.nodes: list[dict[str, Any]] = []
-        # Called with code, reason and suspect before this rank ends for a deadline or a lost peer; returns the code
-        self.leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code
+        # Called before this rank ends for a deadline or a lost peer; returns the code
+        self.leaving: Callable[[PeerLost], int] = lambda loss: loss.code
         self.quiet = False  # all ranks are done: one that goes is no loss
         self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first loss that the line has told of
@@ -157,22 +157,20 @@ class Watchdog:
     def settle(self) -> None:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
-            self._settled = not self._ending
-        self.wait_if_leaving()
-
-    def wait_if_leaving(self) -> None:
-        """Never return where this process is about to end for a stop or a loss."""
-        with self._keep_lock:
-            ending = self._ending
-        if ending:
-            threading.Event().wait()
+            self._wait_if_ending()
+            self._settled = True
 
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         with self._keep_lock:
-            self._leaving = None if self._ending else code
-        self.wait_if_leaving()
+            self._wait_if_ending()
+            self._leaving = code
         self.record.extend(timing.LEAVING_S)  # of the same phase: the others still see what this rank was doing
+
+    def _wait_if_ending(self) -> None:
+        """Never return where another thread ends this process, for a stop or a loss."""
+        if self._ending:
+            threading.Event().wait()
 
     def end(self) -> None:
         """No more deadlines."""
@@ -243,31 +241,29 @@ class Watchdog:
         """A deadline has passed, or a rank is lost: dump the stacks, name the suspect, tell the others, and end this
         process at once."""
         now = self.record.read()
-        overdue = now.until_s < time.monotonic()
+        overdue, code = now.until_s < time.monotonic(), PEER_LOST
         what = f"lost a peer at step {now.step}"
         if overdue:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
+            code = JOIN_FAILED if now.phase == "join" else PEER_LOST
         if self._leaving is None:
             lines = self._take_stacks(what, all_alive=overdue or bool(self._lost.get("alive")))
-            suspects = self.suspects(overdue=overdue)
+            loss = self.loss(self.suspects(overdue=overdue), what, code=code)
         with self._keep_lock:
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
             self._ending = True
-        suspect = suspects[0] if suspects else None
-        code = root_exit_code(suspects, JOIN_FAILED if overdue and now.phase == "join" else PEER_LOST)
-        why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
-        self.log.warning("\n".join([f"{why} (exit code {code})", *lines]))
+        self.log.warning("\n".join([f"{loss} (exit code {loss.code})", *lines]))
 
         def last_words() -> int:
-            tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
-            self.report(code, why, suspect.rank if suspect is not None else None)
-            changed = self.leaving(code, why, suspect)
+            tell_torchrun(TimeoutError(str(loss)) if loss.suspect in (None, self.rank) else loss)
+            self.report(loss.code, str(loss), loss.suspect)
+            changed = self.leaving(loss)
             if overdue and self.world_size > 1:
                 time.sleep(timing.LINGER_S)
             return changed
 
-        leave(code, last_words, timeout_s=timing.REPORT_END_S)
+        leave(loss.code, last_words, timeout_s=timing.REPORT_END_S)
 
     def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: which file has them, and where all ranks are unless
@@ -281,6 +277,18 @@ class Watchdog:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
         now = self.record.read()
         return own_place() + moment(now.phase, now.step)
+
+    def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
+        """What to raise where these were lost, the likeliest first. `what`: has happened, by default the loss of a peer.
+        `code`: unless the likeliest suspect has ended with one that forbids a restart."""
+        what = what or f"lost a peer at step {self.record.step}"
+        root = root_cause([*(suspect.code for suspect in suspects[:1] if suspect.code is not None), code])
+        return PeerLost(
+            what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}",
+            code=code if worth_restarting(root) else root,
+            suspect=suspects[0].rank if suspects else None,
+            nobody_died=all(suspect.alive for suspect in suspects),
+        )
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Keep what this rank holds, and return who may be lost, the likeliest first; nobody if all ranks wait for each
@@ -325,13 +333,6 @@ class Watchdog:
                 self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
                 within(self._keep_timeout_s, keeper.keep)
                 self.record.extend(timing.LEAVING_S)
-
-
-def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
-    """The exit code of a rank that lost others: that of the likeliest suspect where it forbids a restart."""
-    reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]
-    code = root_cause([*reported, otherwise])
-    return otherwise if worth_restarting(code) else code
 
 
 def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ may take 300 s at most. Everything stays on loopback.
 """
 
 import argparse
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -46,9 +45,9 @@ def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[
         watch: Any = mock.Mock()
         group: Any = SimpleNamespace(launch=read_rank_env(rank_env(rank, world_size, port)), settings={"torch": "x"},
                                      attempt="a", log=QUIET, record=Record.new(), watch=watch, status=watch.status)
-        with contextlib.ExitStack() as lookups:
+        with joining.no_name_lookups():
             try:
-                joining.meet(group, lookups, timeout_s=TIMEOUT_S)
+                group.store = joining.open_store(*joining.meet(group, timeout_s=TIMEOUT_S), timeout_s=TIMEOUT_S)
                 ends.put((rank, time.monotonic(), ""))
             except Exception as error:
                 ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
