@@ -221,8 +221,8 @@ class Watchdog:
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
     def _leave_for_stop(self) -> None:
-        """This rank waits for data, or evaluates, and does not come to the step at which all stop: keep the last finished
-        one, and leave."""
+        """This rank waits for data, or evaluates, and does not come to the step at which all stop: keep the last
+        finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
             if keeper is None or self._leaving is not None or self._settled:
@@ -279,7 +279,7 @@ class Watchdog:
         return own_place() + moment(now.phase, now.step)
 
     def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
-        """What to raise where these were lost, the likeliest first. `what`: has happened, by default the loss of a peer.
+        """What to raise where these were lost, the likeliest first. `what` has happened, by default the loss of a peer.
         `code`: unless the likeliest suspect has ended with one that forbids a restart."""
         what = what or f"lost a peer at step {self.record.step}"
         root = root_cause([*(suspect.code for suspect in suspects[:1] if suspect.code is not None), code])

@@ -140,7 +140,7 @@ def _begin(then: Callable[[int], None] | None, worker: int) -> None:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(os.getppid())  # Python 3.14 starts processes from a server by default, which is their parent then
-    # It may have ended before the line above; workers that began after this one hold the pipe that would tell `is_alive`
+    # It may have ended before the line above; workers begun after this one hold the pipe that would tell `is_alive`
     if (loop := multiprocessing.parent_process()) is None or not start_of(loop.pid or 0):
         leave(128 + signal.SIGKILL)
     if then is not None:
