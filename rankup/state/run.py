@@ -22,7 +22,7 @@ from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
 from rankup.state.copies import STATE, Content
 from rankup.state.reading import Copy, newest_whole, read, share
-from rankup.state.saver import Options, Saver, SecondCopies
+from rankup.state.saver import Options, Saver
 from rankup.state.second_place import SecondPlace
 from rankup.timing import VISIBLE_S
 
@@ -41,7 +41,6 @@ class Run:
         self.folder, self.group, self.options, self.address = folder, group, options, str(folder)
         self.owner: Lease
         self.places: dict[int, SecondPlace] = {}
-        self.second: SecondCopies | None = None
         self.second_rank: int | None = None
         self.newest: Copy | None = None
         self.kind, self.words = CHECKPOINT, ""
@@ -67,13 +66,12 @@ class Run:
             memory.remove(self.lineage.run)
             memory.remove(self.lineage.run, parts=True)
         self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
-        if self.second_rank == group.rank:
-            self.second = SecondCopies(group, self.folder / SECOND / self.lineage.run, options)
         for place in self.places.values():
             place.run = self.lineage.run
         self.saver = Saver(
             group, self.folder / "checkpoints", options, token=self.token, check_owner=lambda: self.owner.check(),
-            second=self.second, saved=self._note_saved,
+            second=self.folder / SECOND / self.lineage.run if self.second_rank == group.rank else None,
+            saved=self._note_saved,
         )
 
     def _take(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> tuple[dict[str, Any], bool, str]:
@@ -229,8 +227,6 @@ class Run:
         """The same for all saves, because the training ends."""
         self.wait()
         self.parts.close()
-        if self.second is not None:
-            self.second.join(self.second.left_s)
 
     def _note_saved(self, step: int) -> None:
         """The copy stands on the disk, and all ranks know: rescues up to its step are needed no longer."""

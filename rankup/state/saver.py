@@ -1,8 +1,8 @@
 """Saves beside the training: a rank copies its state in memory, and a thread writes the copy (CheckFreq, FAST '21).
 
 The thread calls no collective: gloo pairs them by their order, and the loop calls its own meanwhile. Rank 0 writes
-plain copies. Of sharded ones each rank writes its part, and rank 0 gives the copy its name at the first step after all
-have done so.
+plain copies. Where the nodes share no disk, a rank of another node has the same state, and writes it there too. Of
+sharded copies each rank writes its part, and rank 0 gives the copy its name at the first step after all have done so.
 """
 
 import threading
@@ -105,13 +105,14 @@ class Saver:
 
     def __init__(
         self, group: Group, folder: Path, options: Options, *, token: str, check_owner: Callable[[], None],
-        saved: Callable[[int], None], second: "SecondCopies | None",
+        saved: Callable[[int], None], second: Path | None,
     ) -> None:
         """`token`: of this attempt, equal on all ranks. `check_owner`: see `copies.publish`. `saved`: called on all
-        ranks with the step of each copy that stands."""
+        ranks with the step of each copy that stands. `second`: where this rank keeps the second copy, if it does."""
         self.group, self.folder, self.keep, self.timeout_s = group, folder, options.keep, options.save_timeout_s
         self.check_owner, self.sharded, self.token = check_owner, options.sharded, token
-        self.saved, self.second = saved, second
+        self.saved, self._second = saved, second
+        self._no_second = ""  # why the last second copy could not be written
         self.step: int | None = None
         self._copies = HostCopies(group.device)
         self._beside = {"sync": False, "async": True}.get(options.save)  # whether it is written beside the training
@@ -121,22 +122,18 @@ class Saver:
         self._part: dict[str, Fingerprint] = {}
         self._join_parts: Callable[[dict[str, Fingerprint]], None] | None = None
 
-    def save(
-        self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True, wait: bool = False
-    ) -> None:
+    def save(self, step: int, record: bytes, tracked: dict[str, Any], *, may_go_on: bool = True) -> None:
         """Write one copy, beside the training where that may be; the save before ends first. All ranks call this at the
         same step, and then `look` at each one.
 
-        `record`: the contents of `state.json`. `tracked`: whole on rank 0, or each rank's part where copies are
-        sharded. `may_go_on`: False where it is not to be kept in memory. `wait`: the training ends with this one.
+        `record`: the contents of `state.json`. `tracked`: whole on the ranks that write, or each rank's part where
+        copies are sharded. `may_go_on`: False where it is not to be kept in memory; then no second copy is written.
         Raises, on all ranks, UserError where one can't write, and PeerLost where another attempt owns the run.
         """
         self.look(wait=True)
         self.group.watch.enter("save", self.timeout_s, step=step)
-        if self.second is not None and may_go_on:  # this rank has all that rank 0 has
-            self.second.save(step, record, tracked, wait=wait)
         self.step, self._count, self._part, self._join_parts = step, self._count + 1, {}, None
-        if self.group.is_rank0 or self.sharded:
+        if self.group.is_rank0 or self.sharded or (self._second is not None and may_go_on):
             prepared = self.writing.run(lambda: self._prepare(step, record, tracked, may_go_on))
             # No rank may wait for the part of one that writes none
             failed = self.group.max(int(prepared is None)) if self.sharded else 0
@@ -186,18 +183,32 @@ class Saver:
 
         def write() -> None:
             self._copies.wait()
-            if not self.sharded:
+            if self.sharded:
+                name = file_of(self.group.rank)
+                with disk_errors("checkpoint", self.folder):
+                    self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
+            elif self._second is not None:
+                self._write_second(self._second, step, {STATE: record, **files_of(nodes, tensors)})
+            else:
                 copies.save(self.folder, {STATE: record, **files_of(nodes, tensors)}, **how)
-                return
-            name = file_of(self.group.rank)
-            with disk_errors("checkpoint", self.folder):
-                self._part = {name: copies.write_durably(staging / name, TensorFile(tensors, places))}
 
         def join_parts(written: dict[str, Fingerprint]) -> None:
             copies.publish(staging, {STATE: record, TREE: to_file(nodes)}, written, **how)
 
         self._join_parts = join_parts if self.sharded else None
         return write, beside
+
+    def _write_second(self, folder: Path, step: int, files: Mapping[str, Content]) -> None:
+        """Whatever fails is one line: a second copy must not end the training."""
+        before, self._no_second = self._no_second, ""
+        try:
+            remove_unfinished(folder)
+            # No other one stays: one of a later step is of a line of attempts that the run has left
+            copies.save(folder, files, step=step, keep=0)
+        except Exception as error:
+            self._no_second = f"no second copy: {reason(error)}"
+            if self._no_second != before:  # a full disk stays full
+                self.group.log.warning(self._no_second)
 
     def _fit(self, tensors: Tensors) -> bool:
         """Whether there is memory for copies of `tensors`. Asked once: it is kept from then on."""
@@ -244,38 +255,6 @@ class Saver:
             self.group.on_rank0(lambda: self.write(lambda: join_parts(written)))
         step, self.step = self.step, None
         self.saved(step)
-
-
-class SecondCopies(Writing):
-    """Where the nodes share no disk, one rank of another node than rank 0's keeps the newest copy too, in a thread.
-    Nothing is sent, because it has the state that rank 0 saves, see `rankup.loop.agreement`. No step and no save waits
-    for it, and whatever fails is one line."""
-
-    def __init__(self, group: Group, folder: Path, options: Options) -> None:
-        super().__init__("copy", options.save_timeout_s)
-        self.group, self.folder, self._copies, self._said = group, folder, HostCopies(group.device), ""
-
-    def save(self, step: int, record: bytes, tracked: dict[str, Any], *, wait: bool) -> None:
-        """Begin to write the state of this step, unless the copy before is still written; `wait`: after that one."""
-        if wait:
-            self.join(self.left_s)
-        if self.under_way:
-            return
-        nodes, tensors = encode(tracked)
-        files = {STATE: record, **files_of(nodes, self._copies.take(tensors))}
-        self.start(lambda: self._write(step, files))
-
-    def _write(self, step: int, files: Mapping[str, Content]) -> None:
-        try:
-            self._copies.wait()
-            remove_unfinished(self.folder)
-            # No other one stays: one of a later step is of a line of attempts that the run has left
-            copies.save(self.folder, files, step=step, keep=0)
-            self._said = ""
-        except Exception as error:  # a copy that fails must not end the training
-            if (text := f"no second copy: {reason(error)}") != self._said:  # a full disk stays full
-                self.group.log.warning(text)
-            self._said = text
 
 
 class HostCopies:

@@ -112,7 +112,7 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
     def fetch(one: Stored) -> Copy:
         target = own / one.name.rpartition("-")[0]
         _download(there, one.folder, target)
-        return read(target)
+        return replace(read(target), tracked={})  # else its state would be in memory for the length of the block
 
     folder = cache_roots()[0] / "fetched"
     with contextlib.ExitStack() as stack:

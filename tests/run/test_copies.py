@@ -5,7 +5,6 @@ Each rank has a working directory of its own, and its run directory in it: a "no
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,9 @@ import pytest
 import torch
 
 from rankup.agent.logs import host_name
-from rankup.places.files import STAGING
-from rankup.state import copies as state_copies
 from rankup.state.choice import SECOND
 from rankup.state.copies import STATE, to_json
-from rankup.state.saver import Options, SecondCopies
+from rankup.state.saver import Options, Saver
 from tests.rigs.checkpoints import SETTINGS, flip, load_checkpoint, save, steps, training_state
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import comparable_metrics, outcome, result
@@ -172,43 +169,18 @@ def test_shared_disk_holds_no_copy(forks: Forks, tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "run" / SECOND).exists()
 
 
-# The writer ----------------------------------------------------------------------------------------------------
-
-
-class Writer:
-    """Second copies, what was said of them, and where they lie."""
-
-    def __init__(self, folder: Path) -> None:
-        self.said: list[str] = []
-        log = SimpleNamespace(warning=self.said.append, debug=lambda text: None)
-        group: Any = SimpleNamespace(hosts=["node0", "node1"], device=torch.device("cpu"), log=log)
-        self.folder = folder / SECOND / "run"
-        self.second = SecondCopies(group, self.folder, Options())
-
-    def save(self, step: int, *, wait: bool = False) -> None:
-        tracked = {"model": {"weight": torch.full((3,), float(step))}, "optimizer": {}, "scaler": {}}
-        self.second.save(step, to_json(training_state(step)), tracked, wait=wait)
-
-
-def test_slow_disk_leaves_copies_out_but_not_the_last_and_none_of_a_line_that_the_run_has_left_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, write, writer, written = threading.Event(), state_copies.write_durably, Writer(tmp_path), set[str]()
-    save(writer.folder, 40)
-
-    def slow(path: Path, content: Any) -> Any:
-        go_on.wait(60)
-        written.add(path.parent.name.removeprefix(STAGING)[:13])
-        return write(path, content)
-
-    monkeypatch.setattr(state_copies, "write_durably", slow)
-    writer.save(4)
-    writer.save(8)  # left out: the training does not wait
-    go_on.set()
-    writer.save(12, wait=True)
-    writer.second.join()
-    assert (steps(writer.folder), writer.said) == ([12], [])
-    assert written == {"step-00000004", "step-00000012"}
+def test_copy_of_a_line_that_the_run_has_left_does_not_stay(tmp_path: Path) -> None:
+    group: Any = SimpleNamespace(rank=1, is_rank0=False, device=torch.device("cpu"), max=int,
+                                 gather=lambda value: [value], watch=SimpleNamespace(enter=lambda *_, **__: None))
+    second = tmp_path / SECOND / "run"
+    save(second, 40)
+    saver = Saver(
+        group, tmp_path / "checkpoints", Options(sharded=False), token="it", check_owner=lambda: None,
+        saved=lambda step: None, second=second,
+    )
+    saver.save(12, to_json(training_state(12)), {"model": {"weight": torch.ones(3)}, "optimizer": {}, "scaler": {}})
+    saver.look(wait=True)
+    assert steps(second) == [12]
 
 
 def test_ranks_that_differ_on_purpose_keep_no_copy(nodes: Nodes) -> None:
