@@ -67,8 +67,8 @@ class Attendance:
             self._start(self._try_route(self._link, n))
 
     async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
-        """Be a member until `hear` returns something true. It gets what the leader decides: propose, commit, lost, over,
-        and all that its `tell` says; "gone" (with `why`) where the leader is lost itself. It is then looked for again.
+        """Be a member until `hear` returns something true. It gets what the leader says: propose, commit, lost, ...;
+        "gone" (with `why`) where the leader is lost itself. It is then looked for again.
 
         Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
         that answers knows better how long to wait, and who is missing.

@@ -144,7 +144,7 @@ class Member:
         return member
 
 
-# The members that are here, as the leader sees them ---------------------------------------------------------------------
+# The members that are here, as the leader sees them -------------------------------------------------------------------
 
 
 @dataclass(eq=False)
