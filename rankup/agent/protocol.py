@@ -18,7 +18,7 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | works if problem is ""                             | others see it, the next member's listener                  |
 | leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
 | has(n, v): the newest basis that I know            |                                                            |
-| standing, late: see `rankup.agent.record`          | prepare, confirm, leave                                    |
+| standing: see `rankup.agent.record`                | prepare, confirm, leave                                    |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
 |                                                    | restarts, **more): where rank 0's store listens            |
 |                                                    | lost(n, ranks, host, why, node): membership n is over; with|

@@ -43,7 +43,8 @@ class Watchdog:
     """The deadline of this rank's phase, what the other ranks last reported, and how this rank ends.
 
     What this rank does stands in its `record`: phase, step, deadline, and whether it waits for others.
-    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life.
+    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life. `settled`:
+    this rank begins no further step.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:
@@ -54,6 +55,7 @@ class Watchdog:
         self.nodes: list[dict[str, Any]] = []
         # Called with code, reason and suspect before this rank ends for a deadline or a lost peer; returns the code
         self.leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code
+        self.settled = False
         self.quiet = False  # all ranks are done: one that goes is no loss
         self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first loss that the line has told of
@@ -164,7 +166,7 @@ class Watchdog:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
             if not self._ending:
-                self.record.settled = True
+                self.settled = True
         self.wait_if_leaving()
 
     def wait_if_leaving(self) -> None:
@@ -231,7 +233,7 @@ class Watchdog:
         """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if keeper is None or self._leaving is not None or self.record.settled:
+            if keeper is None or self._leaving is not None or self.settled:
                 return
             self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
