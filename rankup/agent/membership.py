@@ -92,7 +92,7 @@ class Memberships:
         for seat in self.seats.values():
             seat.link.write(data)
 
-    def end(self, text: str, *, code: int = JOIN_FAILED) -> None:
+    def end(self, text: str, *, code: int | None = JOIN_FAILED) -> None:
         """There will be no membership any more: members may go without being lost, and nobody else is taken."""
         if not self.over:
             self.tell("over", code=code, text=text)
