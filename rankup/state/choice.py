@@ -28,7 +28,7 @@ CHECKPOINT, STORE, MIRROR, PEER, RESCUE, PARTS = range(6)  # the first is prefer
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A copy that `rank` can reach. `attempt`: the mark of the one that wrote it, "" as `run` is where that can't be
-    read. `lineage`: of that attempt, for a copy that is not in rank 0's folder."""
+    read. `lineage`: of that attempt, for a copy that is not in rank 0's folder. `ranks`: whose part it is."""
 
     rank: int
     kind: int
@@ -37,6 +37,7 @@ class Candidate:
     attempt: str
     run: str
     lineage: dict[str, Any] | None = None
+    ranks: list[int] | None = None
 
 
 def in_order(
@@ -92,17 +93,21 @@ def peers(folder: Path, group: Group) -> Iterator[list[Any]]:
             group.log.warning(f"the copy {path} was passed over: its state.json is missing or damaged")
 
 
-def rescues(options: Options, group: Group) -> Iterator[list[Any]]:
-    """What this rank's node holds in memory of this run with these settings."""
+def in_memory(options: Options, group: Group) -> Iterator[list[Any]]:
+    """What this rank's node holds in memory of this run with these settings: rescues, and parts of as many ranks."""
     for path in list_held():
-        record = read_json(path / STATE)
+        record: Any = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
             options.fits(path, record)
-            # Memory holds rescues of other jobs too: only this one's says which run to go on with
-            line = Lineage.of(record.get("lineage"))
-            known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
-            yield [RESCUE, str(path), step_of(path), str(record["attempt"]), str(record["run"]), known]
+            of = [str(path), step_of(path), str(record["attempt"]), str(record["run"])]
+            if "ranks" not in record:
+                # Memory holds rescues of other jobs too: only this one's says which run to go on with
+                line = Lineage.of(record.get("lineage"))
+                known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None
+                yield [RESCUE, *of, known]
+            elif record["world_size"] == group.world_size and options.memory_every_steps != 0:
+                yield [PARTS, *of, None, [int(rank) for rank in record["ranks"]]]
 
 
 def name_of(one: Candidate, group: Group, stores: Mapping[int, SecondPlace]) -> str:

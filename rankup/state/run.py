@@ -21,6 +21,7 @@ from rankup.places.lease import FILE, RESULT, Lease, Lineage, put_aside
 from rankup.state import choice, copies, memory
 from rankup.state.choice import CHECKPOINT, MIRROR, PARTS, PEER, SECOND, STORE, Candidate
 from rankup.state.copies import STATE, Content
+from rankup.state.parts import Parts, PartsInMemory, node_id
 from rankup.state.reading import Copy, newest_whole, read, share
 from rankup.state.saver import Options, Saver
 from rankup.state.second_place import SecondPlace
@@ -65,7 +66,7 @@ class Run:
         if self.finished:
             memory.remove(self.lineage.run)
             memory.remove(self.lineage.run, parts=True)
-        self.parts = memory.Parts(group, self.lineage.run, options.memory_every_steps)
+        self.parts = Parts(group, self.lineage.run, options.memory_every_steps)
         for place in self.places.values():
             place.run = self.lineage.run
         self.saver = Saver(
@@ -113,13 +114,16 @@ class Run:
         """
         group, folder, options = self.group, self.folder, self.options
         # Not waited for: where a network file system shows it later, the node keeps a copy that nobody needs
-        own = [*self._found, *choice.peers(folder, group), *choice.rescues(options, group)]
-        answers = group.gather([self._sees(), own])
-        candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
-        parts = memory.PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
-        candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
+        own = [*self._found, *choice.peers(folder, group), *choice.in_memory(options, group)]
+        answers = group.gather([self._sees(), node_id(), own])
+        listed = [Candidate(rank, *values) for rank, (*_, found) in enumerate(answers) for values in found]
+        parts = PartsInMemory(group, [node for _, node, _ in answers], [
+            (one.rank, one.where, (one.step, one.attempt, one.run), one.ranks) for one in listed if one.ranks
+        ])
+        candidates = [one for one in listed if not one.ranks]
+        candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()]
         if options.compare_every_steps != 0:
-            self.second_rank = next((rank for rank, (seen, _) in enumerate(answers) if rank and not seen), None)
+            self.second_rank = next((rank for rank, (seen, *_) in enumerate(answers) if rank and not seen), None)
         passed = set[str]()
 
         def copies_in_order() -> Iterator[tuple[str, Callable[[], Copy]]]:
@@ -131,7 +135,7 @@ class Run:
         self.saved = group.on_rank0(lambda: self._find_here(passed))
         choice.put_aside_others(folder, self.lineage.run)
 
-    def _go_on_from(self, one: Candidate, line: Lineage | None, parts: memory.PartsInMemory | None) -> Copy:
+    def _go_on_from(self, one: Candidate, line: Lineage | None, parts: PartsInMemory) -> Copy:
         """The copy, on the `line` of attempts, on all ranks. Raises, on all ranks, Damaged, UserError and PeerLost."""
         options = self.options
 
@@ -144,7 +148,7 @@ class Run:
             options.fits(copy.path, copy.record)
             return copy if options.sharded else copy.as_plain()
 
-        if parts is not None and one.kind == PARTS:
+        if one.kind == PARTS:
             copy = parts.load(one.step, one.attempt, one.run)
         else:
             copy = share(read_it, self.group, source=one.rank)
