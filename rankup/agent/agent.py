@@ -196,7 +196,11 @@ class Lead:
             if end.code:
                 self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
             elif was_last and self.leader.running:
-                self._end(self.ends.judge())
+                verdict = self.ends.judge(changing=self.leader.changing)
+                if verdict.code is None:  # a script may end with 0 where it is asked to stop
+                    self.leader.lose(member, "nodes change", ranks=[end.rank])
+                else:
+                    self._end(verdict)
         elif message["is"] == "lost":
             for rank in member.ranks:
                 self.ends.add(End(rank, member.host, KILLED, message["why"]))
