@@ -5,9 +5,7 @@ the program beside this library.
 """
 
 import argparse
-import asyncio
 import json
-import logging
 import os
 import runpy
 import shlex
@@ -15,22 +13,20 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import import_module, metadata
-from itertools import zip_longest
+from importlib import metadata
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, Stopped, UserError, disk_errors
-from rankup.places.files import runs_folder
+from rankup.errors import FINISHED, USER_MISTAKE, Stopped, UserError
+from rankup.places.files import runs_folder as runs_folder
 from rankup.urls import is_url, must_hold_no_secrets, secrets_in
 
-log = logging.getLogger("rankup")
 # An installed rankup has the folder `train` inside
 PROGRAMS = (Path(__file__).parent / "program" / "main.py", Path(__file__).parents[1] / "train" / "main.py")
 OF_PROGRAM = ("train", "evaluate", "predict", "show")
 
-Run = Callable[[argparse.Namespace], int]
+Run = Callable[[argparse.Namespace], int | None]
 Option = tuple[list[str], dict[str, Any]]
 
 
@@ -155,74 +151,9 @@ def launch(given: argparse.Namespace) -> int:
     """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it is;
     all words after its name are its own. Options that are not given come from the environment of the launch file, in
     parentheses; RANK and WORLD_SIZE count nodes here."""
-    from rankup.agent.logs import guard
+    from rankup.launch import launch
 
-    guard("stdout", "stderr")
-    if not given.replay:
-        return _launch(given)
-    if given.nnodes or given.spares or given.nproc:
-        raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
-    changes, code = _changes(given.replay, given.runs), FINISHED
-    for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
-        log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
-        given.nproc = ranks
-        if code := _launch(given, stop_after=last):
-            break
-    return code
-
-
-def _launch(given: argparse.Namespace, *, stop_after: int | None = None) -> int:
-    """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
-    from rankup.agent.agent import Agent
-    from rankup.agent.ends import what_next
-    from rankup.agent.logs import setup_logging
-    from rankup.agent.ranks import Options
-    from rankup.agent.script import Script
-    from rankup.env.node_env import Limits, read_node_env
-
-    least, most = given.nnodes or (0, 0)
-    changing = least < most or bool(least and given.spares)
-    limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if changing else None
-    if limits is None and (given.spares or given.max_failures_per_node):
-        raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 and spares.")
-    node = read_node_env(
-        os.environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
-        master_addr=given.master_addr, master_port=given.master_port, limits=limits,
-    )
-    setup_logging(rank=None, world_size=node.num_nodes)
-    script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
-    if stop_after is not None and not script.imports_rankup:
-        raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
-    with disk_errors("--work-dir", Path(given.work_dir)):
-        Path(given.work_dir).mkdir(parents=True, exist_ok=True)
-    options = Options(
-        node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
-        stop_after=stop_after,
-        advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
-        join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
-        shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
-        restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
-    )
-    verdict = asyncio.run(Agent(options).run())
-    code = verdict.code or FINISHED
-    if verdict.text and code not in (FINISHED, STOPPED):
-        log.error("%s (exit code %d)", verdict.text, code)
-    if not options.script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE):
-        log.info("%s", what_next(options.run_dir))
-    return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
-
-
-def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
-    """From which step on that run had how many ranks."""
-    from rankup.places.files import read_json
-    from rankup.state.copies import STATE, list_copies, looks_whole
-
-    path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
-    whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
-    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None
-    if not changes:
-        raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")
-    return changes
+    return launch(given)
 
 
 # Watch, explain, use --------------------------------------------------------------------------------------------------
@@ -233,7 +164,7 @@ def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
     option("run", "RUN", default="", text="a run's name or folder (all runs, a line each)", nargs="?"),
     RUN_DIR, option("--watch", bool, "show it anew every two seconds, until the run ends"), JSON,
 )
-def status(given: argparse.Namespace) -> int:
+def status(given: argparse.Namespace) -> None:
     """Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It
     reads files alone, on any machine that sees the run's folder."""
     from rankup.observe.status import status, watch
@@ -242,7 +173,6 @@ def status(given: argparse.Namespace) -> int:
         watch(given.runs, given.run)
     else:
         print_whole(status(given.runs, given.run, as_json=given.as_json))
-    return FINISHED
 
 
 @command(
@@ -251,26 +181,24 @@ def status(given: argparse.Namespace) -> int:
     option("--since", "TIME", "nothing older: 10m, 2026-11-22T14:05"),
     option("-f --follow", bool, "go on with new lines until Ctrl-C"), JSON,
 )
-def logs(given: argparse.Namespace) -> int:
+def logs(given: argparse.Namespace) -> None:
     """Print what all ranks wrote, by time. Equal lines of several ranks are one line."""
     from rankup.observe.logs import logs
 
     logs(given.runs, given.run, rank=given.rank, since=given.since, follow=given.follow, as_json=given.as_json)
-    return FINISHED
 
 
 @command(
     "[RUN] [OPTIONS]", ("mine", "mine --full"),
     RUN, RUN_DIR, option("--full", bool, "also the stacks of all threads"),
 )
-def stacks(given: argparse.Namespace) -> int:
+def stacks(given: argparse.Namespace) -> None:
     """Show where each rank is now. For a run that hangs: it names the ranks that are somewhere else than the others.
     It asks the ranks of this machine."""
     from rankup.observe.logs import find_run
     from rankup.observe.stacks import report
 
     print_whole(f"{report(find_run(given.runs, given.run), full=given.full)}\n")
-    return FINISHED
 
 
 @command(
@@ -307,11 +235,10 @@ def doctor(given: argparse.Namespace) -> int:
 
     program = Program().begin()
     program.read_rank(alone=given.alone)
-    named = getattr(program.found, "run_name", "") or "doctor"
-    program.start(guarded=() if given.as_json else ("stdout",))  # there its output is its result
+    program.start(guarded=not given.as_json)  # else its output is its result
     return program.doctor(
-        given.runs / named, as_json=given.as_json, num_threads=given.num_threads, num_workers=given.num_workers,
-        join_timeout_s=given.join_timeout_s,
+        given.runs / (getattr(program.found, "run_name", "") or "doctor"), as_json=given.as_json,
+        num_threads=given.num_threads, num_workers=given.num_workers, join_timeout_s=given.join_timeout_s,
     )
 
 
@@ -321,7 +248,7 @@ def doctor(given: argparse.Namespace) -> int:
     option("file", "FILE", "where to write"),
     option("--item", "NAME", "only the state of this tracked object: model"), RUN_DIR,
 )
-def export(given: argparse.Namespace) -> int:
+def export(given: argparse.Namespace) -> None:
     """Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to its
     state, or the state of one object alone. It takes plain and sharded checkpoints, of any run."""
     from rankup.job import open_checkpoint
@@ -329,8 +256,7 @@ def export(given: argparse.Namespace) -> int:
 
     named = given.run if is_url(given.run) or Path(given.run, "manifest.json").exists() else ""
     run_dir = Path(given.run) if Path(given.run, "checkpoints").is_dir() else given.runs / given.run
-    log.info(export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item))
-    return FINISHED
+    print_whole(f"{export(open_checkpoint(named, run_dir=run_dir), Path(given.file), item=given.item)}\n")
 
 
 # The command line -----------------------------------------------------------------------------------------------------
@@ -365,9 +291,8 @@ def completion() -> str:
 
 def version() -> str:
     """What `rankup --version` prints."""
-    found = {each.name: each.version for name in ("rankup", "torch") for each in metadata.distributions(name=name)}
-    rankup, torch = (found.get(name, "(not installed)") for name in ("rankup", "torch"))
-    return f"rankup {rankup}, torch {torch}, Python {sys.version.split()[0]}\n"
+    found = [each for name in ("rankup", "torch") for each in metadata.distributions(name=name)]  # both may be missing
+    return "".join(f"{each.name} {each.version}, " for each in found) + f"Python {sys.version.split()[0]}\n"
 
 
 TEXTS = {"": overview, "help": overview, "-h": overview, "--help": overview, "-V": version, "--version": version,
@@ -413,7 +338,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     given.runs = runs_folder(given.run_dir)
     if name not in ("launch", "doctor"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # it has nothing to save, and no traceback to show
-    return int(given.command(given))
+    return int(given.command(given) or FINISHED)
 
 
 def entry() -> NoReturn:

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -60,19 +61,19 @@ def init(
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))
 
-    def fits(path: Path, record: dict[str, Any]) -> None:
+    def check(path: Path, record: dict[str, Any]) -> None:
         if record["seed"] != seed:
             raise UserError(
-                f"{path.parents[1]} was begun with other settings: seed was {record['seed']}, is {seed}. "
+                f"{run} was begun with other settings: seed was {record['seed']}, is {seed}. "
                 "Set it back to go on, or fresh=True to begin anew, or another run."
             )
 
-    settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, fits=fits)
+    settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
     program = Program()
     ends = Ends(program)
     program.stop.install()
     program.read_rank()
-    program.start(run, guarded=(), stacks=True)
+    program.start(run, guarded=False, stacks=True)
     group = ends.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
@@ -101,13 +102,9 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
     `job.run.finished`: nothing is left to do. `job.run.newest`: the copy from which `job.track` will restore.
     Raises UserError on all ranks where another attempt is alive, or where the run can't be gone on with.
     """
-    def owned(owner: Any) -> None:
-        group.status.claim(owner)
-        if settings.tracker != "none":
-            tracker.check(settings.tracker)
-
-    options = replace(settings, check=_checked(settings.check))
-    with open_run(group.run_dir, group, options, owned=owned) as run:
+    if settings.tracker != "none":
+        group.on_rank0(lambda: tracker.check(settings.tracker))
+    with open_run(group, replace(settings, check=partial(check_record, more=settings.check))) as run:
         group.status.begun = not run.finished
         job = Job(group, run, settings)
         try:
@@ -116,36 +113,26 @@ def open_job(group: Group, settings: Settings) -> Iterator[Job]:
             with contextlib.suppress(UserError):  # the reason for leaving is the other error
                 job.figures.close(type(error))
             raise
-        finally:
-            job.tracked.stop_looking()
         job.figures.close(None)
-
-
-def _checked(more: Check) -> Check:
-    def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
-        check_record(path, record)
-        more(path, record, tracked)
-
-    return check
 
 
 def open_checkpoint(
     place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", group: Group | None = None,
-    check: Check = no_check, warn: Callable[[str], None] = log.warning, timeout_s: float = 1800.0,
+    check: Check = no_check, timeout_s: float = 1800.0,
 ) -> Copy:
     """The checkpoint at `place`, a folder or an address; without one the newest good one of the run in `run_dir`.
 
     Its `tracked` has the state of each tracked object by its name, on the CPU, also where ranks wrote parts of it.
-    `group`: rank 0 alone reads it, and sends it to the other ranks, which all call this. `check`: called with path,
-    record and tracked state; raises UserError for what the caller can't use. Raises UserError where there is none, and
+    `group`: rank 0 alone reads it, and sends it to the other ranks, which all call this. `check`: called with path
+    and record; raises UserError for what the caller can't use. Raises UserError where there is none, and
     PeerLost where a store does not answer within `timeout_s`.
     """
     def find() -> Copy:
-        own = _checked(check)
+        own = partial(check_record, more=check)
         if is_url(str(place)):
-            with fetched(str(place), warn=warn, timeout_s=timeout_s) as path:
+            with fetched(str(place), timeout_s=timeout_s) as path:
                 return replace(read(path, own).as_plain(), path=Path(path.name))  # the folder is gone afterwards
-        found = read(Path(place), own) if place else load_newest(Path(run_dir, "checkpoints"), warn, own)
+        found = read(Path(place), own) if place else load_newest(Path(run_dir, "checkpoints"), log.warning, own)
         if found is None:
             raise UserError(f"checkpoint: {run_dir}/checkpoints must hold one, got none. Train first, or name one.")
         return found.as_plain()

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -66,22 +66,15 @@ class Program:
             raise self.found
         return self.found
 
-    def runs_folder(self, run_dir: str) -> Path:
-        """The folder of all runs on this machine for what a user named: a folder, or an address (s3://bucket/runs)."""
-        from rankup.places.files import runs_folder
-
-        return runs_folder(run_dir)
-
-    def start(
-        self, run_dir: Path | None = None, *, guarded: Iterable[str] = ("stdout", "stderr"), stacks: bool = False
-    ) -> None:
+    def start(self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False) -> None:
         """Be a rank from now on: end with the launcher, and write all lines to `logs/` in the folder of the run too.
 
-        `run_dir`: None for a process without a folder. `guarded`: streams whose reader may go, or stop reading, without
-        an effect on this process. `stacks`: the run is this process's, so that `rankup stacks` asks it.
-        Raises UserError where nothing can be written.
+        `run_dir`: None for a process without a folder. `guarded`: who reads the streams may go, or stop reading,
+        without an effect on this process; not where they are a script's, or hold the result. `stacks`: the run is this
+        process's, so that `rankup stacks` asks it. Raises UserError where nothing can be written.
         """
-        guard(*guarded)
+        if guarded:
+            guard()
         if isinstance(self.found, RankEnv) and self.found.launcher in ("torchrun", "mpirun"):
             die_with_parent(os.getppid())  # where these are killed, they leave their processes running
         if run_dir is None:
@@ -89,7 +82,7 @@ class Program:
         launch, self._run_dir = self.rank_env, run_dir
         file = RankLog(run_dir, launch.rank)
         setup_logging(rank=launch.rank, world_size=launch.world_size, file=file)
-        if "stdout" not in guarded:  # a script's own
+        if not guarded:  # a script's own
             copy_prints(file)
         if launch.distributed:
             self.log.info(describe(launch))
@@ -113,24 +106,13 @@ class Program:
         Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
         lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
         """
-        from torch import distributed
-
-        from rankup.agent.ends import StatusFile
         from rankup.group import joining
 
-        launch = self.rank_env
-        group = joining.start(
-            launch, settings=settings, device=device, stop=self.stop, log=self.log,
-            status=StatusFile(run_dir, launch),
-        )
+        group = joining.start(self.rank_env, run_dir, settings=settings, device=device, stop=self.stop)
         self._watch = group.watch
         with contextlib.ExitStack() as unless_joined:
             unless_joined.push(group)
-            if launch.world_size > 1:
-                joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
-            else:  # with a store in memory, which reaches nobody and needs no port
-                store = distributed.HashStore()  # type: ignore[attr-defined]
-                distributed.init_process_group(group.backend, store=store, rank=0, world_size=1)
+            joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
             unless_joined.pop_all()
         return group
 
@@ -145,12 +127,14 @@ class Program:
         """Print an end that is no success, as its kind deserves, tell it to torchrun or our agent, and return the exit
         code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
-        from rankup.group.watchdog import tell_agent
+        from rankup.group.watchdog import AgentLine
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)
         if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            tell_agent(agent, End(self.rank_env.rank, host_name(), code, reason(error)))
+            end = End(self.rank_env.rank, host_name(), code, reason(error))
+            with contextlib.suppress(OSError):  # the agent is gone
+                AgentLine(agent, lambda message: None, self.stop).say("end", **end.message())
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

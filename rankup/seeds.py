@@ -66,26 +66,31 @@ def host_state_kept() -> Iterator[None]:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The same with the numbers of `device`."""
+def state_kept(device: torch.device, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """The same with the numbers of `device`, and with the buffers of `modules`: around passes that are not to count."""
+    buffers = [(module, {name: each.detach().clone() for name, each in module.named_buffers()}) for module in modules]
     devices = [] if device.type == "cpu" else [device.index or 0]
-    with host_state_kept(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        yield
+    try:
+        with host_state_kept(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, before in buffers:
+                for name, buffer in module.named_buffers():  # forward may have put others in their place
+                    buffer.copy_(before[name])
 
 
 def drawn_apart(make: Iterable[Any], seed: int) -> Iterator[list[Any]]:
     """What iterating over `make`, a sampler, gives under `seed`, as if nobody else drew random numbers meanwhile, and
     nobody else notices that these were drawn. In lists of AHEAD batches."""
-    iterator: Iterator[Any] | None = None
-    state: tuple[Any, ...] = ()
-    chunk: list[Any] = []
-    while iterator is None or chunk:
+    with host_state_kept():
+        seed_host(seed)
+        iterator, state = iter(make), _host_state()
+    while True:
         with host_state_kept():
-            if iterator is None:
-                seed_host(seed)
-                iterator = iter(make)
-            else:
-                _set_host_state(state)
+            _set_host_state(state)
             chunk = [*islice(iterator, AHEAD)]
             state = _host_state()
         yield chunk
+        if not chunk:
+            return

@@ -103,7 +103,7 @@ def build(config: Config, job: Job, method: Method, *, advice: bool) -> Training
 
     seed_everything(derive_seed(config.seed, -1, job.rank), device)  # of no step: the run's own are not used up
     batch = first_batch()
-    warm_up(plain, lambda: loss(model, batch), unused_allowed=config.find_unused_parameters)
+    warm_up(plain, lambda: loss(model, batch), device, unused_allowed=config.find_unused_parameters)
     if advice and job.is_main and run.newest is None and not group.restarted and total_steps >= LEAST_STEPS:
         advise(config, group, method, workload, plain, first_batch)
 

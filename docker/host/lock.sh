@@ -32,7 +32,9 @@ for extra in "" s3 gcs azure hf test; do
   if [[ -z $extra ]]; then cp "$scratch/all" "$scratch/runtime"; fi
 done
 # Horovod is built in an environment that holds nothing else
-sed -n '/^horovod = \[/,/\]/p' pyproject.toml | grep -oE '"[^"]+"' | tr -d '"' > "$scratch/horovod.in"
+# The list may end on the line where it begins, which a range of sed does not see
+awk '/^horovod = \[/ {inside = 1} inside {print} inside && /\]/ {exit}' pyproject.toml |
+  grep -oE '"[^"]+"' | tr -d '"' > "$scratch/horovod.in"
 "${compile[@]}" "$scratch/horovod.in" --constraint "$scratch/pinned" | write docker/requirements-horovod.lock
 # Not resolved: SkyPilot's click is older than ours
 "${compile[@]}" --no-deps tests/rigs/skypilot.txt | write tests/rigs/skypilot.txt

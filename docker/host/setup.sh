@@ -56,11 +56,11 @@ install_plugins() { # PACKAGE...: unpacked from a newer Debian, by the mirror of
   local options=(-o "Dir::Etc::sourcelist=$private/sources.list" -o Dir::Etc::sourceparts=-
     -o Dir::Etc::preferencesparts=- -o "Dir::State::lists=$private/lists" -o "Dir::Cache=$private" -o APT::Sandbox::User=root)
   apt-get "${options[@]}" -q update > "$log" 2>&1 ||
-    { tail -20 "$log" >&2; fail "the mirror $mirror has no $newer_debian"; }
+    { tail -20 "$log" >&2; fail "apt-get update failed for $newer_debian of $mirror: see above"; }
   mkdir -p "$plugins"
   for package in "$@"; do
     (cd "$private" && apt-get "${options[@]}" -q download "$package" >> "$log" 2>&1) ||
-      { tail -20 "$log" >&2; fail "no $package"; }
+      { tail -20 "$log" >&2; fail "apt-get download $package failed: see above"; }
     dpkg -x "$private/$package"_*.deb "$private/$package"
     install -m 755 "$(find "$private/$package" -path '*cli-plugins/*' -type f)" "$plugins/"
   done

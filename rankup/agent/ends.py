@@ -136,12 +136,11 @@ class Ends:
         self._ends = {}
         if not ends:
             return Verdict(STOPPED if self.stopped_by else None)
-        explaining = [end for end in ends if end.explains]
-        code = root_cause([end.code for end in explaining])
-        if code == FINISHED and any(end.code != FINISHED or end.told for end in ends):
-            # Ranks lost each other, and none of them says why
-            code = STOPPED if self.stopped_by or changing else PEER_LOST
-        cause = next((end for end in [*explaining, *ends] if end.code == code), ends[0])
+        # All that the others say is that they lost somebody, whatever their code
+        code = root_cause([end.code if end.explains else PEER_LOST for end in ends])
+        if code == PEER_LOST and (self.stopped_by or changing):
+            code = STOPPED
+        cause = next((end for end in sorted(ends, key=lambda end: not end.explains) if end.code == code), ends[0])
         if code == STOPPED and changing and not self.stopped_by:
             self.restarts += 1
             return Verdict(None)

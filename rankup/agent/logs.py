@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rankup.agent.processes import start_of
-from rankup.errors import UserError
+from rankup.errors import disk_errors
 from rankup.timing import PRINT_S
 
 LIBRARY = re.compile(r"/lib(64)?/python3")  # in the path of code that is not the user's
@@ -56,33 +56,31 @@ class Output(io.FileIO):
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
-        self._dropped = 0  # lines, since somebody last read
+        self._unread = False  # nobody has read since the last line that was dropped
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def write(self, data: Any) -> int:
         if self._pid != os.getpid():  # in a fork: who holds the lock may not be here
             self._pid, self._lock = os.getpid(), threading.Lock()
         whole = False
-        if self._lock.acquire(timeout=0.0 if self._dropped else PRINT_S):
+        if self._lock.acquire(timeout=0.0 if self._unread else PRINT_S):
             try:
                 whole = self._write(bytes(data))
             except OSError:
                 whole = True  # there is nobody to read it
             finally:
                 self._lock.release()
-        self._dropped += 0 if whole else max(1, bytes(data).count(b"\n"))
+        self._unread = not whole
         return len(data)
 
     def _write(self, data: bytes) -> bool:
         """Returns False where it did not fit in time. Raises OSError."""
         if stat.S_ISREG(os.fstat(self.fileno()).st_mode):
             os.write(self.fileno(), data)
-            self._dropped = 0
             return True
-        dropped, room = self._dropped, select.poll()
-        until_s = time.monotonic() + (0.0 if dropped else PRINT_S)
-        if dropped:
-            data = f"\n[{dropped} lines were not printed: nobody read them]\n".encode() + data
+        room, until_s = select.poll(), time.monotonic() + (0.0 if self._unread else PRINT_S)
+        if self._unread:  # the last line may be there in part
+            data = b"\n" + data
         try:  # once more: opened anew it does not block, and the usual one is shared with other processes
             number, most = os.open(f"/proc/self/fd/{self.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), 2**20
         except OSError:  # a socket, another user's terminal
@@ -96,14 +94,13 @@ class Output(io.FileIO):
                     data = data[os.write(number, data[:most]) :]
         finally:
             os.close(number)
-        self._dropped -= dropped
         return True
 
 
-def guard(*names: str) -> None:
-    """From now on nothing that is printed to these of "stdout" and "stderr" ends or stops this process, see `Output`.
-    Not for a command whose output is its result."""
-    for name in names:
+def guard() -> None:
+    """From now on nothing that is printed ends or stops this process, see `Output`. Not for a command whose output is
+    its result."""
+    for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # else somebody else has it already, or this has been called before
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -121,14 +118,9 @@ class RankLog(Output):
     def __init__(self, run_dir: Path, rank: int) -> None:
         """Open it to append to it. Raises UserError where it can't be written. May wait for the disk."""
         self._head, path = f"%Y-%m-%dT%H:%M:%S {host_name()} r{rank} ", run_dir / "logs" / f"rank-{rank}.log"
-        try:
+        with disk_errors("run_dir", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
-        except OSError as error:
-            raise UserError(
-                f"run_dir: {path.parent} must be writable, got {error.strerror}. "
-                "Set --run-dir to a directory this user owns, or change its owner."
-            ) from None
 
     def add(self, lines: Sequence[str], time_s: float | None = None) -> None:
         """`time_s`: of `time.time()`, by default now."""

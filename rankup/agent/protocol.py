@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_origin
 
 from rankup.agent.network import LONGEST, Link, encode
-from rankup.env.rank_env import ranges
+from rankup.env.rank_env import holders, ranges
 
 MOST_HOSTS = 8  # that one line names
 HINT = (
@@ -157,9 +157,7 @@ def describe_missing(present: list[Member], *, of: int, waited_s: float) -> str:
 
 def by_host(members: Iterable[Member]) -> str:
     """ "0-1 on node0; 2 on node1"."""
-    ranks: dict[str, set[int]] = {}
-    for member in members:
-        ranks.setdefault(member.host, set()).update(member.ranks)
+    ranks = holders((rank, member.host) for member in members for rank in member.ranks)
     named = [f"{ranges(numbers)} on {host}" for host, numbers in sorted(ranks.items(), key=lambda item: min(item[1]))]
     more = [f"and ranks on {len(named) - MOST_HOSTS} more machines"] if len(named) > MOST_HOSTS else []
     return "; ".join(named[:MOST_HOSTS] + more)

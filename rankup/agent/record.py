@@ -214,23 +214,22 @@ class StopAgreement:
 
     def __init__(self, members: Iterable[object]) -> None:
         self.members = frozenset(members)
-        self._waiting = set(self.members)
         self.step, self.confirmed = 0, False
-        self._margin, self._furthest = MARGIN, -1
+        self._margin, self._answers = MARGIN, dict[object, int]()  # to the question about `step`
 
     def hear(self, member: object, *, stop: int, step: int) -> bool:
         """A member's `standing`. Returns whether all have answered: then there is another step to prepare, or this one
         to confirm."""
-        if stop != self.step or self.confirmed or member not in self._waiting:
+        if stop != self.step or self.confirmed or member not in self.members:
             return False
-        self._waiting.remove(member)
-        self._furthest = max(self._furthest, step)
-        if self._waiting:
+        self._answers[member] = step
+        if len(self._answers) < len(self.members):
             return False
-        if self._furthest < self.step:
+        furthest = max(self._answers.values())
+        if furthest < self.step:
             self.confirmed = True
         else:
-            self.step = self._furthest + self._margin
+            self.step = furthest + self._margin
             self._margin *= 2
-            self._waiting, self._furthest = set(self.members), -1
+            self._answers = {}
         return True

@@ -15,7 +15,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +28,6 @@ OK, WARNING, INCOMPLETE, UNFIT = "ok", "warning", "incomplete", "unfit"
 # From good to bad. A check that could not be completed is worse than a warning, as nobody knows that it would pass;
 # a fault that is certain is worse than both.
 CODES = {OK: 0, WARNING: 10, INCOMPLETE: 30, UNFIT: 20}
-_ORDER = list(CODES)
 VERDICTS = {0: "fit to train", 10: "fit to train, with warnings", 20: "not fit to train", 30: "could not be completed"}
 _SHOWN = {OK: "ok", WARNING: "WARNING", INCOMPLETE: "NOT DONE", UNFIT: "NOT FIT"}
 MIB = 2**20
@@ -48,16 +47,12 @@ class Finding:
     seen: str
     why: str = ""
     remedy: str = ""
-    host: str = ""
-
-    @property
-    def is_problem(self) -> bool:
-        return self.level != OK
+    host: str = field(default_factory=host_name)
 
     def text(self, who: str = "") -> str:
         """For people, in one to three lines."""
         lines = [f"{_SHOWN[self.level]:8} {self.stage:12} {who}{self.seen}"]
-        if self.is_problem:
+        if self.level != OK:
             more = (("why:  ", self.why), ("mend: ", self.remedy))
             lines += [" " * 22 + word + text for word, text in more if text]
         return "\n".join(lines)
@@ -74,7 +69,7 @@ def problem(name: str, **words: Any) -> Finding:
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """0 fit, 10 fit with warnings, 20 not fit, 30 could not be completed."""
-    return CODES[max((finding.level for finding in findings), key=_ORDER.index, default=OK)]
+    return CODES[max((finding.level for finding in findings), key=list(CODES).index, default=OK)]
 
 
 class Report:
@@ -88,10 +83,9 @@ class Report:
 
     def add(self, *findings: Finding) -> None:
         """Keep findings of this rank, and print them on rank 0."""
-        for finding in findings:
-            self.findings.append(replace(finding, host=host_name()))
-            if self._json_out is None:
-                self._log.info(finding.text())
+        self.findings += findings
+        for finding in findings if self._json_out is None else ():
+            self._log.info(finding.text())
 
     def end(self, gather: Callable[[Any], list[Any]] | None = None, path: Path | None = None) -> int:
         """Print the verdict and return its exit code: of this rank alone, or of all ranks where `gather` gives the
@@ -106,7 +100,7 @@ class Report:
             return code
         seconds = time.monotonic() - self._began_s
         whole = {"verdict": VERDICTS[code], "exit_code": code, "seconds": round(seconds, 2), "findings": [
-            {**asdict(each), "ranks": ranks[each]} for each in ranks if each.is_problem or 0 in ranks[each]
+            {**asdict(each), "ranks": ranks[each]} for each in ranks if each.level != OK or 0 in ranks[each]
         ]}
         if path is not None:
             with contextlib.suppress(OSError):  # a disk that can't be written has its own finding
@@ -116,7 +110,7 @@ class Report:
             return code
         level = logging.WARNING if self._rank else logging.INFO  # the log of another rank than 0 shows warnings alone
         for each in ranks:
-            if each.is_problem and ranks[each][0] != 0:  # rank 0's own were printed as they were found
+            if each.level != OK and ranks[each][0] != 0:  # rank 0's own were printed as they were found
                 who = "" if gather is None else f"rank {ranges(ranks[each])} on {each.host}: "
                 self._log.log(level, each.text(who))
         stages = len({each.stage for each in ranks})
@@ -150,12 +144,10 @@ def limits(*, ranks: int, threads: int, root: Path = Path("/")) -> Iterator[Find
 
 def shared_memory(*, num_workers: int) -> Iterator[Finding]:
     """Room in /dev/shm, through which DataLoader workers hand over batches and nccl's ranks of one node exchange."""
-    folder = "/dev/shm"
-    if os.path.isdir(folder):
-        total, _, free = shutil.disk_usage(folder)
-        seen = f"{folder}: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
-        little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
-        yield problem("small-shm", seen=seen, folder=folder) if little else Finding("memory", OK, seen)
+    total, _, free = shutil.disk_usage("/dev/shm")
+    seen = f"/dev/shm: {free / MIB:.0f} of {total / MIB:.0f} MiB free"
+    little = free < LEAST_SHM + num_workers * SHM_PER_WORKER
+    yield problem("small-shm", seen=seen) if little else Finding("memory", OK, seen)
 
 
 def disk(run_dir: Path) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rankup.agent.ends import StatusFile
 from rankup.agent.logs import host_name
 from rankup.agent.processes import within
 from rankup.agent.protocol import HINT
@@ -66,10 +65,7 @@ def doctor(
             visible = f"{torch.cuda.device_count()} CUDA devices, {torch.cuda.get_device_name(0)}"
         report.add(Finding("devices", OK, visible))
         try:
-            with start(
-                found, settings=settings or {}, device=device,
-                status=StatusFile(run_dir / "doctor", found), stop=stop, log=log,
-            ) as group:
+            with start(found, run_dir / "doctor", settings=settings or {}, device=device, stop=stop) as group:
                 group.watch.leaving = partial(_leave, report)
                 _check(report, group, "repetition", repetition(group.device))
                 if group.world_size > 1:

@@ -139,19 +139,10 @@ def refuse_pod(environ: Mapping[str, str]) -> None:
         )
 
 
-def count_pods(
-    environ: Mapping[str, str], *, num_nodes: int | None, node_rank: int | None
-) -> tuple[Mapping[str, str], int | None]:
+def count_pods(environ: Mapping[str, str], *, node_rank: int | None) -> tuple[Mapping[str, str], int | None]:
     """For an agent: `environ`, in which RANK and WORLD_SIZE count pods, and the ranks of a pod if Kubeflow says.
-    `num_nodes`, `node_rank`: of options. Raises UserError where nobody says how many pods there are, or which it is."""
+    `node_rank`: of options. Raises UserError where nobody says how many pods there are, or which it is."""
     nodes, per_pod = environ.get("PET_NNODES"), environ.get("PET_NPROC_PER_NODE", "")
-    if nodes is None and "RANK" not in environ and (index := environ.get("JOB_COMPLETION_INDEX")):
-        # Each pod trains alone, as it was told; or the index counts the pods of one of several Jobs, as a JobSet has
-        if num_nodes == 1 or node_rank is not None:
-            return {name: value for name, value in environ.items() if name != "JOB_COMPLETION_INDEX"}, None
-        if num_nodes or "WORLD_SIZE" in environ:
-            own = {"WORLD_SIZE": str(num_nodes), "MASTER_PORT": str(PORT_OF_LAUNCH)}
-            return {**own, **environ, "RANK": index}, None
     if nodes is None:
         return environ, None
     left = {name: value for name, value in environ.items() if not name.startswith("PET_")}

@@ -55,19 +55,24 @@ def read_node_env(
     """Which agent is this? The others are options of `launch`: they beat the environment's address and port, but the
     counts of both have to agree. With `limits` the environment's count of nodes may be any, and `nnodes` is of all that
     may be there. Raises UserError where they differ, for half a set, and below a launcher that starts the ranks."""
-    variables, per_pod = count_pods(environ, num_nodes=nnodes, node_rank=node_rank)
+    variables, per_pod = count_pods(environ, node_rank=node_rank)
     nproc = nproc or per_pod or 1
     # Raises in a batch shell of several tasks, which is none of them
     is_task = "RANK" not in variables and (adopt_slurm(variables) or ("", {}))[0] == "slurm"
     where = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
     told = {name: str(value) for name, value in where.items() if value}
     if "RANK" not in variables and not is_task:
+        index = variables.get("JOB_COMPLETION_INDEX", "0")
+        if nnodes == 1:  # each pod trains alone, as it was told
+            variables = {name: value for name, value in variables.items() if name != "JOB_COMPLETION_INDEX"}
         if (nnodes or 1) == 1:
             told = {}  # a node alone needs no place to meet, and half a set is refused
         elif not master_addr and "MASTER_ADDR" not in variables:
             raise UserError("--master-addr must name node 0's machine when there are several nodes, got nothing.")
         else:
-            options = {"RANK": node_rank or 0, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
+            # Of one of several Jobs, as a JobSet has, the index does not count all pods
+            rank = index if node_rank is None else node_rank
+            options = {"RANK": rank, "WORLD_SIZE": nnodes, "MASTER_PORT": PORT_OF_LAUNCH}
             variables = {**{name: str(value) for name, value in options.items()}, **variables}
     if limits is not None and "RANK" in variables:  # who scales a job up has more pods or tasks than the options say
         told["WORLD_SIZE"] = str(max(nnodes or 1, (count(variables, "RANK") or 0) + 1))

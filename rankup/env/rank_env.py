@@ -13,6 +13,7 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,13 +157,10 @@ def describe(env: RankEnv) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """[0, 1, 2, 4, 6, 7] -> "0-2, 4, 6-7"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    # In a range each number is as far from its place among all as the one before it
+    parts = [[number for _, number in part]
+             for _, part in groupby(enumerate(sorted(numbers)), key=lambda placed: placed[1] - placed[0])]
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def holders(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:

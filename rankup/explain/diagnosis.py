@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rankup.explain.logs import CLOCK, Log, LogLine, split_prefixes, time_of
+from rankup.explain.logs import CLOCK, LINES, Log, LogLine, split_prefixes, time_of
 
 MAX_SEEN = 300  # characters of a line that are quoted
 MAX_KEPT = 2_000  # findings, and sources of one log: a log of any size needs a few megabytes of memory
@@ -52,39 +52,12 @@ def faults_in(text: str) -> list[tuple[Fault, Mapping[str, str | None]]]:
     return sorted(found, key=lambda pair: pair[0].order)  # stable: the table's order among equals
 
 
-UNKNOWN = Fault(
-    "", "an error that is not known here",
-    "this is the last line of its traceback, or the last line that looks like an error.",
-    "It is not in the table of known faults. The last lines of its traceback say where it happened.",
-)
-# Some loggers write words before it, and rich draws a box around it
-BEGIN = re.compile(r"(?:.*\W)?Traceback \(most recent call last\)(?::\s*$| ─)|Fatal Python error: ")
+UNKNOWN = Fault("", **LINES["unknown"])
+# What a line may be, beside a fault: see the table
+LINE = {kind: re.compile("|".join(patterns)) for kind, patterns in LINES["kinds"].items()}
 CODE = ("  ", "│")  # what source code in a traceback begins with
 WHAT = "  what():  "  # an exception of C++ that nobody caught
-# The next exception stands for the last one: both are of one failure. The last form is a DataLoader worker's
-CHAIN = re.compile(r"During handling of the above|The above exception was the direct|Original Traceback ")
-# Python prints these tracebacks and goes on
-IGNORED = re.compile(r"Exception ignored in|--- Logging error ---|Error in atexit|Task exception was never retrieved")
-EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|\w*(?:error|timeout))(?::|$)")
-# Not torch's notes and warnings, "[I1121 ..." and "[W1121 ...": healthy jobs print them too
-LOOKS_BAD = re.compile(
-    r"(?!\[[IW]\d{3,4} )(?=.*(?:\b(?i:error|fatal|panic|exception)\b\s*[:\]](?! *[\d.])|\bFAILED\b|\bcore dumped\b))"
-)
-# A line of that level says itself that its process goes on. Kubernetes' events have "Warning" and several spaces
-LEVEL_OF_A_NOTE = re.compile(r"(?<!=)\b(?:DEBUG|INFO|WARNING|[Ww]arning)\b(?!  )")
-# Launchers and libraries print these after the end of a rank, too
-NOISE = re.compile(
-    r"\s*$|\W{5}|frame #|wandb: |srun: |slurmstepd: |\[?[IWEF]\d{3,4} |\S+:\d+:\d+ |.*NCCL INFO|  \w+ *: |"
-    r"Error executing job with overrides"
-)
-PROGRESS = re.compile(
-    r"(?i)\b(?:steps?|epochs?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,4}\d|\]\[ *\d+ *(?:/|of) *\d"
-)
-BAR = re.compile(r"%\|.*\| (\d+ */ *\d+)")  # of tqdm
-# torchrun's summary has a paragraph for each rank that failed, the first one under the words "Root Cause"
-SUMMARY_ROOT = "Root Cause (first observed failure)"
-SUMMARY_FIELD = re.compile(r"  (host|rank) +: (\S+(?: \(local_rank: \d+\))?)")
-SUMMARY_END = re.compile(r"[=-]{10}|\[\d+\]:$")
+SUMMARY_ROOT = "Root Cause (first observed failure)"  # torchrun's: the next paragraph is that of the first rank
 
 
 @dataclass(slots=True)
@@ -96,7 +69,7 @@ class _Source:
     traceback: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     newest: "Diagnosis | None" = None  # the last exception
     bad: "Diagnosis | None" = None  # the last line that looks like an error
-    unknown: int = 0  # exceptions of it that are kept
+    unknown: list["Diagnosis"] = field(default_factory=list)  # its exceptions that are not known
     spoke: int = 0  # its last ordinary line: no error before it has ended the process
     progressed: int = 0  # the last one of them that shows progress
     bar: str = ""  # where its bar of tqdm stood
@@ -153,7 +126,7 @@ class Diagnosis:
     def proves(self) -> bool:
         if self.survived or self.harmless or self.fault.doubtful:
             return False
-        return self.raised or self.fault.proof or (self.last and not LEVEL_OF_A_NOTE.search(self.seen))
+        return self.raised or self.fault.proof or (self.last and not LINE["note"].search(self.seen))
 
     @property
     def kind(self) -> int:
@@ -223,10 +196,10 @@ class Search:
         """A line of torchrun's summary is about the rank of its paragraph, and tracebacks in it are indented."""
         if line.text.startswith(SUMMARY_ROOT):
             source.summary_root = True
-        elif SUMMARY_END.match(line.text):
+        elif LINE["summary_end"].match(line.text):
             source.summary_root = source.summary_root and not source.summary
             source.summary = {}
-        elif found := SUMMARY_FIELD.match(line.text):
+        elif found := LINE["summary_field"].match(line.text):
             source.summary.setdefault(found[1], found[2])
         if "local_rank" not in source.summary.get("rank", ""):
             return line
@@ -239,34 +212,36 @@ class Search:
     def _look_at(self, line: LogLine, source: _Source) -> None:
         """Note what a line shows."""
         text = line.text
-        if CHAIN.match(text) and source.newest is not None and source.newest.fault is UNKNOWN:
-            self._findings.remove(source.newest)
+        if LINE["chain"].match(text) and source.newest is not None and source.newest.fault is UNKNOWN:
+            self._findings.remove(source.unknown.pop())
             source.newest = None
         # An indented line in a traceback is source code: it may name errors that did not happen
         known = None if source.inside and text.startswith(CODE) else self._known(line, source)
-        if BEGIN.match(text):
+        if LINE["begin"].match(text):
             source.inside = True
             source.traceback.clear()
-        elif (source.inside and EXCEPTION.match(text)) or text.startswith(WHAT):
+        elif (source.inside and LINE["exception"].match(text)) or text.startswith(WHAT):
             self._raise(known, line._replace(text=text.removeprefix(WHAT)), source)
         elif source.inside:
             source.traceback.append(text[:MAX_SEEN])
-        elif IGNORED.match(text):
+        elif LINE["ignored"].match(text):
             source.ignored = True
-        elif known is None and LOOKS_BAD.match(text):
+        elif known is None and LINE["bad"].match(text):
             source.bad = self._finding(UNKNOWN, line, source)
-        elif known is None and not NOISE.match(text):  # an ordinary line: the process went on
+        elif known is None and not LINE["noise"].match(text):  # an ordinary line: the process went on
             source.spoke = self._number
-            bar = BAR.search(text)  # which is drawn once more after an exception
-            if (bar[1] != source.bar) if bar else PROGRESS.search(text):
+            bar = LINE["bar"].search(text)  # which is drawn once more after an exception
+            if (bar[1] != source.bar) if bar else LINE["progress"].search(text):
                 source.progressed = self._number
             source.bar = bar[1] if bar else source.bar
 
     def _raise(self, finding: Diagnosis | None, line: LogLine, source: _Source) -> None:
         """An exception, at the end of its traceback."""
-        if finding is None and source.unknown < MAX_UNKNOWN and len(self._findings) < MAX_KEPT:
-            source.unknown += 1
+        if finding is None and len(source.unknown) == MAX_UNKNOWN:  # the first and the last ones may be the cause
+            self._findings.remove(source.unknown.pop(MAX_UNKNOWN // 2))
+        if finding is None and len(self._findings) < MAX_KEPT:
             finding = self._finding(UNKNOWN, line, source)
+            source.unknown.append(finding)
             self._findings.append(finding)
         if finding is not None:
             for earlier in self._findings if line.rank is not None else ():  # a rank dies of one: the last one

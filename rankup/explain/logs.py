@@ -6,6 +6,7 @@ A log is read line by line, so its size does not matter: one of 10 GB needs no m
 import contextlib
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,29 +23,12 @@ RANK_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 # what it showed: filtered_stdout.log
 TORCHRUN_FILE = re.compile(r"(?P<job>.*/|)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/[^/]+\.log")
 MAX_LINE = 1500  # characters: the rest of a longer line is not looked at
-MAX_PREFIXES = 5  # docker compose, a time stamp, srun's label, torchrun's and ours have been seen on one line
+MAX_PREFIXES = 5  # of one line
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# What stands before a line. Several prefixes may follow each other: the innermost one knows best who wrote the line
-PREFIX = re.compile("|".join((
-    r"\[(?P<host1>[\w.-]+) r(?P<rank1>\d+)/\d+\] ?",  # ours, on the terminal
-    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d (?P<host2>[\w.-]+) r(?P<rank2>\d+) ",  # ours, in logs/rank-N.log
-    r"\[(?:\w*?)(?:default|rank)(?P<rank3>\d+)\]:\s?",  # torchrun's --tee, and torch's hook for exceptions
-    r"\[pod/(?P<host4>[\w.-]+)/[\w.-]+\] ",  # kubectl logs --prefix
-    r"(?P<host5>[\w.-]{1,80})\s*\| ",  # docker compose
-    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.,\d]*(?:Z|[+-]\d\d:?\d\d) ",  # time stamps of docker and kubectl
-    r"\s{0,3}(?P<rank7>\d{1,5}): ",  # srun --label
-    r"\[\d+,(?P<rank8>\d+)\]<std(?:err|out)>:\s?",  # mpirun --tag-output
-    r"\w{3} \w{3} [ \d]\d [\d:]{8} \d{4}\[(?P<rank9>\d+)\]<std(?:err|out)>:\s?",  # horovodrun
-    r"\(\w+ pid=\d+(?:, ip=(?P<host10>[\w.:]+))?\) ",  # Ray
-)))
+LINES = tomllib.loads(Path(__file__).with_name("lines.toml").read_text(encoding="utf-8"))
+PREFIX = re.compile("|".join(LINES["prefixes"].values()))
 CLOCK = re.compile(r"\d\d:\d\d:\d\d")
-# Where in a line a time is, by who writes it so. glog and torch leave out the year
-TIMES = [re.compile(pattern) for pattern in (
-    r"(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<clock>\d\d:\d\d:\d\d)(?P<part>[.,]\d{1,6})?\d*"
-    r"(?P<zone>Z|[+-]\d\d:?\d\d)?",
-    r"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>\d{4}) (?P<clock>\d\d:\d\d:\d\d)(?P<part>(?P<zone>))",  # transformers
-    r"\b[IWEF](?P<month>\d\d?)(?P<day>\d\d) (?P<clock>\d\d:\d\d:\d\d)(?P<part>\.\d{1,6})?\d*(?P<year>)(?P<zone>)",
-)]
+TIMES = [(re.compile(each["pattern"]), each["iso"]) for each in LINES["times"].values()]
 
 
 class Log(NamedTuple):
@@ -163,11 +147,8 @@ def split_prefixes(text: str) -> LogLine:
 
 def time_of(text: str) -> float | None:
     """The time in a line, in seconds since 1970; a time without a zone is taken for this machine's."""
-    for found in filter(None, (pattern.search(text, 0, 160) for pattern in TIMES)):
-        year = found["year"] or datetime.now().year
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(
-                f"{year}-{int(found['month']):02}-{found['day']}T{found['clock']}{(found['part'] or '.0'):0<7}"
-                f"{found['zone'] or ''}".replace(",", ".")
-            ).timestamp()
+    for pattern, iso in TIMES:
+        if found := pattern.search(text, 0, 160):
+            with contextlib.suppress(ValueError):
+                return datetime.fromisoformat(found.expand(iso).replace("YEAR", f"{datetime.now().year}")).timestamp()
     return None

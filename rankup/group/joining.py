@@ -36,15 +36,15 @@ VERSION = hashlib.sha256(b"".join(
 
 
 def start(
-    launch: RankEnv, *, settings: Mapping[str, str], device: str | None, status: StatusFile, stop: StopRequest,
-    log: logging.Logger,
+    launch: RankEnv, run_dir: Path, *, settings: Mapping[str, str], device: str | None, stop: StopRequest
 ) -> Group:
     """A group of which only this rank is known yet. For the arguments see `Program.join`."""
     if not faulthandler.is_enabled():  # a crash in C++ then leaves the line of Python that it came from in the log
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no stderr with a file behind it
             faulthandler.enable()
     record = Record.at(launch.agent["record"]) if launch.agent else Record.new(launch.rank)
-    watch = Watchdog(status, stop, record=record, log=log)
+    status = StatusFile(run_dir, launch)
+    watch = Watchdog(status, stop, record=record, log=logging.getLogger("rankup"))
     group = Group(launch, pick_device(device, launch.local_rank), watch)
     group.backend = pick_backend(group.device)
     group.settings = {"torch version": torch.__version__, "rankup code": VERSION, "backend": group.backend, **settings}
@@ -85,6 +85,10 @@ def pick_backend(device: torch.device) -> str:
 
 def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
     """All of them. For the arguments, and what it raises, see `Program.join`."""
+    if group.world_size == 1:  # with a store in memory, which reaches nobody and needs no port
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(group.backend, store=store, rank=0, world_size=1)
+        return
     meet(group, timeout_s=timeout_s)
     form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
     check_settings(group)

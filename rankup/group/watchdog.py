@@ -361,18 +361,6 @@ class AgentLine:
         return False
 
 
-def tell_agent(agent: Mapping[str, Any], end: End) -> None:
-    """Tell the agent why this rank ends before it has a line. Waits until the agent has heard it, SAY_S at most:
-    otherwise the agent may see the end of the process before its cause. `agent`: see `AgentLine`."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(timing.SAY_S)
-        line.connect(agent["socket"])
-        line.sendall(encode("rank", local_rank=agent["local_rank"]) + encode("end", **end.message()))
-        line.shutdown(socket.SHUT_WR)
-        while line.recv(1 << 16):
-            pass
-
-
 def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
     """The exit code of a rank that lost others: that of the likeliest suspect where it forbids a restart."""
     reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]

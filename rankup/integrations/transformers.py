@@ -31,7 +31,7 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, job: Job, trainer: Any) -> None:
         self.job, self.trainer, self._step = job, trainer, job.step()
-        self._progress = Progress()
+        self._progress: dict[str, Any] = {}  # the Trainer's own record of it, as of the last finished step
         trainer.add_callback(self)
 
     def checkpoint(self) -> str | None:
@@ -48,7 +48,7 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         folder = self.job.run_dir / "trainer"
         self.trainer.save_model(str(folder))  # rank 0 writes it
         if self.job.is_main:
-            (folder / "trainer_state.json").write_text(json.dumps(self._progress.state))
+            (folder / "trainer_state.json").write_text(json.dumps(self._progress))
         self.job.gather(0)  # nobody reads before it is written
         return str(folder)
 
@@ -65,25 +65,9 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._step.inside:
-            self._progress.commit(state)
+            self._progress |= {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+            self._progress["log_history"] = [*state.log_history]  # which grows before the next step
             self._step.__exit__(None, None, None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any) -> None:
         self.job.log(**{name: float(value) for name, value in logs.items() if isinstance(value, int | float)})
-
-
-class Progress:
-    """The Trainer's own record of its progress, as of the last finished step."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-
-    def commit(self, state: Any) -> None:
-        fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-        self.state = {**fields, "log_history": [*state.log_history]}
-
-    def state_dict(self) -> dict[str, str]:
-        return {"state": json.dumps(self.state)}
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        self.state = json.loads(state["state"])

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from rankup.errors import PeerLost
 from rankup.group.group import Group
 from rankup.places.files import open_regular
-from rankup.seeds import derive_seed, random_state_kept, seed_everything
+from rankup.seeds import derive_seed, seed_everything, state_kept
 from rankup.state import memory
 from rankup.state.run import Run
 from rankup.state.tree import place_of
@@ -187,15 +187,10 @@ class Agreement:
         summed over the ranks there. Buffers and random numbers are afterwards as before."""
         modules = [item for item in self._items.values() if isinstance(item, nn.Module)]
         parameters = [each for module in modules for each in module.parameters() if each.requires_grad and not split]
-        buffers = [{name: each.detach().clone() for name, each in module.named_buffers()} for module in modules]
-        with random_state_kept(self.group.device), torch.set_grad_enabled(bool(parameters)):
+        with state_kept(self.group.device, modules), torch.set_grad_enabled(bool(parameters)):
             seed_everything(derive_seed(step), self.group.device)
             value = loss(batch)
             gradients = torch.autograd.grad(value, parameters, allow_unused=True) if parameters else ()
-        with torch.no_grad():
-            for module, before in zip(modules, buffers, strict=True):
-                for name, buffer in module.named_buffers():  # forward may have put others in their place
-                    buffer.copy_(before[name])
         return _digest([value, *(each for each in gradients if each is not None)])
 
     def _distrust(self) -> None:

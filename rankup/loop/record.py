@@ -18,7 +18,7 @@ from rankup.observe.stragglers import RankReports, StepClock
 from rankup.observe.tracker import Facts, Tracker
 from rankup.places.files import write_json
 from rankup.places.lease import RESULT
-from rankup.state.copies import STATE
+from rankup.state.copies import STATE, Check
 from rankup.state.run import Run
 from rankup.state.saver import Options
 
@@ -66,8 +66,9 @@ def versions() -> dict[str, str]:
 NAMES = {*(each.name for each in fields(Position)), "seed", "world_size", "versions", "written_by"}
 
 
-def check_record(path: Path, record: dict[str, Any]) -> None:
-    """Raises UserError where the copy `path` is of another format, and ValueError where a field is missing."""
+def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
+    """Raises UserError where the copy `path` is of another format, ValueError where a field is missing, and what `more`
+    raises."""
     if (found := record.get("format")) != FORMAT:
         raise UserError(
             f"checkpoint: {path} must be of format {FORMAT}, got format {found}. Go on with the version of this "
@@ -75,6 +76,7 @@ def check_record(path: Path, record: dict[str, Any]) -> None:
         )
     if missing := sorted(NAMES - record.keys()):
         raise ValueError(f"{STATE}: {', '.join(missing)} missing")
+    more(path, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.agreement import Agreement
 from rankup.loop.record import FORMAT, Figures, Settings, versions
-from rankup.loop.tracked import Tracked
+from rankup.loop.tracked import Tracked, gathered
 from rankup.observe.metrics import Position
 from rankup.state import tree
 from rankup.state.choice import PARTS
@@ -179,17 +179,15 @@ class Saving:
 
     def _read_shards(self, newest: Copy) -> dict[str, Any]:
         """This rank's part of a sharded copy. Raises UserError on all ranks where it does not fit one."""
-        state, problem, way_out = dict[str, Any](), "", WAY_OUT
-        if self.run.kind == PARTS:
-            way_out = "Set memory_every_steps to 0 to go on from the newest checkpoint."
+        state, problem = dict[str, Any](), ""
         try:
             self.tracked.make_room()
-            state = CopyFiles(newest.path).read_into(self.tracked.state(gather=False))
+            state = CopyFiles(newest.path).read_into(self.tracked.state())
         except Exception as error:  # the others read their part meanwhile, and wait then
             problem = " ".join(str(error).split())[:300] or type(error).__name__
         for rank, text in enumerate(self.group.gather(problem)):
             if text:
-                raise UserError(f"{newest.path} does not fit this model: rank {rank}: {text}. {way_out}")
+                raise UserError(f"{newest.path} does not fit this model: rank {rank}: {text}. {WAY_OUT}")
         return state
 
     # Saving ---------------------------------------------------------------------------------------------------
@@ -201,7 +199,9 @@ class Saving:
         if wanted:
             self.agreement.compare(position.step)
             run.wait()  # before the state is put together
-            state = self.group.collective(self.tracked.state)
+            state = self.tracked.state()
+            if self.tracked.split and not run.saver.sharded:
+                state = self.group.collective(lambda: gathered(state))
             if self.loader_states:
                 size = self.group.world_size
                 every = [self.group.broadcast_tensors(self.loader_states, source=rank) for rank in range(size)]
@@ -217,11 +217,11 @@ class Saving:
 
     def keep_part(self) -> None:
         """Keep this rank's part of the last commit in memory. All ranks call this."""
-        self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own(gather=False)))
+        self.run.parts.take(self.position.step, lambda: (self._record(self.position), self._own()))
 
-    def _own(self, *, gather: bool) -> dict[str, Any]:
+    def _own(self) -> dict[str, Any]:
         """What this rank holds of the last commit. Other ranks skip by count where its loader's state is not theirs."""
-        state = self.tracked.state(gather=gather)
+        state = self.tracked.state()
         if self.loader_states:
             state[LOADERS] = {self._place: self.loader_states}
         return state
@@ -302,7 +302,7 @@ class Saving:
             if device.type == "cuda":  # its usual stream may wait for a dead rank for ever
                 beside.enter_context(torch.cuda.device(device))
                 beside.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
-            nodes, tensors = tree.encode(self._own(gather=True))
+            nodes, tensors = tree.encode(self._own())
             if device.type == "cuda":  # else they are written as they lie: the training has stopped
                 tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if not self.changing.unchanged():

@@ -38,13 +38,12 @@ class Tracked:
     of buffers that rank 0's replace.
     """
 
-    def __init__(self, *, gather: bool = False, share_all: bool = False) -> None:
-        """`gather`: `state` puts split tensors together on rank 0. `share_all`: all modules share their buffers among
-        the ranks, not those in DDP alone."""
+    def __init__(self, *, share_all: bool = False) -> None:
+        """`share_all`: all modules share their buffers among the ranks, not those in DDP alone."""
         self.items: dict[str, Any] = {}
         self.split = False
         self.shared: list[dict[str, Any]] = []
-        self._gather, self._share_all = gather, share_all
+        self._share_all = share_all
         self._names: dict[str, dict[str, str]] = {}  # of a module: the live name -> the bare one
         self._holders: dict[str, list[tuple[str, dict[str, Any]]]] = {}  # of a module: prefix and dictionary of buffers
         self._schedulers: dict[str, LRScheduler] = {}
@@ -55,7 +54,6 @@ class Tracked:
         self._settings: dict[str, list[dict[str, Any]]] = {}
         self._seen: dict[str, Any] = {}  # what shows a change of the rest, in the first steps
         self._checks = CHECKS
-        self._hook: Any = None  # of `warn_of_others`
 
     def add(self, items: dict[str, Any]) -> None:
         """Raises UserError, by its path, for a value that can't be kept."""
@@ -97,9 +95,7 @@ class Tracked:
             (f"{bare(path)}.".lstrip("."), each._buffers) for path, each in module.named_modules() if each._buffers
         ]:
             self._holders[name] = holders
-        if not dist.is_initialized():
-            return
-        if self._share_all and dist.get_world_size() > 1:
+        if self._share_all:
             self.shared += [held for _, held in holders]
             return
         for each in module.modules():
@@ -155,8 +151,6 @@ class Tracked:
                 changed.append(name)
         if self._checks:
             self._checks -= 1
-            if not self._checks:
-                self.stop_looking()
             changed += [name for name, now in self._look().items() if now != self._seen.get(name)]
         if changed:
             raise UserError(
@@ -184,24 +178,18 @@ class Tracked:
         kept = set[int]().union(*map(_parameters, self._optimizers.values()))
 
         def look(optimizer: Optimizer, *_: Any) -> None:
-            if optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
+            if self._checks and optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
                 kept.update(own)
                 kind = type(optimizer).__name__
                 say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")
 
-        self._hook = register_optimizer_step_post_hook(look)
-
-    def stop_looking(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        register_optimizer_step_post_hook(look)
 
     # A copy ---------------------------------------------------------------------------------------------------
 
-    def state(self, *, gather: bool = True) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """By name what a copy keeps: the state of the last commit, if none is under way. The tensors are the live
-        ones; a DTensor is this rank's part, or gathered on rank 0's CPU, for which all ranks call this. `gather`:
-        False where it is to be this rank's part in any case."""
+        ones; a DTensor is this rank's part, see `gathered`."""
         state = self._state_of(self.items)
         for name, buffers in self._buffers.items():
             state[name].update({key: value for key, value in buffers.items() if key in state[name]})
@@ -209,7 +197,7 @@ class Tracked:
         for name, settings in self._settings.items():
             groups = zip(state[name]["param_groups"], settings, strict=True)
             state[name] = {**state[name], "param_groups": [{**kept, "params": live["params"]} for live, kept in groups]}
-        return gathered(state) if gather and self._gather and self.split else state
+        return state
 
     def whole(self, name: str) -> Any:
         """The state of one item with whole tensors, on rank 0; the live ones where none is split. All ranks call it."""

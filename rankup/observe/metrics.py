@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -14,8 +15,6 @@ from rankup.errors import disk_errors
 
 if TYPE_CHECKING:
     import torch
-
-BLOCK = 1 << 16  # bytes of metrics.jsonl that a restart reads first
 
 
 @dataclass(slots=True)
@@ -162,27 +161,24 @@ def cut_after(path: Path, step: int, evaluated: int, *, since: int = 0) -> list[
     What stands before a line of a step before `since` is neither read nor judged: a restart of a long run would wait
     for it. Returns the entries behind that line that stay. Raises OSError.
     """
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size == 0:  # which can't be mapped
         return []
-    with path.open("r+b") as file:
-        size, length = file.seek(0, os.SEEK_END), BLOCK
-        while True:
-            begin = file.seek(max(0, size - length))
-            begin += len(file.readline()) if begin else 0  # it is not whole
-            lines = file.readlines()
-            found = [_entry(line) for line in lines]
-            before = [number for number, entry in enumerate(found, 1) if entry is not None and entry["step"] < since]
-            if before or length >= size:
+    newer = list[tuple[int, dict[str, Any] | None]]()  # where each line begins, and what it holds; the newest first
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = len(data)
+        while end:
+            begin = data.rfind(b"\n", 0, end - 1) + 1
+            entry = _entry(data[begin:end])
+            if entry is not None and entry["step"] < since:
                 break
-            length *= 4
-        first, kept = max(before, default=0), []
-        file.seek(begin + sum(map(len, lines[:first])))
-        for line, entry in zip(lines[first:], found[first:], strict=True):
-            if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
-                break
-            kept.append(entry)
-            file.seek(len(line), os.SEEK_CUR)
-        file.truncate()
+            newer.append((begin, entry))
+            end = begin
+    kept = []
+    for begin, entry in reversed(newer):
+        if entry is None or entry["step"] > (evaluated if is_evaluation(entry) else step):
+            os.truncate(path, begin)
+            break
+        kept.append(entry)
     return kept
 
 

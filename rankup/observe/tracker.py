@@ -218,18 +218,15 @@ class Sender:
         self.tracked = RUNS[facts.tracker](facts)
 
     def look(self, state: str = "") -> None:
-        """Send what is new. `state`: how the run has ended, empty while it goes on."""
+        """Send what is new, and keep on the disk how far that was, for the next attempt. `state`: how the run has
+        ended, empty while it goes on."""
         while lines := list(islice(self._new_lines(), MOST_LINES)):
             self.tracked.log(lines)
-            self._note_sent(lines)
+            self._sent |= {name: line.step for line in lines for name in line.values}
+            with contextlib.suppress(OSError):  # a full disk: the next save says so
+                write_json(self._memory, {"run": self.facts.run, "sent": self._sent})
         if state:
             self.tracked.end(state)
-
-    def _note_sent(self, lines: list[Line]) -> None:
-        """Keep on the disk how far that was, for the next attempt."""
-        self._sent |= {name: line.step for line in lines for name in line.values}
-        with contextlib.suppress(OSError):  # a full disk: the next save says so
-            write_json(self._memory, {"run": self.facts.run, "sent": self._sent})
 
     def _new_lines(self) -> Iterator[Line]:
         """What stands behind that which was read before, and was not sent. Raises ValueError in the middle of a line:

@@ -103,7 +103,6 @@ def rescues(options: Options, group: Group) -> Iterator[list[Any]]:
         record = read_json(path / STATE)
         with contextlib.suppress(TypeError, LookupError, ValueError):
             options.check(path, record)
-            options.fits(path, record)
             # Memory holds rescues of other jobs too: only this one's says which run to go on with
             line = Lineage.of(record.get("lineage"))
             known = line.values() if line is not None and group.launch.agent and of_this_job(line, group) else None

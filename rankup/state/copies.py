@@ -31,9 +31,9 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 FILE = re.compile(r"\w[\w.-]*")
 Fingerprint = dict[str, Any]  # {"bytes": int, "sha256": str} of one file
 
-# check(path, record), and check(path, record, tracked) once they are read: looks at a copy. Raises UserError
-# where it is of another kind than the caller's, and ValueError where it is damaged
-Check = Callable[..., object]
+# Looks at the path and the record of a copy. Raises UserError where the caller can't use it, and ValueError where it is
+# damaged
+Check = Callable[[Path, dict[str, Any]], object]
 
 # What reading a manifest raises that holds anything
 _NO_MANIFEST = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -49,7 +49,7 @@ class Damaged(UserError):
         self.path, self.why = str(path), why
 
 
-def no_check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+def no_check(path: Path, record: dict[str, Any]) -> None:
     """Any record will do."""
 
 

@@ -302,14 +302,13 @@ def _folder_of(run: str, rank: int) -> str:
 class PartsInMemory:
     """The parts of all ranks that lie in the memory of any node. All ranks make one and call its methods together."""
 
-    def __init__(self, group: Group, check: Check, fits: Check) -> None:
-        """`check` and `fits`: see `rankup.state.saver.Options`. What they refuse is not there."""
+    def __init__(self, group: Group, check: Check) -> None:
+        """`check`: see `rankup.state.saver.Options`. What it refuses is not there."""
         self.group, own = group, []
         for path in list_held(parts=True):
             record: Any = read_json(path / STATE)
             with contextlib.suppress(TypeError, LookupError, ValueError):
                 check(path, record)
-                fits(path, record)
                 ranks = [int(rank) for rank in record["ranks"]]
                 if record["world_size"] == group.world_size:
                     own.append([str(path), ranks, step_of(path), str(record["attempt"]), str(record["run"])])

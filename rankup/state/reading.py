@@ -95,11 +95,7 @@ def read(path: Path, check: Check = no_check) -> Copy:
         if not isinstance(record.get("attempt"), str):
             raise ValueError(f"{STATE}: attempt is missing")
         files = CopyFiles(path)
-        if files.sharded:
-            return Copy(path, record, {}, sharded=True)
-        tracked = files.read_all()
-        check(path, record, tracked)
-        return Copy(path, record, tracked)
+        return Copy(path, record, {} if files.sharded else files.read_all(), files.sharded)
     except UserError:
         raise
     except Exception as error:  # every digest is right, so somebody made them: it may be anything

@@ -37,8 +37,9 @@ class Run:
     the beginning. `saved_step`: of the newest copy there now, -1 for none.
     """
 
-    def __init__(self, folder: Path, group: Group, options: Options) -> None:
-        self.folder, self.group, self.options, self.address = folder, group, options, str(folder)
+    def __init__(self, group: Group, options: Options) -> None:
+        self.folder = folder = group.run_dir
+        self.group, self.options, self.address = group, options, str(folder)
         self.owner: Lease
         self.places: dict[int, SecondPlace] = {}
         self.second: SecondCopies | None = None
@@ -52,10 +53,10 @@ class Run:
 
     # Opening --------------------------------------------------------------------------------------------------
 
-    def find(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> None:
+    def find(self, stack: contextlib.ExitStack) -> None:
         """Own the run, and find where it stands. All ranks call this once, see `open_run`."""
         group, options = self.group, self.options
-        values, is_new, self.token = group.on_rank0(lambda: self._take(stack, owned))
+        values, is_new, self.token = group.on_rank0(lambda: self._take(stack))
         self.mark = f"{group.attempt}-{self.token[:8]}"  # a launcher may give the id of an attempt twice
         self.lineage = Lineage(**values)
         self._choose(None if is_new else self.lineage)
@@ -76,14 +77,14 @@ class Run:
             second=self.second, saved=self._note_saved,
         )
 
-    def _take(self, stack: contextlib.ExitStack, owned: Callable[[Any], None]) -> tuple[dict[str, Any], bool, str]:
+    def _take(self, stack: contextlib.ExitStack) -> tuple[dict[str, Any], bool, str]:
         """Own the folder and the other places, on rank 0. Returns the run there, or one that begins, and whether it
         does; and the token of the lease. Raises UserError and PeerLost."""
         group, options, folder = self.group, self.options, self.folder / "checkpoints"
         may = choice.may_take(options, group)
         agreed = bool((group.launch.agent or {}).get("commit", {}).get("basis"))
         self.owner = lease = Lease(self.folder, group.attempt, agreed=agreed)
-        try:
+        with disk_errors("run_dir", self.folder):
             stack.enter_context(lease)  # here, not around the block: a refusal has to reach all ranks
             remove_unfinished(folder)
             begun = Lineage.read(self.folder)
@@ -98,11 +99,9 @@ class Run:
                     self._found += [[kind, *one] for one in place.adopt(stack, wanted=may)]
                     if place.required:
                         self.owner, self.address = place.lease, place.address
-            owned(self.owner)
+            group.status.claim(self.owner)
             begun = Lineage.read(self.folder)
             self._found += choice.found_in(folder)
-        except OSError as error:
-            raise UserError(f"run_dir: {self.folder} must be writable, got {error.strerror or error}.") from None
         line = begun or Lineage.new(group.attempt, group.launch.start)
         return line.values(), begun is None, lease.token
 
@@ -118,7 +117,7 @@ class Run:
         own = [*self._found, *choice.peers(folder, group), *choice.rescues(options, group)]
         answers = group.gather([self._sees(), own])
         candidates = [Candidate(rank, *values) for rank, (_, listed) in enumerate(answers) for values in listed]
-        parts = memory.PartsInMemory(group, options.check, options.fits) if options.memory_every_steps != 0 else None
+        parts = memory.PartsInMemory(group, options.check) if options.memory_every_steps != 0 else None
         candidates += [Candidate(0, PARTS, f"memory {of}", *of) for of in parts.found()] if parts else []
         if options.compare_every_steps != 0:
             self.second_rank = next((rank for rank, (seen, _) in enumerate(answers) if rank and not seen), None)
@@ -143,7 +142,6 @@ class Run:
                 self.group.log.info(f"fetched {copy.path.name} from {self.places[one.kind].called}")
             else:
                 copy = read(Path(one.where), options.check)
-            options.fits(copy.path, copy.record)
             return copy if options.sharded else copy.as_plain()
 
         if parts is not None and one.kind == PARTS:
@@ -268,18 +266,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(
-    folder: Path, group: Group, options: Options, *, owned: Callable[[Any], None] = lambda owner: None
-) -> Iterator[Run]:
-    """Own the run in `folder` for the length of the block, and find what is there. All ranks call this.
+def open_run(group: Group, options: Options) -> Iterator[Run]:
+    """Own the run in the group's folder for the length of the block, and find what is there. All ranks call this.
 
-    `owned`: called on rank 0 with the owner, whose `is_ours` says whether the folder still belongs to this attempt.
     Raises UserError on all ranks where another attempt is alive, or where the newest copy can't be gone on with.
     """
-    run = Run(folder, group, options)
+    run = Run(group, options)
     group.watch.enter("setup", options.setup_timeout_s)  # a copy may have to be fetched
     with contextlib.ExitStack() as stack:
-        run.find(stack, owned)
+        run.find(stack)
         try:
             yield run
         except BaseException as error:

@@ -31,14 +31,13 @@ class Options:
     """How a run is kept.
 
     `store`: an address below which the run must lie too. `mirror`: a folder or an address that gets copies and may
-    fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, async, or auto, which looks
-    how much memory is free. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many
-    copies stay. `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either.
+    fail. `fresh`: put aside what is there, unless this launch began it. `save`: sync, or auto, which looks how much
+    memory is free. `sharded`: ranks write their parts of split state, else rank 0 gathers it. `keep`: how many copies
+    stay. `memory_every_steps`: see `rankup.state.memory`; 0 takes none that are there either.
     `compare_every_steps`: 0 says that ranks hold different states on purpose.
 
-    `check`: raises UserError for a copy of another program, ValueError for a damaged one. `fits`: raises UserError
-    where this attempt may not go on from it. `finished`: whether nothing is left to do after a copy, given what
-    `result.json` says; asked on rank 0.
+    `check`: raises UserError for a copy from which this attempt may not go on, ValueError for a damaged one.
+    `finished`: whether nothing is left to do after a copy, given what `result.json` says; asked on rank 0.
     """
 
     store: str = ""
@@ -52,7 +51,6 @@ class Options:
     setup_timeout_s: float = 1800.0
     save_timeout_s: float = 600.0
     check: Check = no_check
-    fits: Check = no_check
     finished: Callable[[Any, dict[str, Any]], bool] = lambda copy, result: False
 
 
@@ -114,7 +112,7 @@ class Saver:
         self.saved, self.second = saved, second
         self.step: int | None = None
         self._copies = HostCopies(group.device)
-        self._beside = {"sync": False, "async": True}.get(options.save)  # whether it is written beside the training
+        self._beside = False if options.save == "sync" else None  # whether it is written beside the training
         self.writing, self._count = Writing("save", options.save_timeout_s), 0
         # Of a sharded copy: what this rank has written, and what makes a copy of all ranks' files
         self._staging: Path | None = None  # rank 0's

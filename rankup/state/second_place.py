@@ -348,7 +348,7 @@ class SecondPlace(StoredRun):
 
 
 @contextlib.contextmanager
-def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Iterator[Path]:
+def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
     """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
 
     The address may be of a run, whose newest whole checkpoint it is then, of a folder without folders in it, such as a
@@ -363,7 +363,7 @@ def fetched(place: str, *, warn: Callable[[str], None], timeout_s: float) -> Ite
         folder.mkdir(parents=True, exist_ok=True)
         own = tempfile.TemporaryDirectory(dir=folder)
     with own:
-        there = Place.open(place, warn=warn, timeout_s=timeout_s)
+        there = Place.open(place, warn=logging.getLogger("rankup").warning, timeout_s=timeout_s)
         stored = StoredRun(there, Path(own.name))
         if run := stored.newest_run()[1]:
             newest = stored.fetch_newest(run.run)

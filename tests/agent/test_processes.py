@@ -70,7 +70,7 @@ def test_first_process_of_a_container_reaps_orphans_and_leaves_its_own_children(
 
 STUCK = "import signal, sys, threading, time; from rankup.agent import processes as exit\n"
 STUCK += "hang = lambda: time.sleep(600)\n"
-GUARD = "from rankup.agent.logs import guard; sys.stdout.write('a'); guard('stdout'); sys.stdout.write('b'); "
+GUARD = "from rankup.agent.logs import guard; sys.stdout.write('a'); guard(); sys.stdout.write('b'); "
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -187,7 +187,7 @@ def prepare_data(folder: Path, *, random: bool) -> None:
     """Fashion-MNIST as torchvision's class wants it, below `folder`, fetched if need be; or random images alike."""
     if not random:
         root = locate(KNOWN["fashion-mnist"], data_dir=None, timeout_s=3600)
-        (folder / "FashionMNIST").symlink_to(root / "FashionMNIST")
+        (folder / "FashionMNIST").symlink_to((root / "FashionMNIST").absolute())  # RANKUP_CACHE may be a relative path
         return
     raw = folder / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
     python tests/bench/saves.py --repeats 5
 
-For each number of processes it trains with `--save sync`, with `--save async`, and without saves but the last, in
+For each number of processes it trains with `--save sync`, with `--save auto`, and without saves but the last, in
 turns, so that a machine that is busy for a while slows all three. Prints a table of medians with its conditions: the
 time for which a save keeps the steps waiting, and images/s over the wall clock, saves included.
 """
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
     about, found = conditions(), defaultdict[tuple[int, str], list[dict[str, float]]](list)
-    for repeat, world_size, how in product(range(repeats), (1, 2), ("sync", "async", "none")):
+    for repeat, world_size, how in product(range(repeats), (1, 2), ("sync", "auto", "none")):
         print(f"{repeat + 1} of {repeats}: {world_size} x {how}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             found[world_size, how].append(train(how, world_size, Path(folder)))

@@ -111,7 +111,7 @@ def test_mistake_is_one_line_and_code_2(
 def test_launch_that_is_interrupted_before_it_starts_ranks_says_so_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankup.env.node_env.read_node_env", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("rankup.launch.read_node_env", Mock(side_effect=KeyboardInterrupt))
     (tmp_path / "x.py").touch()
     code, out, err = said(capsys, "launch", "--run-dir", str(tmp_path / "runs"), str(tmp_path / "x.py"))
     assert (code, out, err) == (143, "SIGINT before the start: no rank was started.\n", "")

@@ -81,11 +81,12 @@ def test_network_that_nccl_took_is_told_and_no_fault() -> None:
     assert "NCCL took TCP sockets between nodes" in report
 
 
-def test_endless_kinds_of_exceptions_of_one_rank_are_bounded_and_hide_no_fault_of_another() -> None:
+def test_endless_kinds_of_exceptions_of_one_rank_are_bounded_and_hide_no_other_fault() -> None:
     begin, out = "[rank0]: Traceback (most recent call last):", f"[rank1]: torch.OutOfMemoryError: {OUCH}. Tried"
     lines = [line for n in range(3000) for line in (begin, f"[rank0]: KeyError: {n}", f"[rank0]: step {n} loss 0.1")]
     assert len(diagnose(line for line in lines if "loss" not in line)) == MAX_UNKNOWN
     assert diagnose([*lines, "[rank1]: Traceback (most recent call last):", out])[0].name == "cuda-memory"
+    assert [each.seen for each in diagnose([*lines, begin, "[rank0]: OSError: fatal"])] == ["OSError: fatal"]
 
 
 def test_explain_reads_a_file_and_standard_input(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_nothing_at_all_shows_the_commands_and_is_a_mistake(capsys: Captured) ->
     ("doctor --alone=maybe", ['--alone must be a valid boolean, *, got "maybe".']),
     ("predict --output x.txt", ['--output must be a .csv file, got "x.txt".']),
     ("train --output x.csv", ['unknown setting "--output"*']),
-    ("train --max-steps 3 --warmup-steps 3", ["--warmup-steps must be < max_steps=3, got 3. *"]),
+    ("train --run-dir x --mirror x", ['--mirror must be another place than run_dir, got "x". *']),
     ("train --dataset digits --fake-classes 3", ["fake_classes must be left out here, got 3. *of fake alone."]),
     ("train --stpes 3 --lr -1 --dataset 3 --bogus",
      ['unknown setting "--stpes"*', 'unknown setting "--bogus"*', '--lr must be greater than 0, got "-1".',

@@ -22,6 +22,7 @@ from train.config import Config, changed_settings
 from train.data.file_samples import FileSamples
 from train.data.sources import huggingface, load
 from train.data.sources.texts import SAMPLE, load_texts
+from train.workloads.text import build
 
 pytestmark = pytest.mark.usefixtures("cache")
 CLASSES = ("class0", "class1")
@@ -187,9 +188,9 @@ def test_wrong_settings_are_named(saved: Path, settings: dict[str, Any], message
 
 
 @pytest.mark.parametrize(("images", "labels", "message"), [
-    ([encoded(), None], [0, 1], "split train: image must hold an image in each row, got none in row 1"),
-    ([encoded()] * 2, [0, None], "split train: label must hold a label in each row, got none in row 1"),
-    ([encoded()] * 2, [0, -1], "split train: label must hold a label in each row, got none in row 1"),
+    ([encoded(), None], [0, 1], r"saved/train: 1 of 2 rows are bad \(row 1: no image\)"),
+    ([encoded()] * 2, [0, None], r"saved/train: 1 of 2 rows are bad \(row 1: no label\)"),
+    ([encoded()] * 2, [0, -1], r"saved/train: 1 of 2 rows are bad \(row 1: no label\)"),
     ([encoded(), {"bytes": b"no image", "path": None}], [0, 1], "saved/train/1: is no image that can be decoded"),
 ])
 def test_rows_without_image_or_label_are_named(tmp_path: Path, images: Any, labels: Any, message: str) -> None:
@@ -203,7 +204,7 @@ def test_label_that_the_training_lacks_is_named(tmp_path: Path) -> None:
     rows = table([encoded(), encoded()], [0, 1])
     names = save(table([encoded(), encoded()], [0, 1], classes=("class0", "other")), tmp_path / "names")
     mixed = DatasetDict({"train": rows["train"], "test": load_from_disk(names)["test"]})
-    with pytest.raises(UserError, match="got other, which the training rows lack, in row 1"):
+    with pytest.raises(UserError, match=r"mixed/test: 1 of 2 rows are bad \(row 1: unknown label other\)"):
         load_hf(save(mixed, tmp_path / "mixed"))
     mixed["test"] = rows["test"].remove_columns("label")
     with pytest.raises(UserError, match="split test: --label-column must name a column of labels among image, got"):
@@ -265,9 +266,11 @@ def texts_from(folder: Path, **settings: Any) -> Any:
 def test_rows_are_the_texts_of_files(tmp_path: Path, eval_split: str) -> None:
     where = save_texts(tmp_path / "texts", train=sample("train"), validation=sample("dev"), test=sample("test"))
     rows, files = texts_from(where, eval_split=eval_split), load_texts(Config(workload="text", eval_split=eval_split))
-    for here, there in ((rows.train, files.train), (rows.evaluation, files.evaluation)):
+    for here, there in zip(rows[:2], files[:2], strict=True):
         assert (here.texts, here.labels) == (there.texts, there.labels)
-    assert (rows.classes, rows.digest, rows.characters) == (files.classes, files.digest, files.characters)
+    assert rows[2] == files[2]
+    settings = {"workload": "text", "eval_split": eval_split}
+    assert build(Config(dataset=f"hf:{where}", **settings)).data_name == build(Config(**settings)).data_name
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -277,9 +280,9 @@ def test_folder_of_files_and_columns_by_name(tmp_path: Path, kind: str) -> None:
         if kind == "csv":
             lines = ["id,body,stars", *(f"x{n},text {n} of it,{1 + n % 3}" for n in range(6))]
         (tmp_path / f"{name}.{kind}").write_text("\n".join(lines) + "\n")
-    found = texts_from(tmp_path, input_column="body", label_column="stars")
-    assert found.train.texts[0] == "text 0 of it"
-    assert (found.classes, found.train.labels) == (("1", "2", "3"), ("1", "2", "3", "1", "2", "3"))
+    train, _, classes = texts_from(tmp_path, input_column="body", label_column="stars")
+    assert train.texts[0] == "text 0 of it"
+    assert (classes, train.labels) == (("1", "2", "3"), ("1", "2", "3", "1", "2", "3"))
     for named, message in (("stars", "--input-column must name a column of texts among id, body, stars, got stars"),
                            ("body", "--label-column must name a column of labels among id, body, stars, got label")):
         with pytest.raises(UserError, match=message):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,8 +98,8 @@ def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_
 
 
 @pytest.mark.parametrize(("images", "message"), [
-    ({"a": 2, "b": 0}, r": cannot be taken for .*no valid file for the classes b\)"),
-    ({"train/a": 2, "val/a": 0}, r"/val: cannot be taken for .*no valid file for the classes a\)"),
+    ({"a": 2, "b": 0}, r": cannot be taken for .*no image in b\)"),
+    ({"train/a": 2, "val/a": 0}, r"/val: cannot be taken for .*no image in a\)"),
     ({"train/a": 1, "val/a": 1, "train/b": 1}, "/train/b: is a class that .*/val lacks"),
     ({"train/a": 1, "val/a": 1, "val/b": 1}, "/val/b: is a class that .*/train lacks"),
     ({"train/a": 1}, "/val: cannot be taken for .*No such file"),
@@ -110,6 +113,21 @@ def test_folder_that_cannot_be_used_is_named(tmp_path: Path, images: dict[str, i
     with pytest.raises(UserError, match=f"^{tmp_path}/data{message}") as caught:
         halves(tmp_path / "data")
     assert "\n" not in str(caught.value)
+
+
+def test_folder_below_a_class_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path / "a" / "closed", 2)
+    write_images(tmp_path / "a", 2)
+    usual = os.scandir
+
+    def closed(folder: str) -> Any:  # root reads whatever its modes are
+        if str(folder).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+        return usual(folder)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(UserError, match=rf"^{tmp_path}: cannot be .*Permission denied: '{tmp_path}/a/closed'"):
+        halves(tmp_path)
 
 
 def test_link_to_nothing_is_named(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ NODE = {"nnodes": 3, "node_rank": 2, "master_addr": "a"}
     ({"OMPI_COMM_WORLD_SIZE": "1", "HOROVOD_SIZE": "1"}, {}, (0, 1, 1), "127.0.0.1:0"),
     # Indexed Jobs
     (INDEX, {"nnodes": 2, "master_addr": "a"}, (1, 2, 1), "a:29400"),
-    ({**INDEX, "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, {}, (1, 3, 1), "a:29400"),
+    ({**INDEX, "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}, {}, (1, 3, 1), "a:29400"),
     (INDEX, {"nnodes": 1}, (0, 1, 1), "127.0.0.1:0"),
     (INDEX, NODE, (2, 3, 1), "a:29400"),  # of another Job of the same JobSet
 ])

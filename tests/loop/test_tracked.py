@@ -83,7 +83,7 @@ def test_optimizer_that_steps_and_is_not_tracked_is_named_once() -> None:
                 parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert said == ["track: AdamW steps and is not tracked: after a restart it begins anew, and the weights differ"]
-    tracked.stop_looking()
+    tracked._checks = 0  # the first steps are over
     (weight := nn.Parameter(torch.ones(1))).grad = torch.ones(1)
     torch.optim.AdamW([weight]).step()
     assert len(said) == 1

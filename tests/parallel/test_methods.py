@@ -160,7 +160,7 @@ class Head(nn.Module):
 def test_warm_up_leaves_no_trace() -> None:
     model = nn.Sequential(Head(), nn.BatchNorm1d(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    warm_up(model, lambda: model(torch.randn(4, 2)).square().sum(), unused_allowed=False)
+    warm_up(model, lambda: model(torch.randn(4, 2)).square().sum(), torch.device("cpu"), unused_allowed=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -290,12 +290,12 @@ def freeze() -> None:
 
 @pytest.mark.parametrize("where", ["set-up", "save", "step"])
 def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_path: Path, where: str) -> None:
-    run, more = tmp_path / "run", ("--save=async",)
+    run = tmp_path / "run"
     env = {"FOLDER": str(tmp_path), "FREEZE": where}
     if where == "step":
         env |= waiting(tmp_path / "go on", tell=str(tmp_path / "there"))
     preload = "tests.places.test_lease:{}"
-    with forks.running(*train(run, *more), env=env, preload=preload.format("freeze")) as first:
+    with forks.running(*train(run), env=env, preload=preload.format("freeze")) as first:
         first.wait_until((tmp_path / "there").exists, where)
         if where == "save":  # its loop then waits for that one, and is not between a look at the owner and a line
             lines = run / "metrics.jsonl"
@@ -304,7 +304,7 @@ def test_frozen_job_that_was_taken_over_writes_nothing_more(forks: Forks, tmp_pa
             first.wait_until(lambda: steps(run / "checkpoints") == [8], "checkpoint")
             (tmp_path / "metrics").hardlink_to(run / "metrics.jsonl")  # what it has open
         first.processes[0].signal("SIGSTOP")
-        output = forks.ends(*train(run, *more), preload=preload.format("on_machine_two"))
+        output = forks.ends(*train(run), preload=preload.format("on_machine_two"))
         assert ("resumed from step-00000008" in output) == (where != "set-up")
         files = [*tmp_path.iterdir(), *run.iterdir(), *(run / "checkpoints").rglob("*")]
         left = {path: path.read_bytes() for path in files if path.is_file() and path.name != ".lock"}

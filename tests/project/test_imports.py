@@ -24,7 +24,7 @@ FOLDERS = ["config", "group", "data", "workloads", "parallel", "run", "loop", "c
 ORDER = [
     *(f"rankup.{name}" for name in (
         "errors", "timing", "seeds", "urls", "env", "places", "agent", "group", "state", "observe", "explain", "doctor",
-        "process", "loop", "job", "integrations", "cli", "__main__",
+        "process", "loop", "job", "integrations", "launch", "cli", "__main__",
     )),
     *(f"train.{name}" for name in FOLDERS),
 ]

@@ -13,7 +13,6 @@ from tests.rigs.checkpoints import flip
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import MAIN, ROOT, comparable_metrics, kill, result
 from tests.rigs.small_filesystems import own_folder
-from tests.run.test_run_directory import other_model
 
 # 8 steps an epoch
 SETTINGS = ("--workload=tests.rigs.faulting_workload:build", "--parallel=fsdp", "--batch-size=8", "--max-steps=22",
@@ -134,18 +133,6 @@ def test_memory_of_a_node_is_held_by_the_other(
     assert resumed in output
     assert seen(tmp_path / "run") == undisturbed
     assert more or list(tmp_path.glob("node*/memory/rankup-*/*")) == []
-
-
-def test_part_in_memory_of_another_model_is_refused_with_a_way_to_the_checkpoint(forks: Forks, tmp_path: Path) -> None:
-    nodes = Nodes(forks, tmp_path)
-    nodes.run(code=[171, -9], **kill(1, step=13))
-    output = nodes.run(preload="other_model_in_own_memory", code=2)
-    assert "Set memory_every_steps to 0 to go on from the newest checkpoint." in output
-
-
-def other_model_in_own_memory() -> None:
-    own_memory()
-    other_model()
 
 
 LOOP = (STRUCK, ROOT / "tests" / "rigs" / "split_loop.py")

@@ -4,13 +4,13 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rankup.job import _checked
-from rankup.loop.record import FORMAT, versions
+from rankup.loop.record import FORMAT, check_record, versions
 from rankup.observe.metrics import Position
 from rankup.state import copies, reading, tree
 from rankup.state.copies import STATE, Content, list_copies, to_json
@@ -24,12 +24,12 @@ SETTINGS = ("--workload", "tests.rigs.faulting_workload:build", "--batch-size", 
 
 def load_checkpoint(path: Path) -> reading.Copy:
     """Read one checkpoint folder as the program does. Raises UserError where it is damaged, or not the program's."""
-    return reading.read(path, _checked(check))
+    return reading.read(path, partial(check_record, more=check))
 
 
 def load_newest(directory: Path, warn: Callable[[str], None]) -> reading.Copy | None:
     """The newest checkpoint in `directory` that verifies."""
-    return reading.load_newest(directory, warn, _checked(check))
+    return reading.load_newest(directory, warn, partial(check_record, more=check))
 
 
 def train(run: Path, *more: str) -> tuple[str, ...]:

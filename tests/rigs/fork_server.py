@@ -204,7 +204,8 @@ def serve() -> None:
     """Fork one job a line of stdin; tell on stdout who was started and who ended."""
     commands = ("train.commands.checkpoint", "rankup.doctor.stages", "train.loop")
     gc.disable()
-    for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images", *sys.argv[1:]):
+    for slow in ("torch._dynamo", "torch.utils.tensorboard", *commands, "train.workloads.images",
+                 "train.workloads.text", *sys.argv[1:]):
         importlib.import_module(slow)
     gc.freeze()  # as in the agent's own: a collection in a fork must not write to, and so copy, what all share
     gc.enable()

@@ -1,6 +1,7 @@
 """Which of several copies a run goes on from, and which it never takes."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from rankup.errors import UserError
 from rankup.group.group import Group
-from rankup.job import _checked
+from rankup.loop.record import check_record
 from rankup.places.lease import Lineage
 from rankup.state.choice import SECOND, found_in
 from rankup.state.memory import write_rescue
@@ -18,7 +19,7 @@ from rankup.state.run import Run
 from rankup.state.saver import Options
 from tests.rigs.checkpoints import files_of, flip, save, training_state
 from train.config import Config
-from train.run.run_directory import _check_settings, check
+from train.run.run_directory import _check_settings
 
 RUN = "0123456789abcdef"
 
@@ -71,11 +72,9 @@ class Node:
             if damaged:
                 flip(path / "model.safetensors", 99)
 
-        def fits(path: Path, record: dict[str, Any]) -> None:
-            _check_settings(path, record, Config())
-
         group: Any = self
-        run = Run(self.run_dir, group, Options(check=_checked(check), fits=fits))
+        check = partial(_check_settings, config=Config(), group=group)
+        run = Run(group, Options(check=partial(check_record, more=check)))
         run.token, run.lineage = "", known or line(0, run="new")
         run._found = found_in(self.run_dir / "checkpoints")
         run._choose(known)

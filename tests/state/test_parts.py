@@ -86,7 +86,7 @@ def go_on(ranks: Ranks) -> tuple[int, list[torch.Tensor]] | None:
     """The newest step that all ranks go on from, and their weights."""
 
     def work(group: Any) -> Copy | None:
-        memory = PartsInMemory(group, no_check, no_check)
+        memory = PartsInMemory(group, no_check)
         for of in sorted(memory.found(), reverse=True):
             with contextlib.suppress(Damaged):
                 return memory.load(*of)

@@ -15,14 +15,14 @@ from train.config import Config
 from train.data.samples import Order
 from train.data.sources.texts import SAMPLE, load_texts
 from train.workloads.classification import class_scores, macro_f1
-from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples
+from train.workloads.text import CharacterTokenizer, TextEncoder, TextSamples, build
 
 GOOD = "food\ta warm soup\nsports\ta late goal\nfood\t热汤\n"
 
 
 def texts_in(folder: Path, **files: str | bytes) -> Config:
     """Settings for a folder with those files: `train`, `dev` and so on, or with an ending, `train_tsv`."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         stem, _, ending = name.partition("_")
         path = folder / f"{stem}.{ending or 'txt'}"
@@ -42,18 +42,21 @@ def test_texts_that_ship_stand_once_each() -> None:
 
 
 def test_texts_of_a_folder_have_the_labels_of_the_training_part(tmp_path: Path) -> None:
-    found = load_texts(texts_in(tmp_path, train=GOOD, dev="sports\ta\tgoal\n"))
-    assert found.classes == ("food", "sports")
-    assert found.train.texts == ("a warm soup", "a late goal", "热汤")
-    assert found.train.labels == ("food", "sports", "food")
-    assert (found.evaluation.texts, found.evaluation.labels) == (("a\tgoal",), ("sports",))
-    assert found.characters[:2] == ("a", " ")  # five, four
+    train, evaluation, classes = load_texts(texts_in(tmp_path, train=GOOD, dev="sports\ta\tgoal\n"))
+    assert classes == ("food", "sports")
+    assert train.texts == ("a warm soup", "a late goal", "热汤")
+    assert train.labels == ("food", "sports", "food")
+    assert (evaluation.texts, evaluation.labels) == (("a\tgoal",), ("sports",))
+    numbers = CharacterTokenizer(train.texts, max_seq_len=11).number
+    assert [*numbers.items()][:2] == [("a", 3), (" ", 4)]  # five of the first, four of the second
 
 
 def test_texts_in_windows_files_are_the_same(tmp_path: Path) -> None:
-    plain = load_texts(texts_in(tmp_path / "a", train=GOOD, dev=GOOD))
-    marked = load_texts(texts_in(tmp_path / "b", train=b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode(), dev=GOOD))
-    assert (marked.train.texts, marked.digest) == (plain.train.texts, plain.digest)
+    windows = b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()
+    plain = build(texts_in(tmp_path / "a" / "texts", train=GOOD, dev=GOOD))
+    marked = build(texts_in(tmp_path / "b" / "texts", train=windows, dev=GOOD))
+    assert plain.data_name.startswith("texts-")
+    assert marked.data_name == plain.data_name  # with a digest of the texts and labels
 
 
 def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
@@ -61,7 +64,7 @@ def test_texts_in_the_layout_of_cnews_are_found(tmp_path: Path) -> None:
     for name, text in (("train", GOOD), ("val", "food\tval\n"), ("test", "food\ttest\n"), ("vocab", "a\n")):
         (tmp_path / f"cnews.{name}.txt").write_text(text, encoding="utf-8")
     for split, text in (("dev", "val"), ("test", "test")):
-        assert load_texts(Config(workload="text", data_dir=str(tmp_path), eval_split=split)).evaluation.texts == (text,)
+        assert load_texts(Config(workload="text", data_dir=str(tmp_path), eval_split=split))[1].texts == (text,)
 
 
 BAD = GOOD * 10 + "no tab at all\n\tno label\nfood\t\n"

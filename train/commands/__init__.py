@@ -20,7 +20,7 @@ def run_dir_of(config: Config, program: Program) -> Path:
     """The folder of the run: named by the settings, by the scheduler's job, or by what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    return program.runs_folder(config.run_dir) / (config.name or program.rank_env.run_name or default)
+    return rankup.cli.runs_folder(config.run_dir) / (config.name or program.rank_env.run_name or default)
 
 
 def _imported(module: str, name: str) -> Any:
@@ -133,7 +133,7 @@ class Doctor(TrainingCommand):
             run_dir = run_dir_of(config, program)
         except rankup.UserError as error:
             program.found, run_dir = error, Path()
-        program.start(guarded=("stderr",) if self.as_json else ("stdout", "stderr"))  # its output is its result
+        program.start(guarded=not self.as_json)  # else its output is its result
         return program.doctor(
             run_dir, as_json=self.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
             join_timeout_s=config.join_timeout_s, **join_options(config),

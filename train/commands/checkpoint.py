@@ -48,7 +48,7 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
     with program.join(run_dir / "evaluations", timeout_s=config.join_timeout_s, **join_options(config)) as group:
         group.watch.enter("evaluation", config.eval_timeout_s)
         checkpoint = rankup.open_checkpoint(
-            path, run_dir=run_dir, group=group, check=check, warn=program.log.warning, timeout_s=config.setup_timeout_s
+            path, run_dir=run_dir, group=group, check=check, timeout_s=config.setup_timeout_s
         )
         settings = _settings_of(checkpoint, config)
         torch.set_num_threads(settings.num_threads)

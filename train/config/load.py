@@ -197,13 +197,8 @@ def contradictions(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "precision", "fp32 or bf16 with parallel fsdp", "Each rank would scale by the overflows of its own part."
     if c.parallel == "horovod" and c.compress == "bf16":
         yield "compress", "none or fp16 with parallel horovod", "Horovod does not sum bf16. Use ddp."
-    if c.parallel == "fsdp" and c.save == "async" and c.checkpoint_format == "plain":
-        why = "No rank holds a whole state to copy: see --checkpoint-format sharded."
-        yield "save", "auto or sync with parallel fsdp", why
     if c.device_ids and c.device not in ("auto", "cuda"):
         yield "device_ids", f"empty with device {c.device}", "They number CUDA's devices."
-    if 0 < c.max_steps <= c.warmup_steps:
-        yield "warmup_steps", f"< max_steps={c.max_steps}", "The run would end before the warm-up does."
     if c.mirror and c.mirror.rstrip("/") == c.run_dir.rstrip("/"):
         yield "mirror", "another place than run_dir", "A copy there would be lost with it."
     if c.workload == "images" and c.dataset == "imagefolder" and c.data_dir is None:
@@ -252,9 +247,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     # The loader's table: the dumper quotes exactly the texts that the loader would take for something else ("1e5")
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 for _name, _pattern in _SCALARS.items():

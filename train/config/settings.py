@@ -135,8 +135,8 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
                           rule="a path or an address")
     checkpoint_format: Literal["plain", "sharded"] = setting(
         "plain", "plain: rank 0 writes all; sharded: each rank its part, on storage that all nodes share.", of="fsdp")
-    save: Literal["auto", "async", "sync"] = setting(
-        "auto", "async: train on while a thread writes; sync: wait for it; auto: async where memory allows.")
+    save: Literal["auto", "sync"] = setting(
+        "auto", "auto: train on while a thread writes, where memory allows; sync: wait for it.")
     keep: Count = setting(2, "Newest checkpoints kept.")
     save_every_steps: Natural = setting(0, "Save each so many steps; 0: after each epoch.")
     memory_every_steps: int | None = setting(

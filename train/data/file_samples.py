@@ -47,15 +47,10 @@ class FileSamples:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def first(self, count: int) -> "FileSamples":
-        """The first `count` samples, all of them with 0."""
-        if not 0 < count < len(self):
-            return self
-        return replace(self, paths=self.paths[:count], labels=self.labels[:count].clone())
-
-    def scaled(self, size: int | None) -> "FileSamples":
-        """The same files, decoded to `size` x `size` pixels; None: to 224 x 224."""
-        return self if size is None else replace(self, image_size=size)
+    def cut(self, count: int, size: int | None) -> "FileSamples":
+        """The first `count` samples, all of them with 0, decoded to `size` x `size` pixels; None: to 224 x 224."""
+        count = count or len(self)
+        return replace(self, paths=self.paths[:count], labels=self.labels[:count], image_size=size or 224)
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Images uint8 [B, C, S, S] and labels int64 [B]. Raises UserError for a file that cannot be decoded."""

@@ -53,15 +53,11 @@ class TensorSamples:
             images = shift_and_flip(images, random_numbers(self.seed, epoch, len(self))[indices], mirror=self.mirror)
         return images, self.labels[indices]
 
-    def first(self, count: int) -> "TensorSamples":
-        """The first `count` samples, all of them with 0; copied, so that the rest can be freed."""
-        if not 0 < count < len(self):
-            return self
-        return replace(self, images=self.images[:count].clone(), labels=self.labels[:count].clone())
-
-    def scaled(self, size: int | None) -> "TensorSamples":
-        """Images uint8 [N, C, size, size], bilinear with antialiasing; None: as they are."""
-        return self if size is None else replace(self, images=resize(self.images, size, size))
+    def cut(self, count: int, size: int | None) -> "TensorSamples":
+        """The first `count` samples, all of them with 0, as `size` x `size` pixels; None: in their own size."""
+        count = count or len(self)
+        images = self.images if count >= len(self) else self.images[:count].clone()  # so that the rest can be freed
+        return replace(self, images=resize(images, size, size) if size else images, labels=self.labels[:count])
 
 
 def resize(images: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -1,31 +1,17 @@
-"""A first DistributedDataParallel loop: random points, a small network, one sampler that splits the data."""
+"""A first DistributedDataParallel loop: a small network learns in which quadrant of a plane a point lies."""
 
-import argparse
 import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import rankup
 
-
-class Points(Dataset):
-    """Points of a plane with the number of the quadrant that they lie in."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.points = torch.randn(size, 2, generator=generator)
-        self.quadrants = 2 * (self.points[:, 0] > 0).long() + (self.points[:, 1] > 0).long()
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.points[index], self.quadrants[index]
+EPOCHS = 3
 
 
 class Net(nn.Module):
@@ -38,16 +24,13 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    args = parser.parse_args()
-
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/ddp")
     torch.manual_seed(0)
 
-    dataset = Points(1024)
+    plane = torch.randn(1024, 2)
+    dataset = TensorDataset(plane, 2 * (plane[:, 0] > 0).long() + (plane[:, 1] > 0).long())
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
     model = DistributedDataParallel(Net().to(device))
@@ -55,7 +38,7 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss()
     job.track(model=model, optimizer=optimizer)
 
-    for epoch in job.epochs(args.epochs):
+    for epoch in job.epochs(EPOCHS):
         sampler.set_epoch(epoch)
         for points, quadrants in job.batches(loader):
             loss = criterion(model(points.to(device)), quadrants.to(device))

@@ -1,11 +1,9 @@
 """A GAN with two networks, two optimizers, and a moving average of the generator, which is what it saves.
 
-The images are the digits in train/samples.
+The images are the digits in train/samples, which are laid out as MNIST is.
 """
 
-import argparse
 import copy
-import gzip
 import os
 from pathlib import Path
 
@@ -16,17 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from torchvision.datasets import MNIST
 
 import rankup
 
-DATA = Path(__file__).parents[1] / "samples" / "digits" / "train-images-idx3-ubyte.gz"
-NOISE, PIXELS = 16, 64
-
-
-def digits() -> TensorDataset:
-    """Images between -1 and 1, of shape (64,)."""
-    pixels = torch.frombuffer(bytearray(gzip.decompress(DATA.read_bytes())[16:]), dtype=torch.uint8)
-    return TensorDataset(pixels.reshape(-1, PIXELS) / 127.5 - 1)
+DATA = Path(__file__).parents[1] / "samples" / "digits"
+EPOCHS, NOISE, PIXELS = 3, 16, 64
 
 
 def generator_network() -> nn.Module:
@@ -38,15 +31,12 @@ def critic_network() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/gan")
     torch.manual_seed(0)
 
-    dataset = digits()
+    dataset = TensorDataset(MNIST(DATA).data.reshape(-1, PIXELS) / 127.5 - 1)  # between -1 and 1
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler, drop_last=True)
     generator = DistributedDataParallel(generator_network().to(device))
@@ -57,7 +47,7 @@ def main() -> None:
     torch.manual_seed(1 + dist.get_rank())  # each rank draws other noise
     job.track(generator=generator, critic=critic, average=average, g_optimizer=g_optimizer, c_optimizer=c_optimizer)
 
-    for epoch in job.epochs(args.epochs):
+    for epoch in job.epochs(EPOCHS):
         sampler.set_epoch(epoch)
         for (real,) in job.batches(loader):
             with job.step():

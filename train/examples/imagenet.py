@@ -1,10 +1,8 @@
 """An ImageNet loop in the usual form: augmented images from worker processes, SGD with a schedule, accuracy per epoch.
 
-The images are the digits that ship in train/samples, so that it runs in seconds.
+The images are the digits that ship in train/samples, laid out as MNIST is, so that it runs in seconds.
 """
 
-import argparse
-import gzip
 import os
 from pathlib import Path
 
@@ -12,30 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import transforms
+from torchvision.datasets import MNIST
 
 import rankup
 
 DATA = Path(__file__).parents[1] / "samples" / "digits"
-
-
-class Digits(Dataset):
-    """Images of 8 x 8 pixels, as float32 of shape (1, 8, 8), and labels."""
-
-    def __init__(self, part: str, transform: nn.Module) -> None:
-        pixels = bytearray(gzip.decompress((DATA / f"{part}-images-idx3-ubyte.gz").read_bytes())[16:])
-        labels = bytearray(gzip.decompress((DATA / f"{part}-labels-idx1-ubyte.gz").read_bytes())[8:])
-        self.labels = torch.frombuffer(labels, dtype=torch.uint8).long()
-        self.images = torch.frombuffer(pixels, dtype=torch.uint8).reshape(len(labels), 1, 8, 8).float() / 255
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.transform(self.images[index]), self.labels[index]
+EPOCHS, WORKERS = 3, 1
 
 
 def network() -> nn.Module:
@@ -60,27 +43,24 @@ def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/imagenet")
     torch.manual_seed(0)
 
-    train_set = Digits("train", transforms.RandomCrop(8, padding=1))
-    val_set = Digits("t10k", nn.Identity())
+    augmented = transforms.Compose([transforms.RandomCrop(8, padding=1), transforms.ToTensor()])
+    train_set = MNIST(DATA, train=True, transform=augmented)
+    val_set = MNIST(DATA, train=False, transform=transforms.ToTensor())
     sampler = DistributedSampler(train_set, drop_last=True)
-    loader = DataLoader(train_set, 32, sampler=sampler, num_workers=args.workers, drop_last=True)
+    loader = DataLoader(train_set, 32, sampler=sampler, num_workers=WORKERS, drop_last=True)
     val_loader = DataLoader(val_set, 64, sampler=DistributedSampler(val_set, shuffle=False))
     model = DistributedDataParallel(network().to(device))
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=args.epochs, steps_per_epoch=len(loader))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=EPOCHS, steps_per_epoch=len(loader))
     job.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    for epoch in job.epochs(args.epochs):
+    for epoch in job.epochs(EPOCHS):
         sampler.set_epoch(epoch)
         for images, labels in job.batches(loader):
             loss = criterion(model(images.to(device)), labels.to(device))

@@ -3,7 +3,6 @@
 The buffer has `state_dict` and `load_state_dict`, and every rank holds the same one.
 """
 
-import argparse
 import os
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankup
 
-CELLS, GAMES, TURNS = 12, 8, 12
+STEPS, CELLS, GAMES, TURNS = 40, 12, 8, 12
 
 
 class Replay:
@@ -58,9 +57,6 @@ def play(network: nn.Module, device: torch.device) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     job = rankup.init(run="runs/rl")
@@ -73,7 +69,7 @@ def main() -> None:
     torch.manual_seed(1 + dist.get_rank())  # each rank plays its own games
     job.track(policy=policy, target=target, optimizer=optimizer, replay=replay)
 
-    for step in range(job.step_number, args.steps):
+    for step in range(job.step_number, STEPS):
         own = play(policy.module, device).to(device)
         played = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(played, own)

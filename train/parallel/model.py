@@ -3,14 +3,15 @@
 import ctypes
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rankup import Group, UserError
+from rankup.seeds import state_kept
 
 from ..config import Config
 from ..workloads import Workload
@@ -51,24 +52,14 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     return compiled
 
 
-@contextmanager
-def kept_buffers(plain: nn.Module) -> Iterator[None]:
-    """Around forward passes that are not to count: afterwards the buffers have the values from before."""
-    buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in plain.named_buffers():  # forward may have put others in their place
-                buffer.copy_(buffers[name])
-
-
-def warm_up(plain: nn.Module, loss: Callable[[], torch.Tensor], *, unused_allowed: bool) -> None:
+def warm_up(
+    plain: nn.Module, loss: Callable[[], torch.Tensor], device: torch.device, *, unused_allowed: bool
+) -> None:
     """A throwaway pass, on every start: `loss()`, forward and backward. DDP's first backward finds out in which order
     the gradients become ready, and DDP rebuilds its buckets in that order at the next forward. Other buckets mean
     another order of sums on three or more ranks: the first step after a resume would differ in its last bits. Raises
     UserError naming parameters without a gradient, unless `unused_allowed`."""
-    with kept_buffers(plain):
+    with state_kept(device, [plain]):
         loss().backward()  # type: ignore[no-untyped-call]
     unused = [name for name, p in plain.named_parameters() if p.requires_grad and p.grad is None]
     if unused and not unused_allowed:

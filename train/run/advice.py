@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from rankup import Group
+from rankup.seeds import state_kept
 
 from ..config import Config
 from ..parallel.methods import Method
-from ..parallel.model import autocast, kept_buffers
+from ..parallel.model import autocast
 from ..workloads import Workload
 
 LEAST_STEPS = 40  # a shorter training has nothing to gain
@@ -86,7 +87,7 @@ def _seconds_of_a_pass(
 ) -> float:
     """Forward and backward of a micro-batch with these settings."""
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    with kept_buffers(plain):
+    with state_kept(device, [plain]):
         _wait_for(device)
         began_s = time.perf_counter()
         with autocast(config, device):

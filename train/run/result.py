@@ -20,6 +20,7 @@ from ..data.samples import Order
 from ..parallel import method_name
 from ..parallel.methods import Method
 from ..workloads import Workload
+from ..workloads.classification import confusion_pictures
 from . import weights
 from .evaluation import Result
 
@@ -100,8 +101,8 @@ def write_result(t: Training, *, seconds: float) -> None:
     peaks = group.gather(_peak_memory_mb(group.device))
     if not group.is_rank0:
         return
-    if workload.pictures is not None and t.tables and config.tensorboard:
-        job.figures.metrics.pictures(job.step_number, workload.pictures(t.tables))
+    if "confusion" in t.tables and config.tensorboard:
+        job.figures.metrics.pictures(job.step_number, confusion_pictures(t.tables["confusion"], workload.classes))
     method = method_name(config, group.world_size)
     job.figures.metrics.hyperparameters(shown_settings(config, method=method, world_size=group.world_size))
     result = job.figures.result(

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..parallel.methods import Method
 ABOUT = {"config", "data", "steps_per_epoch"}  # of the record, beside what each checkpoint has
 
 
-def check(path: Path, record: dict[str, Any], tracked: dict[str, Any] | None = None) -> None:
+def check(path: Path, record: dict[str, Any]) -> None:
     """Raises ValueError where the checkpoint `path` is not of this program."""
     if missing := sorted(ABOUT - record.keys()):
         raise ValueError(f"state.json: {', '.join(missing)} missing")
@@ -32,7 +33,7 @@ def open_run_directory(config: Config, group: Group, method: Method, *, fresh: b
         save_timeout_s=config.save_timeout_s, store=config.run_dir if rankup.urls.is_url(config.run_dir) else "",
         mirror=config.mirror or "", save=config.save, sharded=config.checkpoint_format == "sharded", share_all=True,
         can_rescue=method.every_rank_has_all, tracker=config.tracker, shown=config.model_dump(mode="json"),
-        check=check, fits=lambda path, record: _check_settings(path, record, config),
+        check=partial(_check_settings, config=config, group=group),
         finished=lambda newest, result: _is_finished(newest, result, config, group),
     )
     with rankup.open_job(group, settings) as job:
@@ -64,8 +65,9 @@ def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Gr
     return True
 
 
-def _check_settings(path: Path, record: dict[str, Any], config: Config) -> None:
+def _check_settings(path: Path, record: dict[str, Any], config: Config, group: Group) -> None:
     """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
+    check(path, record)
     if changes := changed_settings(record["config"], config):
         out = "Set them back to go on, or --fresh to start anew, or another --name."
-        raise UserError(f"{path.parents[1]} was begun with other settings: {'; '.join(changes)}. {out}")
+        raise UserError(f"{group.run_dir} was begun with other settings: {'; '.join(changes)}. {out}")

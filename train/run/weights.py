@@ -33,7 +33,7 @@ def start_from(config: Config, group: Group, plain: torch.nn.Module) -> None:
     place = config.init_from or ""
 
     def load() -> None:
-        with rankup.fetched(place, warn=group.log.warning, timeout_s=0.9 * config.setup_timeout_s) as path:
+        with rankup.fetched(place, timeout_s=0.9 * config.setup_timeout_s) as path:
             init_from(plain, path, group.log.info, place=place)
 
     group.on_rank0(load)

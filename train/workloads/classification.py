@@ -109,8 +109,8 @@ NAMED = 20  # with more classes, the names and counts of a matrix would be too s
 
 def confusion_pictures(matrix: torch.Tensor, classes: Sequence[str]) -> dict[str, torch.Tensor]:
     """The picture of a confusion matrix, int64 [C, C], by its name, uint8 [3, H, W]: true class down, predicted class
-    across, and in each cell its percent of the row. None with more than NAMED classes."""
-    if len(classes) > NAMED:
+    across, and in each cell its percent of the row. None with more than NAMED classes, or for another matrix."""
+    if len(classes) > NAMED or matrix.shape != (len(classes), len(classes)):
         return {}
     # Its cache of fonts lies in ours: a home that can't be written would cost a warning and a folder
     os.environ.setdefault("MPLCONFIGDIR", str(writable_cache() / "matplotlib"))

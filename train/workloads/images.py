@@ -13,10 +13,9 @@ from torch.func import functional_call
 from rankup import UserError
 
 from ..config import Config
-from ..config.settings import Augment
 from ..data.samples import Samples, TensorSamples
 from ..data.sources import load
-from .classification import Classification, confusion_pictures
+from .classification import Classification
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -40,30 +39,24 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     """The workload of `config.dataset` and `config.model`, whose weights begin at random. Raises UserError."""
     train, test = load(config)
     if isinstance(train, TensorSamples):
+        if isinstance(augment := config.augment, str):  # their edges are gone
+            raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
         channels, size = train.images.shape[1:3]
     else:
         channels, size = 3, train.image_size
     num_classes = len(train.classes)
-    samples = _samples(train, config, augment=config.augment)
     model = build_model(config.model, channels=channels, size=size, num_classes=num_classes, dropout=config.dropout)
     task = Classification(
         num_classes=num_classes, label_smoothing=config.label_smoothing, prepare=normalizer(train.mean, train.std)
     )
     return Workload(
-        model=model, train=samples, evaluation=_samples(test, config, augment=False),
+        model=model, evaluation=test,
+        train=replace(train, augment=config.augment, seed=config.seed),  # type: ignore[arg-type]  # no text, see above
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         data_name=train.name, data_origin=train.origin, classes=train.classes, unit="images",
         input_name=lambda index: f"test/{index}" if isinstance(test, TensorSamples) else test.paths[index],
         open_input=lambda path: _open_input(path, train, channels=channels, size=size),
-        pictures=lambda sums: confusion_pictures(sums["confusion"], train.classes),
     )
-
-
-def _samples(found: "TensorSamples | FileSamples", config: Config, *, augment: Augment) -> Samples:
-    """Raises UserError for random crops of images that memory holds, whose edges are gone."""
-    if isinstance(found, TensorSamples) and isinstance(augment, str):
-        raise UserError(f"augment must be true or false for images in memory, got {augment}. It crops image files.")
-    return replace(found, augment=augment, seed=config.seed)  # type: ignore[arg-type]  # no text, see above
 
 
 def _open_input(

@@ -1,30 +1,36 @@
 """Classification of texts, Chinese included: by a small encoder of characters, or by a BERT from a local folder."""
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from ..config import Config
 from ..data.samples import Samples
 from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
 from .bert import WordPieceTokenizer, build_bert
-from .classification import Classification, confusion_pictures, macro_f1, report
+from .classification import Classification, macro_f1, report
 from .workload import Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
+MOST = 8000  # characters that get a number
 KERNEL_SIZES = (2, 3, 4)  # characters that a convolution sees at once: about a word of Chinese, a syllable of English
 
 
 class CharacterTokenizer:
     """Text -> START and the numbers of its characters; those that are not in the training texts are UNKNOWN."""
 
-    def __init__(self, characters: Sequence[str], *, max_seq_len: int, limit: int = 8000) -> None:
-        """`characters`: those of the training texts, the most frequent first. Only `limit` of them get a number."""
-        self.number = {character: FIRST + index for index, character in enumerate(characters[:limit])}
+    def __init__(self, texts: Sequence[str], *, max_seq_len: int) -> None:
+        """`texts`: those to train on."""
+        counts = Counter(character for text in texts for character in text)
+        characters = sorted(counts, key=lambda character: (-counts[character], character))
+        self.number = {character: FIRST + index for index, character in enumerate(characters[:MOST])}
         self.max_seq_len, self.size, self.pad = max_seq_len, FIRST + len(self.number), PAD
 
     def __call__(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
@@ -80,37 +86,37 @@ class TextSamples:
 
     def batch(self, indices: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, int64 [B, T], and labels, int64 [B]."""
-        lengths = self.lengths[indices]
-        columns = torch.arange(int(lengths.max()))
-        real = columns < lengths[:, None]
-        where = (self.starts[indices][:, None] + columns).clamp(max=len(self.tokens) - 1)
-        return torch.where(real, self.tokens[where].long(), self.pad), self.labels[indices]
+        places = zip(self.starts[indices].tolist(), self.lengths[indices].tolist(), strict=True)
+        rows = [self.tokens[start : start + length] for start, length in places]
+        return pad_sequence(rows, batch_first=True, padding_value=self.pad).long(), self.labels[indices]
 
 
 def build(config: Config, *, pretrained: bool = True) -> Workload:
     """The workload of the texts in `data_dir`, or of dataset hf:...; `pretrained` as in `load`. Raises UserError."""
-    found = huggingface.load_texts(config) if config.dataset.startswith("hf:") else load_texts(config)
-    num_classes = len(found.classes)
+    read = huggingface.load_texts if config.dataset.startswith("hf:") else load_texts
+    train_part, eval_part, classes = read(config)
+    content = repr((train_part.texts, [*train_part.labels], classes)).encode("utf-8", "surrogatepass")
+    data_name = f"{train_part.path.parent.resolve().name.removeprefix('hf:')}-{hashlib.sha256(content).hexdigest()[:8]}"
+    num_classes = len(classes)
     tokenizer: Tokenizer
     model: nn.Module
     if config.bert_dir is not None:
         tokenizer, model, notes, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
-        data_name = f"{found.name}-{found.digest}-bert-{digest}"
+        data_name += f"-bert-{digest}"
     else:
-        tokenizer, notes = CharacterTokenizer(found.characters, max_seq_len=config.max_seq_len), list[str]()
+        tokenizer, notes = CharacterTokenizer(train_part.texts, max_seq_len=config.max_seq_len), list[str]()
         model = TextEncoder(vocabulary=tokenizer.size, num_classes=num_classes, dropout=config.dropout)
-        data_name = f"{found.name}-{found.digest}"
 
     def open_input(path: str) -> tuple[Samples, Callable[[int], str]]:
         lines = read_lines(path)
         return TextSamples(lines, [0] * len(lines), tokenizer), lambda index: lines[index]
 
-    number = {name: index for index, name in enumerate(found.classes)}
+    number = {name: index for index, name in enumerate(classes)}
     train, evaluation = (
         TextSamples(part.texts[: limit or None], [number[label] for label in part.labels[: limit or None]], tokenizer)
-        for part, limit in ((found.train, config.limit_train), (found.evaluation, config.limit_eval))
+        for part, limit in ((train_part, config.limit_train), (eval_part, config.limit_eval))
     )
-    for part, path in ((train, found.train.path), (evaluation, found.evaluation.path)):
+    for part, path in ((train, train_part.path), (evaluation, eval_part.path)):
         if part.num_cut:
             longer = f"{part.num_cut:,} of {len(part):,} texts are longer than max_seq_len={config.max_seq_len}"
             notes.append(f"{path}: {longer}: cut")
@@ -120,10 +126,9 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         loss=task.loss, evaluate=task.evaluate, predict=task.predict,
         # With digests: two ranks whose files differ in one character would train with two vocabularies.
         data_name=data_name,
-        data_origin=f"{found.train.path} and {found.evaluation.path.name}",
-        classes=found.classes, unit="texts", input_name=lambda index: found.evaluation.texts[index],
-        open_input=open_input, report=lambda sums: report(sums["confusion"], found.classes),
-        pictures=lambda sums: confusion_pictures(sums["confusion"], found.classes),
+        data_origin=f"{train_part.path} and {eval_part.path.name}",
+        classes=classes, unit="texts", input_name=lambda index: eval_part.texts[index],
+        open_input=open_input, report=lambda sums: report(sums["confusion"], classes),
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
         notes=notes,
     )

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from ..data.samples import Samples
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
-# end, so "accuracy" is the number of right answers here. Tensors, such as a confusion matrix, are only added up.
+# end, so "accuracy" is the number of right answers here. Tensors are only added up; "confusion", a matrix int64 [C, C]
+# with the true class down, is drawn for TensorBoard.
 Sums = dict[str, torch.Tensor]
 
 
@@ -41,8 +42,6 @@ class Workload:
     derived: Callable[[Sums], dict[str, float]] | None = None
     # Evaluated sums -> a table to print, and the same as values for evaluation.json.
     report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
-    # Evaluated sums -> pictures for TensorBoard by name, each uint8 [3, H, W].
-    pictures: Callable[[Sums], dict[str, torch.Tensor]] | None = None
     notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:

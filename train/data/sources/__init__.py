@@ -19,5 +19,4 @@ def load(config: Config) -> tuple[TensorSamples, TensorSamples] | tuple[FileSamp
     damaged."""
     module, _, function = SOURCES.get(config.dataset, SOURCES["hf:PATH_OR_NAME"]).partition(":")
     train, test = getattr(importlib.import_module(f".{module}", __package__), function)(config)
-    train, test = train.first(config.limit_train), test.first(config.limit_eval)
-    return train.scaled(config.image_size), test.scaled(config.image_size)
+    return train.cut(config.limit_train, config.image_size), test.cut(config.limit_eval, config.image_size)

@@ -37,7 +37,7 @@ class NotFetched(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A data set that torchvision can download and read. mean and std are those of its training images / 255."""
+    """A data set that torchvision reads, and downloads. mean and std are those of its training images / 255."""
 
     kind: str  # the class of torchvision.datasets
     folder: str  # what that keeps below its root

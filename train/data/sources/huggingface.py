@@ -20,7 +20,7 @@ from ...config import Config
 from ...config.load import flag
 from .. import one_line
 from ..file_samples import FileSamples, read_file
-from .texts import NAMES, Texts, TextSet, checked, texts_of
+from .texts import NAMES, Part, checked
 
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 COMPARED = 100  # images whose bytes are part of the digest; of all others only the lengths are
@@ -32,20 +32,22 @@ def load(config: Config) -> tuple[FileSamples, FileSamples]:
     return _file_set(train, train.classes, config), _file_set(test, train.classes, config)
 
 
-def load_texts(config: Config) -> Texts:
-    """The texts of the splits that the settings name. Raises UserError."""
+def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
+    """The texts of the splits that the settings name, and the classes. Raises UserError."""
     train, test = open_rows(config, "text", _is_text)
 
-    def read(rows: Rows) -> TextSet:
-        pairs = zip(rows.labels, rows.table.data.column(rows.input).to_pylist(), strict=True)
-        numbered = ((row, label or "", text or "") for row, (label, text) in enumerate(pairs, rows.start))
-        return checked(numbered, Path(config.dataset) / rows.split, train.classes, unit="row")
+    def read(rows: Rows) -> Part:
+        texts = rows.table.data.column(rows.input).to_pylist()
+        return _checked(rows, [(text or "").strip() for text in texts], train.classes, config, of="text")
 
-    return texts_of(read(train), read(test), train.classes, _title(config))
+    return read(train), read(test), train.classes
 
 
-def _title(config: Config) -> str:
-    return Path(config.dataset.removeprefix("hf:")).name
+def _checked(rows: Rows, inputs: Sequence[str], classes: Sequence[str], config: Config, *, of: str) -> Part:
+    """Raises UserError, naming rows without an input, and those whose label is none of `classes`."""
+    pairs = enumerate(zip(rows.labels, inputs, strict=True), rows.start)
+    numbered = ((row, label or "", value) for row, (label, value) in pairs)
+    return checked(numbered, Path(config.dataset) / rows.split, classes, unit="row", of=of)
 
 
 def open_splits(config: Config) -> Mapping[str, Any]:
@@ -64,10 +66,9 @@ def open_splits(config: Config) -> Mapping[str, Any]:
     folder = Path(name).expanduser()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if folder.is_dir() or not config.hf_download:  # as HF_HUB_OFFLINE=1 would have it
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:  # of several processes one downloads: `datasets` locks its cache
-        if folder.is_dir() or not config.hf_download:  # as HF_HUB_OFFLINE=1 would have it
-            datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
         if any((folder / file).is_file() for file in SAVED):
             found = datasets.load_from_disk(str(folder))
         else:
@@ -77,8 +78,6 @@ def open_splits(config: Config) -> Mapping[str, Any]:
             " It is no folder here and can't be read from the cache. Nothing is downloaded unasked: set --hf-download."
         )
         raise UserError(f"{name} can't be read as a Hugging Face data set ({one_line(error)}).{way_out}") from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
     return found if isinstance(found, Mapping) else {"train": found}
 
 
@@ -93,8 +92,7 @@ class Rows:
     split: str
     start: int
     table: Any  # a `datasets.Dataset`
-    input: str  # input, label: its columns
-    label: str
+    input: str  # the column of the images or texts
     labels: Sequence[str | None]  # of each row as a text, None where there is none
     classes: tuple[str, ...]  # those that the column declares, else the values that occur, sorted
 
@@ -130,7 +128,7 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
             if column not in table.features or not fit(table.features[column]):
                 kind, names = usual if what == "input" else what, ", ".join(table.features)
                 raise UserError(f"{where}: --{what}-column must name a column of {kind}s among {names}, got {column}.")
-        return Rows(where, split, numbers.start, table, inputs, label, *_read_labels(table, label))
+        return Rows(where, split, numbers.start, table, inputs, *_read_labels(table, label))
 
     train, test = part("hf_train_split", config.hf_train_split), part("hf_eval_split", evaluated)
     if len(train.classes) < 2:
@@ -165,7 +163,7 @@ def _is_image(feature: Any) -> bool:
 
 
 def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSamples:
-    """Raises UserError, naming the first row that has no image or no label."""
+    """Raises UserError as `_checked` does."""
     import pyarrow.compute
     from datasets import Image
 
@@ -173,16 +171,12 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     cells = rows.table.cast_column(rows.input, Image(decode=False)).data.column(rows.input)
     lengths = pyarrow.compute.binary_length(pyarrow.compute.struct_field(cells, "bytes")).to_pylist()
     files = pyarrow.compute.struct_field(cells, "path").to_pylist()
-    numbers = {name: number for number, name in enumerate(classes)}
-    title, paths = _title(config), list[str]()
-    for row, (label, length, file) in enumerate(zip(rows.labels, lengths, files, strict=True), rows.start):
-        if label not in numbers:
-            got = "none" if label is None else f"{label}, which the training rows lack,"
-            raise UserError(f"{rows.where}: {rows.label} must hold a label in each row, got {got} in row {row}.")
-        if length is None and not file:
-            raise UserError(f"{rows.where}: {rows.input} must hold an image in each row, got none in row {row}.")
-        paths.append(f"{title}/{rows.split}/{row}" if length is not None else file)
-    labels = torch.tensor([numbers[str(label)] for label in rows.labels], dtype=torch.int64)
+    title = Path(config.dataset.removeprefix("hf:")).name
+    numbered = enumerate(zip(lengths, files, strict=True), rows.start)
+    paths = [file or "" if length is None else f"{title}/{rows.split}/{row}" for row, (length, file) in numbered]
+    number_of = {name: number for number, name in enumerate(classes)}
+    found = _checked(rows, paths, classes, config, of="image")
+    labels = torch.tensor([number_of[label] for label in found.labels], dtype=torch.int64)
 
     def read(number: int) -> bytearray:
         cell = cells[number].as_py()
@@ -194,6 +188,6 @@ def _file_set(rows: Rows, classes: tuple[str, ...], config: Config) -> FileSampl
     for index in range(0, len(paths), -(-len(paths) // COMPARED)):
         digest.update(read(index))
     return FileSamples(
-        tuple(paths), labels, classes, f"{title}-{digest.hexdigest()[:8]}", f"column {rows.input} of {rows.where}",
+        found.texts, labels, classes, f"{title}-{digest.hexdigest()[:8]}", f"column {rows.input} of {rows.where}",
         margin=isinstance(config.augment, str), contents=read,
     )

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from torchvision.datasets.folder import find_classes, is_image_file, make_dataset
+from torchvision.datasets.folder import find_classes, is_image_file
 
 from rankup import UserError
 
@@ -56,20 +56,24 @@ def _samples(files: Listed, folder: Path, name: str, config: Config) -> FileSamp
 
 
 def _list(root: Path) -> Listed:
-    """All images below each class folder, in the order of their names: the same on every node and file system."""
-    # Nothing hidden: neither .ipynb_checkpoints, nor what macOS puts beside a file as ._NAME
-    hidden, start = f"{os.sep}.", len(str(root))
+    """All images below each class folder, in the order of their names: the same on every node and file system. Nothing
+    hidden: neither .ipynb_checkpoints, nor what macOS puts beside a file as ._NAME."""
+
+    def refuse(error: OSError) -> None:
+        raise error  # a folder that can't be read: os.walk, and with it torchvision's make_dataset, would leave it out
+
+    listed: Listed = {}
     try:
-        classes = [name for name in find_classes(root)[0] if name[0] != "."]
-        found = make_dataset(
-            root, {name: label for label, name in enumerate(classes)},
-            is_valid_file=lambda path: is_image_file(path) and hidden not in path[start:],
-        )
-    except (OSError, ValueError) as error:
+        for name in (each for each in find_classes(root)[0] if each[0] != "."):
+            paths: list[str] = []
+            for folder, below, files in os.walk(root / name, onerror=refuse, followlinks=True):
+                below[:] = [each for each in below if each[0] != "."]
+                paths += [os.path.join(folder, each) for each in files if each[0] != "." and is_image_file(each)]
+            if not paths:
+                raise FileNotFoundError(f"no image in {name}")
+            listed[name] = sorted(paths)
+    except OSError as error:
         raise UserError(f"{root}: cannot be taken for a folder of images ({one_line(error)}). {LAYOUT}") from error
-    listed: Listed = {name: [] for name in classes}
-    for path, label in sorted(found):
-        listed[classes[label]].append(path)
     return listed
 
 

@@ -1,7 +1,6 @@
-"""Data sets that memory holds whole: MNIST, Fashion-MNIST and CIFAR-10 as torchvision reads them, and two without files
-to fetch: small digits, and made-up images."""
+"""Data sets that memory holds whole, as torchvision reads them: MNIST, Fashion-MNIST, CIFAR-10, and small digits, which
+ship with the program; and made-up images."""
 
-import gzip
 import hashlib
 import warnings
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ..samples import TensorSamples
 from .fetch import NotFetched, Remote, locate, say
 
 COMPARED = 100  # images of a half whose bytes are part of the digest, beside all labels
+SAMPLES = Path(__file__).parents[2] / "samples" / "digits"
 
 KNOWN = {
     # Pictures of clothes (Xiao et al. 2017), the default
@@ -29,6 +29,8 @@ KNOWN = {
     "cifar10": Remote(
         kind="CIFAR10", folder="cifar-10-batches-py", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
     ),
+    # Handwritten too, of 8 x 8 pixels, in the layout of MNIST: never fetched
+    "digits": Remote(kind="MNIST", folder="MNIST", mean=(0.2873,), std=(0.3537,), mirror=False),
 }
 
 
@@ -46,10 +48,15 @@ def of_torchvision(config: Config) -> tuple[TensorSamples, TensorSamples]:
     return read(config.dataset, root)
 
 
+def digits(config: Config) -> tuple[TensorSamples, TensorSamples]:
+    """Those that ship: uint8 [1438, 1, 8, 8] to train on and [359, 1, 8, 8] to test on."""
+    return read("digits", SAMPLES)
+
+
 def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
     """Both halves of a set of `KNOWN`, below torchvision's root. Raises UserError for files that are missing or
     damaged."""
-    from torchvision import datasets  # here: 0.1 to 0.4 s, which the sets below do without
+    from torchvision import datasets  # here: 0.1 to 0.4 s, which made-up images do without
 
     known = KNOWN[name]
     where = root / known.folder
@@ -65,7 +72,7 @@ def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
             size = " x ".join(map(str, images.shape[2:]))
             raise ValueError(f"{len(images)} images, {len(labels)} labels of up to {highest}, {size} pixels")
         return TensorSamples(
-            images, labels, classes, mean=known.mean, std=known.std, name=name, origin=f"{known.kind} in {where}",
+            images, labels, classes, mean=known.mean, std=known.std, name=name, origin=f"files in {where}",
             mirror=known.mirror,
         )
 
@@ -85,30 +92,6 @@ def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
         if (own := digest.hexdigest()[:8]) != known.digest:
             name = f"{name}-{own}"
     return replace(train, name=name), replace(test, name=name)
-
-
-# Digits that ship with the program, in MNIST's format: a header, and the values as bytes ------------------------------
-
-DIGITS = Path(__file__).parents[2] / "samples" / "digits"
-
-
-def digits(config: Config) -> tuple[TensorSamples, TensorSamples]:
-    """Handwritten, uint8 [1438, 1, 8, 8] to train on and [359, 1, 8, 8] to test on."""
-
-    def values(name: str, header: int) -> torch.Tensor:
-        content = bytearray(gzip.decompress((DIGITS / name).read_bytes()))
-        return torch.frombuffer(content, dtype=torch.uint8, offset=header)
-
-    train, test = (
-        TensorSamples(
-            values(f"{part}-images-idx3-ubyte.gz", 16).view(-1, 1, 8, 8),
-            values(f"{part}-labels-idx1-ubyte.gz", 8).long(),
-            tuple("0123456789"), mean=(0.2873,), std=(0.3537,), name="digits", origin=f"digits in {DIGITS}",
-            mirror=False,
-        )
-        for part in ("train", "t10k")
-    )
-    return train, test
 
 
 # Made-up images with something to learn, for trying a launch where no data is at hand --------------------------------

@@ -1,7 +1,5 @@
 """Labelled texts: one `label<TAB>text` a line, in files train, dev and test of one folder."""
 
-import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,29 +18,17 @@ NAMED = 5  # bad lines that a message names; the others are only counted
 
 
 @dataclass(frozen=True, slots=True)
-class TextSet:
-    """Texts with the names of their classes."""
+class Part:
+    """Texts, or the names of images, with the label of each."""
 
     path: Path
     texts: tuple[str, ...]
     labels: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """A training part, one to evaluate on, both whole, and their classes. `digest` is of the training part."""
-
-    train: TextSet
-    evaluation: TextSet
-    classes: tuple[str, ...]
-    name: str
-    digest: str
-    characters: tuple[str, ...]  # of the training part, the most frequent first
-
-
-def load_texts(config: Config) -> Texts:
-    """The training part in `data_dir` (default: the sample that ships) and the part that `eval_split` names, or else
-    the other of dev and test. Raises UserError, naming file and lines."""
+def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
+    """The training part in `data_dir` (default: the sample that ships), the part that `eval_split` names, or else the
+    other of dev and test, and the classes. Raises UserError, naming file and lines."""
     folder = SAMPLE if config.data_dir is None else Path(config.data_dir).expanduser()
     train_path = _file(folder, "train")
     other = "test" if config.eval_split == "dev" else "dev"
@@ -54,17 +40,7 @@ def load_texts(config: Config) -> Texts:
     classes = tuple(sorted({*train.labels}))
     if len(classes) < 2:
         raise UserError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
-    evaluation = checked(_rows(evaluation_path), evaluation_path, classes)
-    name = "texts" if config.data_dir is None else folder.resolve().name
-    return texts_of(train, evaluation, classes, name)
-
-
-def texts_of(train: TextSet, evaluation: TextSet, classes: tuple[str, ...], name: str) -> Texts:
-    """Both parts, with what is counted of the first."""
-    counts = Counter(character for text in train.texts for character in text)
-    content = repr((train.texts, [*train.labels], classes)).encode("utf-8", "surrogatepass")
-    characters = tuple(sorted(counts, key=lambda character: (-counts[character], character)))
-    return Texts(train, evaluation, classes, name, hashlib.sha256(content).hexdigest()[:8], characters)
+    return train, checked(_rows(evaluation_path), evaluation_path, classes), classes
 
 
 def read_lines(path: str) -> tuple[str, ...]:
@@ -101,26 +77,27 @@ def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             label, _, text = line.partition("\t")
-            yield number, label, text
+            yield number, label.strip(), text.strip()
 
 
 def checked(
-    rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line"
-) -> TextSet:
+    rows: Iterable[tuple[int, str, str]], path: Path, classes: Sequence[str] = (), *, unit: str = "line",
+    of: str = "text",
+) -> Part:
     """The rows of `path`: the number, the label and the text of each. `classes`: the labels that there may be; empty
     for any. Raises UserError for bad rows, and for none."""
     texts, labels, bad = list[str](), list[str](), list[str]()
     known = frozenset(classes)
     for number, label, text in rows:
-        texts.append(text.strip())
-        labels.append(label.strip())
-        if not labels[-1] or not texts[-1]:
-            bad.append(f"{unit} {number}: no {'text' if labels[-1] else 'label'}")
-        elif known and labels[-1] not in known:
-            bad.append(f"{unit} {number}: unknown label {labels[-1][:20]}")
+        texts.append(text)
+        labels.append(label)
+        if not label or not text:
+            bad.append(f"{unit} {number}: no {of if label else 'label'}")
+        elif known and label not in known:
+            bad.append(f"{unit} {number}: unknown label {label[:20]}")
     if not texts:
         raise UserError(f"{path}: holds no {unit}s. {LAYOUT}")
     if bad:
         listed = "; ".join(bad[:NAMED]) + ("; ..." if len(bad) > NAMED else "")
         raise UserError(f"{path}: {len(bad)} of {len(texts)} {unit}s are bad ({listed}). Correct or remove them.")
-    return TextSet(path, tuple(texts), tuple(labels))
+    return Part(path, tuple(texts), tuple(labels))

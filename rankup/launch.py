@@ -1,0 +1,82 @@
+"""`rankup launch`: from its options to the agent of this node, and again for each part of a replay. No torch here."""
+
+import asyncio
+import logging
+import os
+from argparse import Namespace
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+
+from rankup.agent.agent import Agent
+from rankup.agent.ends import what_next
+from rankup.agent.logs import guard, setup_logging
+from rankup.agent.ranks import Options
+from rankup.agent.script import Script
+from rankup.env.node_env import Limits, read_node_env
+from rankup.errors import FINISHED, STOPPED, USER_MISTAKE, UserError, disk_errors
+from rankup.places.files import read_json
+from rankup.state.copies import STATE, list_copies, looks_whole
+
+log = logging.getLogger("rankup")
+
+
+def launch(given: Namespace) -> int:
+    """Be the agent of this node to the end of the job, or of each part of a replay. `given`: the options. Returns the
+    exit code."""
+    guard()
+    if not given.replay:
+        return _launch(given)
+    if given.nnodes or given.spares or given.nproc:
+        raise UserError("--replay must come without --nnodes, --spares and --nproc: all ranks are on this machine.")
+    changes, code = _changes(given.replay, given.runs), FINISHED
+    for (step, ranks), (last, _) in zip_longest(changes, changes[1:], fillvalue=(None, 0)):
+        log.info("replay: %d rank%s from step %d", ranks, "" if ranks == 1 else "s", step)
+        given.nproc = ranks
+        if code := _launch(given, stop_after=last):
+            break
+    return code
+
+
+def _launch(given: Namespace, *, stop_after: int | None = None) -> int:
+    """Be the agent of this node to the end of the job. `stop_after`: the last step of a replay's part."""
+    least, most = given.nnodes or (0, 0)
+    changing = least < most or bool(least and given.spares)
+    limits = Limits(least, most, given.wait_for_node, given.lost_after_s) if changing else None
+    if limits is None and (given.spares or given.max_failures_per_node):
+        raise UserError("--spares and --max-failures-per-node must come with --nnodes 2:4, or 2 and spares.")
+    node = read_node_env(
+        os.environ, nnodes=most + given.spares if given.nnodes else None, nproc=given.nproc, node_rank=given.node_rank,
+        master_addr=given.master_addr, master_port=given.master_port, limits=limits,
+    )
+    setup_logging(rank=None, world_size=node.num_nodes)
+    script = Script.find([*(["-m"] if given.module else []), given.script, *given.arguments])
+    if stop_after is not None and not script.imports_rankup:
+        raise UserError("--replay must have a script that imports rankup: nobody knows the steps of another one.")
+    with disk_errors("--work-dir", Path(given.work_dir)):
+        Path(given.work_dir).mkdir(parents=True, exist_ok=True)
+    options = Options(
+        node=node, script=script, run_dir=given.runs / (given.name or node.run_name or script.run_name),
+        stop_after=stop_after,
+        advice=lambda tail: import_module("rankup.explain").advice(tail),  # a launch does not wait for its patterns
+        join_timeout_s=given.join_timeout_s, max_restarts=given.max_restarts, stop_grace_s=given.stop_grace_s,
+        shared_dir=given.shared_dir, max_failures=given.max_failures_per_node, restart_on=given.restart_on,
+        restart_args=tuple(given.restart_args), work_dir=given.work_dir, fork=not given.no_fork,
+    )
+    verdict = asyncio.run(Agent(options).run())
+    code = verdict.code or FINISHED
+    if verdict.text and code not in (FINISHED, STOPPED):
+        log.error("%s (exit code %d)", verdict.text, code)
+    if not options.script.imports_rankup and code not in (FINISHED, STOPPED, USER_MISTAKE):
+        log.info("%s", what_next(options.run_dir))
+    return FINISHED if stop_after is not None and code == STOPPED and not verdict.text else code
+
+
+def _changes(run: str, runs: Path) -> list[tuple[int, int]]:
+    """From which step on that run had how many ranks."""
+    path = next((path for path in (Path(run), runs / run) if path.is_dir()), Path(run))
+    whole = [copy for copy in list_copies(path / "checkpoints") if looks_whole(copy)]
+    changes: list[tuple[int, int]] | None = read_json(whole[-1] / STATE).get("world_sizes") if whole else None
+    if not changes:
+        raise UserError(f"--replay must be a run whose number of nodes could change, got {run}.")
+    return changes
