@@ -127,14 +127,15 @@ class Program:
         """Print an end that is no success, as its kind deserves, tell it to torchrun or our agent, and return the exit
         code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
-        from rankup.group.watchdog import AgentLine
+        from rankup.agent.protocol import AgentLine
 
         tell_torchrun(error)
         code, agent = exit_code(error), getattr(self.found, "agent", None)
         if agent and not isinstance(error, Stopped) and not (self._watch and self._watch.connected):
-            end = End(self.rank_env.rank, host_name(), code, reason(error))
-            with contextlib.suppress(OSError):  # the agent is gone
-                AgentLine(agent, lambda message: None, self.stop).say("end", **end.message())
+            with contextlib.suppress(OSError):
+                line = AgentLine(agent, lambda message: None)
+                line.say("end", **End(self.rank_env.rank, host_name(), code, reason(error)).message())
+                line.close()
         if isinstance(error, Stopped):
             self.log.info(str(error))
         elif getattr(error, "printed_elsewhere", False):

@@ -359,7 +359,7 @@ class Agent:
             known = self.attendance.basis["known"]
             self.places |= {name.partition(" on ")[0]: (ip, port) for _, ip, port, name in known}
             self.ranks.start(event, token=self.attendance.me.token)
-        elif kind in ("lost", "gone", "ranks", "leave"):
+        elif kind in ("lost", "gone", "ranks"):
             self.ranks.links.tell(kind, **{name: value for name, value in event.items() if name != "is"})
             if kind in ("lost", "gone"):
                 self.ranks.leave_soon(node_lost=kind == "gone" or bool(event.get("node")))

@@ -147,14 +147,7 @@ class Attendance:
         elif kind == "confirm":
             for record in self._records().values():
                 record.confirmed = message["stop"]
-            self._start(self._look_at_stop(link, message["n"]))
         return kind not in ("alive", "waiting", "prepare", "confirm")
-
-    async def _look_at_stop(self, link: Link, n: int) -> None:
-        """Say so where a rank does not come to where all are to stop."""
-        await asyncio.sleep(timing.REACH_S)
-        if not all(record.settled for record in self._records().values()):
-            link.send("late", n=n)
 
     def _leave_membership(self) -> None:
         if self._until_s == math.inf:

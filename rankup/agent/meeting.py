@@ -184,8 +184,6 @@ class Leader(Memberships):
             self._renew(**without(self.basis, seat.member.token))
         elif kind == "lost" or message.get("n", self._formed) != self._formed:
             pass  # only this leader says who is lost
-        elif kind == "late":
-            self.tell("leave", n=self._formed)
         elif kind == "standing":
             step, stop = int(message["step"]), self._stop
             if stop is not None and stop.hear(link, stop=message["stop"], step=step):

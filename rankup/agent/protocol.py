@@ -18,7 +18,7 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 | works if problem is ""                             | others see it, the next member's listener                  |
 | leaving, left: this node was asked to go, and goes | basis: of the membership, with the votes as they are now   |
 | has(n, v): the newest basis that I know            |                                                            |
-| standing, late: see `rankup.agent.record`          | prepare, confirm, leave                                    |
+| standing: see `rankup.agent.record`                | prepare, confirm                                           |
 | all else is for Leader's `hear`: end, stop, ...    | commit(n, ip, hosts=[[host, ranks], ...], port, job,       |
 |                                                    | restarts, **more): where rank 0's store listens            |
 |                                                    | lost(n, ranks, host, why, node): membership n is over; with|
@@ -35,17 +35,21 @@ Nothing that arrives is unpickled or executed. Whoever sends something else is d
 """
 
 import asyncio
+import contextlib
+import json
 import os
 import re
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_origin
 
 from rankup.agent.network import LONGEST, Link, encode
 from rankup.env.rank_env import holders, ranges
+from rankup.timing import SAY_S
 
 MOST_HOSTS = 8  # that one line names
 HINT = (
@@ -191,7 +195,7 @@ class Links:
 
     | from a rank                            | from the agent                              |
     |----------------------------------------|---------------------------------------------|
-    | rank(local_rank): its first message    | lost(n, ranks, host, why), gone, leave      |
+    | rank(local_rank): its first message    | lost(n, ranks, host, why), gone             |
     | end: an End, as it is about to end     | ranks(ranks): where each rank of the job is |
     | stop(signal): it got a signal itself   |                                             |
     | ask: where is everybody?               |                                             |
@@ -249,3 +253,41 @@ class Links:
 def _of_this_user(sock: socket.socket) -> bool:
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # process, user, group
     return bool(user == os.geteuid())
+
+
+class AgentLine:
+    """A rank's side of its line. `agent`: what its agent has put into RANKUP_AGENT. `hear`: gets what the others say,
+    by `receive`, as often as there is something to read at `fileno`. Raises OSError where the agent has ended."""
+
+    def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None]) -> None:
+        self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
+        self._socket.connect(agent["socket"])
+        self._socket.settimeout(SAY_S)  # an agent that is stopped reads nothing
+        self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
+        self.fileno = self._socket.fileno()
+        self.say("rank", local_rank=agent["local_rank"])
+
+    def receive(self) -> bool:
+        """Hear what has come. Returns False where nothing more will."""
+        try:
+            data = self._socket.recv(1 << 16)
+            *whole, self._begun = (self._begun + data).split(b"\n")
+            for line in whole:
+                self._hear(json.loads(line))
+        except (OSError, ValueError):
+            return False
+        return bool(data)
+
+    def say(self, kind: str, **values: Any) -> bool:
+        """Any thread. Raises nothing. Returns False where it reached nobody."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(encode(kind, **values))
+            return True
+        return False
+
+    def close(self) -> None:
+        """Leave, once the agent has heard what was said: it may see the end of this process before. Takes SAY_S at most
+        for each message that comes meanwhile. Raises OSError where the agent has ended."""
+        self._socket.shutdown(socket.SHUT_WR)
+        while self.receive():
+            pass

@@ -60,7 +60,7 @@ class Record(ctypes.Structure):
 
     `step`: the one that it has begun last, at `began_s`. `stop`: the step before which to stop; `confirmed`: which of
     those is confirmed. `signed_s`: its last sign of life, 0 before it was started. `waiting`: for other ranks, which
-    are to blame then. `finished`: all its work. `settled`: it begins no further step, and needs nobody to tell it so.
+    are to blame then. `finished`: all its work.
 
     `clock`: of the phases of this process. `entered`: the present one, and its timeout.
     """
@@ -68,8 +68,7 @@ class Record(ctypes.Structure):
     _fields_ = (
         ("rank", ctypes.c_int64), ("waiting", ctypes.c_bool), ("step", ctypes.c_int64), ("began_s", ctypes.c_double),
         ("_phase", _Phase), ("stop", ctypes.c_int64), ("confirmed", ctypes.c_int64), ("signed_s", ctypes.c_double),
-        ("finished", ctypes.c_bool), ("settled", ctypes.c_bool),
-        ("_place", ctypes.c_char * 256),
+        ("finished", ctypes.c_bool), ("_place", ctypes.c_char * 256),
     )
 
     @classmethod
@@ -200,13 +199,12 @@ MARGIN = 2  # steps beyond the furthest rank, where all are asked to stop; doubl
 
 class StopAgreement:
     """The leader's side. A rank writes the step that it is about to begin, then reads the step before which to stop
-    (`may_begin`); a member writes the latter, then reads the former (`ask_to_stop`). So nobody waits in a step.
+    (`may_begin`); a member writes the latter, then reads the former (`ask_to_stop`). So nobody waits in a step. A rank
+    that is not there REACH_S later keeps the last finished step, and leaves.
 
     | prepare(n, stop)        | leader | let your ranks wait before step `stop`, and say how far they are         |
     | standing(n, stop, step) | member | the furthest step that a rank of mine has begun, with `stop` before it   |
     | confirm(n, stop)        | leader | no rank has begun `stop`, and so none will: stop before it               |
-    | late(n)                 | member | REACH_S later a rank of mine is not there: it waits for data or evaluates|
-    | leave(n)                | leader | keep the last finished step, and leave                                   |
 
     `step`: before which to stop, the first one for no other purpose than to hear where all are. `confirmed`: no rank
     will pass it.

@@ -27,7 +27,6 @@ from rankup.errors import JoinError, PeerLost, Stopped, UserError, reason
 from rankup.group.group import Group
 from rankup.group.joining import join, start
 from rankup.group.stop import StopRequest
-from rankup.group.watchdog import Suspect
 
 DISK_S = 30.0  # a network disk may never answer
 STAGE_S = 60.0  # for all ranks together,
@@ -80,7 +79,7 @@ def doctor(
         except Stopped:
             raise
         except PeerLost as error:  # or another rank's deadline passed before this one's
-            report.add(problem("hung" if error.nobody_died else "died", of=report.stage, why=error))
+            return _leave(report, error)
         except (UserError, JoinError) as error:  # a user's mistake says itself what to do, and so does HINT
             missing = isinstance(error, JoinError) and HINT not in str(error)
             report.add(problem("missing" if missing else "refused", of=report.stage, why=error))
@@ -95,10 +94,9 @@ def _check(report: Report, group: Group, stage: str, findings: Iterable[Finding]
     report.add(*findings)  # a generator: the check runs here
 
 
-def _leave(report: Report, code: int, why: str, suspect: Suspect | None) -> int:
-    """A training would end here with `code`: a deadline has passed, or a peer is lost."""
-    gone = suspect is not None and not suspect.alive
-    report.add(problem("died" if gone else "hung", of=report.stage, why=why))
+def _leave(report: Report, loss: PeerLost) -> int:
+    """A training would end here: a deadline has passed, or a peer is lost."""
+    report.add(problem("hung" if loss.nobody_died else "died", of=report.stage, why=loss))
     return report.end()
 
 

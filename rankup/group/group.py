@@ -4,7 +4,6 @@ Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's
 what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
 """
 
-import contextlib
 import dis
 import io
 import json
@@ -21,7 +20,7 @@ from rankup.agent.ends import LOST_PEER
 from rankup.agent.processes import cpu_quota
 from rankup.env.rank_env import RankEnv
 from rankup.errors import FINISHED, PEER_LOST, JoinError, PeerLost, UserError, exit_code, reason
-from rankup.group.watchdog import Suspect, Watchdog, describe, root_exit_code
+from rankup.group.watchdog import Watchdog
 from rankup.timing import STOP_S
 
 T = TypeVar("T")
@@ -47,7 +46,6 @@ class Group:
         self.run_dir, self.hosts = watch.status.run_dir, watch.hosts
         self.restarted = launch.restart_count > 0
         self.store: Any = None
-        self.until_formed = contextlib.ExitStack()
 
     @property
     def is_rank0(self) -> bool:
@@ -70,8 +68,6 @@ class Group:
 
         Without any collective, see `rankup.agent.record`. Waits some milliseconds where they are just agreeing on it.
         """
-        if self.world_size == 1:  # only a replay has its agent ask by the record
-            return self.stop.requested or self.record.may_begin(step) is False
         while (may_begin := self.record.may_begin(step)) is None:
             time.sleep(STOP_S)
         return not may_begin
@@ -88,10 +84,7 @@ class Group:
             raise failure from error
 
     def close(self) -> None:
-        """Leave after success, all ranks together. Raises what `fail` returns where another rank does not come.
-
-        Rank 0, with the store, goes last: torch reports a connection that ends before its user as an error.
-        """
+        """Leave after success, all ranks together. Raises what `fail` returns where another rank does not come."""
         try:
             self.barrier()
             self.watch.quiet = True
@@ -111,29 +104,15 @@ class Group:
         A rank that fails exits at once: torch's own teardown may wait for the dead.
         """
         self.watch.exit_within(PEER_LOST)  # the phase that failed is over, its deadline must not cut this short
-        failure = self._explain(error)
+        failure = error
+        if self.watch.connected and broke_collective(error):
+            self.log.debug(f"{type(error).__name__}: {error}")
+            failure = self.watch.loss(self.watch.suspects())
         self.watch.exit_within(exit_code(failure))
         # Report before leaving: the others look here for the cause when their collectives break
         self.watch.report(exit_code(failure), reason(failure), getattr(failure, "suspect", None))
         self.watch.end()
         return failure
-
-    def _explain(self, error: BaseException) -> BaseException:
-        """The failure behind an error."""
-        if self.store is None or not broke_collective(error):
-            return error
-        suspects = self.watch.suspects()
-        self.log.debug(f"{type(error).__name__}: {error}")
-        return self.peer_lost(suspects)
-
-    def peer_lost(self, suspects: list[Suspect]) -> PeerLost:
-        """What to raise where these were lost, the likeliest first."""
-        return PeerLost(
-            f"lost a peer at step {self.record.step}: {describe(suspects, self.hosts)}",
-            code=root_exit_code(suspects, PEER_LOST),
-            suspect=suspects[0].rank if suspects else None,
-            nobody_died=all(suspect.alive for suspect in suspects),
-        )
 
     # Collectives ------------------------------------------------------------------------------------------------
 

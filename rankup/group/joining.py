@@ -4,11 +4,14 @@ Agents have met before they start ranks. Ranks that another launcher started mee
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,18 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 import rankup
 from rankup.agent.ends import StatusFile
-from rankup.agent.protocol import HINT
+from rankup.agent.protocol import HINT, AgentLine
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
 from rankup.errors import JoinError, UserError
 from rankup.group.group import Group
 from rankup.group.stop import StopRequest
-from rankup.group.store import connect_store
-from rankup.group.watchdog import AgentLine, Watchdog, describe
+from rankup.group.watchdog import Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
 
+SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 # A digest of the files as they are imported, not as they are when ranks meet: a rank may be forked from a process that
 # has imported them days ago
 VERSION = hashlib.sha256(b"".join(
@@ -89,57 +95,74 @@ def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(group.backend, store=store, rank=0, world_size=1)
         return
-    meet(group, timeout_s=timeout_s)
-    form(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+    commit, listener = meet(group, timeout_s=timeout_s)
+    form(group, commit, listener, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
     check_settings(group)
     check_devices(group)
 
 
-def meet(group: Group, *, timeout_s: float) -> None:
-    """First step: find the others, and begin to watch each other. Raises JoinError naming who is missing or what is in
-    the way, and UserError where ranks differ or the port cannot be used."""
+def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.socket | None]:
+    """First step: find the others, and begin to watch each other. Returns the commit, and on the rank that is to serve
+    torch's store its listener. Raises JoinError naming who is missing or what is in the way, and UserError where ranks
+    differ or the port cannot be used."""
     group.watch.enter("join", timeout_s + WATCHDOG_LATER_S)
     line: Any
+    listener: socket.socket | None = None
     if (agent := group.launch.agent) is not None:
         commit = agent["commit"]
-        line = AgentLine(agent, group.watch.hear, group.stop)
-        group.store = connect_store(commit["ip"], commit["port"], timeout_s=timeout_s)
+        line = AgentLine(agent, group.watch.hear)
+        group.stop.hear(line.fileno, line.receive)
     else:
         from rankup.group.member import MemberLine  # ranks of an agent do without it
 
         line = MemberLine(group, timeout_s=timeout_s)
         commit = line.join()
-        group.store, group.status.attempt = line.open_store(commit), commit["job"]
+        listener, group.status.attempt = line.listener, commit["job"]
     group.hosts = [host for host, count in commit["hosts"] for _ in range(count)]
     group.restarted = commit["restarts"] > 0
     group.watch.connect(line, group.hosts)
+    return commit, listener
 
 
-def form(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
-    """Second step: torch's process group, with gloo for host memory always. Raises JoinError and PeerLost."""
-    # All reached each other a moment ago: what is left takes seconds, unless a rank has just died, which gloo waits for
-    form_s = min(timeout_s, FORM_S + group.world_size / 10)
-    group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+def form(
+    group: Group, commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float, longest_phase_s: float
+) -> None:
+    """Second step: torch's store and process group, with gloo for host memory always. Raises JoinError and PeerLost.
+    `commit`, `listener`: what `meet` returns."""
     timeout = timedelta(seconds=longest_phase_s + BEHIND_OURS_S)
-    # So far it was what was left of the time to join; nccl waits with it for the id that it exchanges at the first step
-    group.store.set_timeout(timeout)
     try:
-        dist.init_process_group(
-            group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
-        )
-        # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
-        # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
-        dist.barrier() if group.backend == "gloo" else group.barrier()
-        group.until_formed.close()
+        with contextlib.ExitStack() as lookups:
+            lookups.enter_context(no_name_lookups())
+            group.store = open_store(commit, listener, timeout_s=timeout_s)
+            if listener is None:  # who serves it looks up no names until all clients have come
+                lookups.close()
+            # What is left takes seconds, unless a rank has just died, which gloo waits for
+            form_s = min(timeout_s, FORM_S + group.world_size / 10)
+            group.watch.enter("join", form_s + WATCHDOG_LATER_S)
+            group.store.set_timeout(timeout)  # nccl waits with it for the id that it exchanges at the first step
+            dist.init_process_group(
+                group.backend, store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout
+            )
+            # It uses each connection of gloo's that a step uses. gloo takes whoever sends the right number for the
+            # peer that it waits for; a peer whose place is taken waits in vain, and that has to be here, not in a step
+            dist.barrier() if group.backend == "gloo" else group.barrier()
     except (RuntimeError, ValueError) as error:
         group.log.debug(f"{type(error).__name__}: {error}")
         suspects = group.watch.suspects()
         if suspects and not suspects[0].alive:
-            raise group.peer_lost(suspects) from None
+            raise group.watch.loss(suspects) from None
         raise JoinError(
             f"all ranks reached each other, but could not form a group: {str(error).splitlines()[0][:300]}; "
             f"{describe(suspects, group.hosts)}. {HINT}"
         ) from None
+
+
+def open_store(commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float) -> TCPStore:
+    """torch's store, at the address that the commit names. Raises RuntimeError where what answers there is no store."""
+    return TCPStore(
+        commit["ip"], commit["port"], timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        is_master=listener is not None, master_listen_fd=listener.detach() if listener is not None else None,
+    )
 
 
 def check_settings(group: Group) -> None:
@@ -163,3 +186,22 @@ def check_devices(group: Group) -> None:
                 f"ranks {owners[uuid]} and {rank} must each have a device of their own, got the same GPU on "
                 f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
             )
+
+
+@contextlib.contextmanager
+def no_name_lookups() -> Iterator[None]:
+    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
+
+    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
+    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
+    lets a program replace the line of nsswitch.conf.
+    """
+    configure = ctypes.CDLL(None).__nss_configure_lookup
+    configure(b"hosts", b"files")
+    try:
+        yield
+    finally:
+        found = None
+        with contextlib.suppress(OSError):
+            found = re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE)
+        configure(b"hosts", (found[1].strip() if found else "files dns").encode())  # the latter is glibc's own choice

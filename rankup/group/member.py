@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-# torch exports them under a condition that mypy does not follow
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+# torch exports it under a condition that mypy does not follow
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rankup.agent.attendance import Attendance
 from rankup.agent.logs import host_name
@@ -31,7 +31,7 @@ from rankup.agent.protocol import Member
 from rankup.env.rank_env import is_loopback
 from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
-from rankup.group.store import connect_store, no_name_lookups
+from rankup.group.joining import no_name_lookups
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
 
@@ -39,10 +39,11 @@ LEADER = "rankup/leader"  # in the launcher's store: the port where the leader l
 
 
 class MemberLine:
-    """The line of such a rank to the others. One thread serves it."""
+    """The line of such a rank to the others. One thread serves it. `listener`: for torch's store, where this rank is to
+    serve it, once it has joined."""
 
     def __init__(self, group: Group, *, timeout_s: float) -> None:
-        self.group, self.log, self.timeout_s = group, group.log, timeout_s
+        self.group, self.log = group, group.log
         self.launch = launch = group.launch
         me = Member(
             token=secrets.token_hex(8), first_rank=launch.rank, num_ranks=1, world_size=launch.world_size,
@@ -58,16 +59,17 @@ class MemberLine:
         self._commit: queue.Queue[Mapping[str, Any] | Exception] = queue.Queue()
         self._loop: asyncio.AbstractEventLoop
         self._member = False  # of a membership
-        self._store: Store | None = None  # torch's, where this rank serves it
+        self.listener: socket.socket | None = None
         self._file = Path(launch.file) if launch.file else None
-        self._board: Store | None = None  # the launcher's store
+        self._board: TCPStore | None = None  # the launcher's store
         if launch.agent_store:
             # It outlives its ranks, whose agents may count restarts differently: the newest leader stands there. Its
             # name is looked up before: a store that connects asks no resolver
             place = launch.master_addr, launch.master_port
             with contextlib.suppress(OSError), socket.create_connection(place, timeout=CONNECT_S) as found:
                 place = str(found.getpeername()[0]), launch.master_port
-            self._board = connect_store(*place, timeout_s=timeout_s)
+            with no_name_lookups():
+                self._board = TCPStore(*place, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
         self._port = 0 if self._file or self._board else launch.master_port  # 0: one that the system picks
         # With all ranks on this machine nobody else needs to come in
         alone = launch.master_addr == "127.0.0.1" and launch.local_world_size == launch.world_size
@@ -89,12 +91,6 @@ class MemberLine:
         if self._file and self._leader is not None:
             self._file.unlink(missing_ok=True)  # all have met: nobody needs it any more
         return found
-
-    def open_store(self, commit: Mapping[str, Any]) -> Store:
-        """The store that the commit names."""
-        if self._board is not None:
-            return PrefixStore(f"rankup/{commit['job']}", self._board)
-        return self._store or connect_store(commit["ip"], commit["port"], timeout_s=self.timeout_s)
 
     def say(self, kind: str, **values: Any) -> bool:
         """To the leader. Any thread. Returns False where it reached nobody."""
@@ -145,23 +141,12 @@ class MemberLine:
         return self._member and event["is"] in ("lost", "gone")
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """The leader's side of a commit: serve torch's store where no launcher does, on a port that the system picks.
-
-        This process looks up no names until all clients have come.
-        """
+        """The leader's side of a commit: open a port for torch's store, which the system picks."""
         assert self._leader is not None
-        port = 0
-        if self._board is None:
-            listener = open_port(self._ip, 0)
-            port = listener.getsockname()[1]
-            self.group.until_formed.enter_context(no_name_lookups())
-            self._store = await in_thread(lambda: TCPStore(
-                "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            ), timeout_s=math.inf)
+        self.listener = open_port(self._ip, 0)
         # Where one rank was started again the job goes on, whatever rank 0 knows of that
         restarts = max(member.restarts for member in self._leader.chosen)
-        return {"port": port, "job": self.group.attempt, "restarts": restarts}
+        return {"port": self.listener.getsockname()[1], "job": self.group.attempt, "restarts": restarts}
 
     def _hear_member(self, member: Member, message: Mapping[str, Any]) -> None:
         """Each rank is a process that is started anew by somebody else: a bad end is the end of all, this leader among

@@ -220,17 +220,14 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 KNOWN = {
     "torch/distributed/distributed_c10d.py": "",  # all_reduce, barrier, init_process_group
     "parallel/shared_gradients.py": "all_reduce",
-    "group/joining.py": "join",
     "torch/utils/data/dataloader.py": "data: next of a DataLoader",
-    "state/copies.py": "save",
-    "state/saver.py": "save",
     "torch/serialization.py": "",  # save, load
     "torch/autograd/__init__.py": "backward",
     "torch/optim/optimizer.py": "optimizer.step",
     "torch/cuda/__init__.py": "",  # synchronize
 }
 # Whoever reads the place wants to know who called these
-HELPERS = ("/rankup/group/", "/rankup/loop/", "/train/group.py", "/program/group.py", "/parallel/shared_gradients.py")
+HELPERS = ("/rankup/group/", "/rankup/loop/", "/parallel/shared_gradients.py")
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 

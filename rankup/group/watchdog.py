@@ -6,11 +6,8 @@ line has said; it does nothing that could block it. A rank that has to go does s
 is stopped itself (SIGSTOP, a frozen node) does none of that: the others find it by its silence. No torch here.
 """
 
-import contextlib
-import json
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +17,9 @@ from typing import Any
 from rankup import timing
 from rankup.agent.ends import End, StatusFile, tell_torchrun, write_end
 from rankup.agent.logs import host_name
-from rankup.agent.network import encode
 from rankup.agent.processes import leave, set_hard_deadline, within
 from rankup.agent.protocol import KILLED
-from rankup.agent.record import NO_LIMIT, Record
+from rankup.agent.record import NO_LIMIT, NO_STOP, Record
 from rankup.errors import FINISHED, JOIN_FAILED, PEER_LOST, STOPPED, PeerLost, root_cause, worth_restarting
 from rankup.group.stop import StopRequest, compare, dump, moment, own_place
 
@@ -52,8 +48,8 @@ class Watchdog:
         self.rank, self.world_size, self.clock = status.rank, status.world_size, record.clock
         self.hosts: Sequence[str] = [host_name()] * self.world_size
         self.nodes: list[dict[str, Any]] = []
-        # Called with code, reason and suspect before this rank ends for a deadline or a lost peer; returns the code
-        self.leaving: Callable[[int, str, Suspect | None], int] = lambda code, why, suspect: code
+        # Called before this rank ends for a deadline or a lost peer; returns the code
+        self.leaving: Callable[[PeerLost], int] = lambda loss: loss.code
         self.quiet = False  # all ranks are done: one that goes is no loss
         self._line: Any = None  # an AgentLine or a MemberLine, once the ranks have met
         self._lost: Mapping[str, Any] = {}  # the first loss that the line has told of
@@ -64,7 +60,8 @@ class Watchdog:
         self._keep_timeout_s = 0.0
         self._keep_lock = threading.Lock()  # held while the keeper writes
         self._ending = False  # the thread that watches ends this process: the main thread says nothing of its own
-        self._leave_at_s = math.inf  # to leave for a stop then, as the ranks do not come to the step that all stop at
+        self._settled = False  # the loop begins no further step, and leaves for a stop by itself
+        self._leave_at_s = 0.0  # for a stop, unless this rank comes before to the step at which all stop
         self._placed_s = self._lost_s = 0.0  # when the thread last gave a sign, and when it saw a loss
         self._leaver: threading.Thread | None = None  # it finds out whether this rank has to go, and ends it
         stop.watch = self
@@ -112,23 +109,20 @@ class Watchdog:
     def tell_others(self, name: str) -> None:
         """A signal has come to this process, which asks the whole job to stop."""
         self._say("stop", signal=name)
-        if self.world_size == 1:  # nobody else finds out that it waits for data, or evaluates
-            self._leave_at_s = time.monotonic() + timing.REACH_S
+        if self.world_size == 1:  # there is nobody to agree with
+            self.record.stop = self.record.confirmed = 0
 
     def _say(self, kind: str, **values: Any) -> bool:
         return self._line is not None and bool(self._line.say(kind, **values))
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """The others say: lost, gone, stop, leave, ranks. In one thread."""
+        """The others say: lost, gone, stop, ranks. In one thread."""
         if message["is"] in ("lost", "gone") and not self._lost:
             self._lost = message
             self._heard.set()
             self.stop.wake()
         elif message["is"] == "stop":
             self.stop.ask(str(message["signal"]))
-        elif message["is"] == "leave":
-            self._leave_at_s = 0.0
-            self.stop.wake()
         elif message["is"] == "ranks":
             now = time.time()
             self._signs = [{**sign, "seen": now - sign["ago_s"]} for sign in message["ranks"]]
@@ -163,23 +157,20 @@ class Watchdog:
     def settle(self) -> None:
         """This rank begins no further step: it saves and leaves with the others, however long that takes."""
         with self._keep_lock:
-            if not self._ending:
-                self.record.settled = True
-        self.wait_if_leaving()
-
-    def wait_if_leaving(self) -> None:
-        """Never return where this process is about to end for a stop or a loss."""
-        with self._keep_lock:
-            ending = self._ending
-        if ending:
-            threading.Event().wait()
+            self._wait_if_ending()
+            self._settled = True
 
     def exit_within(self, code: int) -> None:
         """This rank is about to end with `code`: LEAVING_S later it ends, however long its teardown takes."""
         with self._keep_lock:
-            self._leaving = None if self._ending else code
-        self.wait_if_leaving()
+            self._wait_if_ending()
+            self._leaving = code
         self.record.extend(timing.LEAVING_S)  # of the same phase: the others still see what this rank was doing
+
+    def _wait_if_ending(self) -> None:
+        """Never return where another thread ends this process, for a stop or a loss."""
+        if self._ending:
+            threading.Event().wait()
 
     def end(self) -> None:
         """No more deadlines."""
@@ -205,8 +196,10 @@ class Watchdog:
             self._lost_s = self._lost_s or now_s
         if self._leaving is not None or (self._leaver is not None and self._leaver.is_alive()):
             return timing.TICK_S  # it goes already
+        if not self._leave_at_s and self.stop.requested and now.confirmed == now.stop < NO_STOP:
+            self._leave_at_s = now_s + timing.REACH_S
         work = None
-        if now_s > self._leave_at_s and not overdue:
+        if 0.0 < self._leave_at_s < now_s and not overdue:
             self._leave_at_s, work = math.inf, self._leave_for_stop
         elif overdue or (self._lost_s and now_s - self._lost_s > self._patience_s()):
             work = self._leave
@@ -228,10 +221,11 @@ class Watchdog:
         return timing.FAILED_WAITING_S if waiting else timing.FAILED_S
 
     def _leave_for_stop(self) -> None:
-        """The ranks do not come to the step at which all would stop: keep the last finished one, and leave."""
+        """This rank waits for data, or evaluates, and does not come to the step at which all stop: keep the last
+        finished one, and leave."""
         with self._keep_lock:
             keeper = self._keeper
-            if keeper is None or self._leaving is not None or self.record.settled:
+            if keeper is None or self._leaving is not None or self._settled:
                 return
             self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
             why = within(self._keep_timeout_s, keeper.keep_for_stop)
@@ -247,31 +241,29 @@ class Watchdog:
         """A deadline has passed, or a rank is lost: dump the stacks, name the suspect, tell the others, and end this
         process at once."""
         now = self.record.read()
-        overdue = now.until_s < time.monotonic()
+        overdue, code = now.until_s < time.monotonic(), PEER_LOST
         what = f"lost a peer at step {now.step}"
         if overdue:
             what = f"{now.phase} (step {now.step}) took longer than {now.timeout_s:g} s"
+            code = JOIN_FAILED if now.phase == "join" else PEER_LOST
         if self._leaving is None:
             lines = self._take_stacks(what, all_alive=overdue or bool(self._lost.get("alive")))
-            suspects = self.suspects(overdue=overdue)
+            loss = self.loss(self.suspects(overdue=overdue), what, code=code)
         with self._keep_lock:
             if self._leaving is not None:
                 return  # the loop noticed by itself, and may know more
             self._ending = True
-        suspect = suspects[0] if suspects else None
-        code = root_exit_code(suspects, JOIN_FAILED if overdue and now.phase == "join" else PEER_LOST)
-        why = what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}"
-        self.log.warning("\n".join([f"{why} (exit code {code})", *lines]))
+        self.log.warning("\n".join([f"{loss} (exit code {loss.code})", *lines]))
 
         def last_words() -> int:
-            tell_torchrun(PeerLost(why) if suspect and suspect.rank != self.rank else TimeoutError(why))
-            self.report(code, why, suspect.rank if suspect is not None else None)
-            changed = self.leaving(code, why, suspect)
+            tell_torchrun(TimeoutError(str(loss)) if loss.suspect in (None, self.rank) else loss)
+            self.report(loss.code, str(loss), loss.suspect)
+            changed = self.leaving(loss)
             if overdue and self.world_size > 1:
                 time.sleep(timing.LINGER_S)
             return changed
 
-        leave(code, last_words, timeout_s=timing.REPORT_END_S)
+        leave(loss.code, last_words, timeout_s=timing.REPORT_END_S)
 
     def _take_stacks(self, why: str, *, all_alive: bool) -> list[str]:
         """Write the stacks of this rank. Returns lines for its log: which file has them, and where all ranks are unless
@@ -285,6 +277,18 @@ class Watchdog:
         """Where the main thread is: "all_reduce (loop.py:213 step) of step 413"."""
         now = self.record.read()
         return own_place() + moment(now.phase, now.step)
+
+    def loss(self, suspects: list[Suspect], what: str = "", *, code: int = PEER_LOST) -> PeerLost:
+        """What to raise where these were lost, the likeliest first. `what` has happened, by default the loss of a peer.
+        `code`: unless the likeliest suspect has ended with one that forbids a restart."""
+        what = what or f"lost a peer at step {self.record.step}"
+        root = root_cause([*(suspect.code for suspect in suspects[:1] if suspect.code is not None), code])
+        return PeerLost(
+            what if self.world_size == 1 else f"{what}: {describe(suspects, self.hosts)}",
+            code=code if worth_restarting(root) else root,
+            suspect=suspects[0].rank if suspects else None,
+            nobody_died=all(suspect.alive for suspect in suspects),
+        )
 
     def suspects(self, *, overdue: bool = False) -> list[Suspect]:
         """Keep what this rank holds, and return who may be lost, the likeliest first; nobody if all ranks wait for each
@@ -329,43 +333,6 @@ class Watchdog:
                 self.record.extend(self._keep_timeout_s + timing.LEAVING_S)
                 within(self._keep_timeout_s, keeper.keep)
                 self.record.extend(timing.LEAVING_S)
-
-
-class AgentLine:
-    """To the agent of this node. `agent`: what it has put into RANKUP_AGENT. `hear`: gets what the others say."""
-
-    def __init__(self, agent: Mapping[str, Any], hear: Callable[[Mapping[str, Any]], None], stop: StopRequest) -> None:
-        self._hear, self._socket = hear, socket.socket(socket.AF_UNIX)
-        self._socket.connect(agent["socket"])
-        self._socket.settimeout(timing.SAY_S)  # an agent that is stopped reads nothing
-        self._lock, self._begun = threading.Lock(), b""  # of a message whose end has not come
-        stop.hear(self._socket.fileno(), self.receive)
-        self.say("rank", local_rank=agent["local_rank"])
-
-    def receive(self) -> bool:
-        """Hear what has come. Returns False where nothing more will. In the thread of `StopRequest`."""
-        try:
-            data = self._socket.recv(1 << 16)
-            *whole, self._begun = (self._begun + data).split(b"\n")
-            for line in whole:
-                self._hear(json.loads(line))
-        except (OSError, ValueError):
-            return False
-        return bool(data)
-
-    def say(self, kind: str, **values: Any) -> bool:
-        """Any thread. Raises nothing. Returns False where it reached nobody."""
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(encode(kind, **values))
-            return True
-        return False
-
-
-def root_exit_code(suspects: list[Suspect], otherwise: int) -> int:
-    """The exit code of a rank that lost others: that of the likeliest suspect where it forbids a restart."""
-    reported = [suspect.code for suspect in suspects[:1] if suspect.code is not None]
-    code = root_cause([*reported, otherwise])
-    return otherwise if worth_restarting(code) else code
 
 
 def describe(suspects: list[Suspect], hosts: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from rankup.agent.processes import die_with_parent, has_handler, leave
+from rankup.agent.processes import die_with_parent, has_handler, leave, start_of
 from rankup.errors import PeerLost, UserError
 from rankup.group.stop import STOP_SIGNALS, TAKEN
 
@@ -140,7 +140,8 @@ def _begin(then: Callable[[int], None] | None, worker: int) -> None:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(os.getppid())  # Python 3.14 starts processes from a server by default, which is their parent then
-    if (loop := multiprocessing.parent_process()) is None or not loop.is_alive():  # it ended before the line above
+    # It may have ended before the line above; workers begun after this one hold the pipe that would tell `is_alive`
+    if (loop := multiprocessing.parent_process()) is None or not start_of(loop.pid or 0):
         leave(128 + signal.SIGKILL)
     if then is not None:
         then(worker)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.protocol import Links
-from rankup.group.stop import StopRequest
-from rankup.group.watchdog import AgentLine
+from rankup.agent.protocol import AgentLine, Links
 
 
 @pytest.mark.parametrize(("user", "sent"), [
@@ -46,7 +44,7 @@ def test_rank_that_comes_after_a_loss_hears_of_it() -> None:
         await links.open()
         links.tell("lost", n=1, ranks=[1], host="here", why="it ended", code=171)
         heard: list[Mapping[str, Any]] = []
-        line = AgentLine({"socket": links.address, "local_rank": 0}, heard.append, StopRequest())
+        line = AgentLine({"socket": links.address, "local_rank": 0}, heard.append)
         async with asyncio.timeout(30):
             assert await asyncio.to_thread(line.receive)
         assert [(each["ranks"], each["code"], each["why"]) for each in heard] == [([1], 171, "it ended")]
@@ -62,7 +60,7 @@ def test_an_agent_that_reads_nothing_does_not_keep_a_rank(monkeypatch: pytest.Mo
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
         listener.listen(1)
-        line = AgentLine({"socket": name, "local_rank": 0}, [].append, StopRequest())
+        line = AgentLine({"socket": name, "local_rank": 0}, [].append)
         assert not line.say("end", cause="x" * 10_000_000)  # it fills the socket
         assert not line.say("end", cause="short")
         line._socket.close()

@@ -29,7 +29,6 @@ sys.stdin.readline()
 print(record.may_begin(1000), flush=True)
 sys.stdin.readline()
 print(record.may_begin(1000), flush=True)
-record.settled = True
 record.finished = True
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -39,7 +38,7 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
     record = Record.new(9)
     empty = record.read()
     assert (empty.rank, empty.phase, empty.step, empty.timeout_s) == (9, "start", 0, NO_LIMIT)
-    assert (empty.waiting, empty.finished, empty.settled, empty.signed_s) == (False, False, False, 0.0)
+    assert (empty.waiting, empty.finished, empty.signed_s) == (False, False, 0.0)
     with subprocess.Popen(
         [sys.executable, "-c", RANK, record.path], env=environment(), cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -57,7 +56,7 @@ def test_record_of_a_killed_process_stays_and_the_agent_s_answer_reaches_it() ->
     found = record.read()
     assert (found.rank, found.phase, found.step, found.timeout_s) == (9, "step", 1000, 30.0)
     assert found.sign()["place"] == "loop.py:12"
-    assert (found.waiting, found.finished, found.settled) == (True, True, True)
+    assert (found.waiting, found.finished) == (True, True)
     assert empty.entered_s < found.signed_s < found.entered_s
 
 

@@ -10,7 +10,6 @@ may take 300 s at most. Everything stays on loopback.
 """
 
 import argparse
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -22,13 +21,14 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch: it prints a thousand lines about addresses without names
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rankup.agent.record import Record
 from rankup.env.rank_env import read_rank_env
-from rankup.group import joining  # noqa: F401  torch, once for all
+from rankup.group import joining  # torch, once for all
 from tests.rigs.jobs import free_port, rank_env
 
 THREADS = 64  # ranks of one process
@@ -39,19 +39,19 @@ QUIET.disabled = True
 
 def be_ranks(ranks: range, world_size: int, port: int, ends: "SimpleQueue[tuple[int, float, str]]") -> None:
     """Join as each of `ranks`, and put (rank, met at, error) in the queue. All processes share the clock."""
-    from rankup.group.member import MemberLine  # each process imports it, as a rank does
+    from rankup.group import member  # noqa: F401  each process imports it, as a rank does
 
     def one(rank: int) -> None:
-        try:
-            group: Any = SimpleNamespace(launch=read_rank_env(rank_env(rank, world_size, port)),
-                                         settings={"torch": "x"}, attempt="a", log=QUIET, record=Record.new(),
-                                         until_formed=contextlib.ExitStack(), watch=SimpleNamespace(hear=QUIET.info))
-            line = MemberLine(group, timeout_s=TIMEOUT_S)
-            line.open_store(line.join())
-            ends.put((rank, time.monotonic(), ""))
-        except Exception as error:
-            ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
-        time.sleep(TIMEOUT_S)  # whoever goes is lost, and all others with it
+        watch: Any = mock.Mock()
+        group: Any = SimpleNamespace(launch=read_rank_env(rank_env(rank, world_size, port)), settings={"torch": "x"},
+                                     attempt="a", log=QUIET, record=Record.new(), watch=watch, status=watch.status)
+        with joining.no_name_lookups():
+            try:
+                group.store = joining.open_store(*joining.meet(group, timeout_s=TIMEOUT_S), timeout_s=TIMEOUT_S)
+                ends.put((rank, time.monotonic(), ""))
+            except Exception as error:
+                ends.put((rank, time.monotonic(), f"{type(error).__name__}: {error}"[:300]))
+            time.sleep(TIMEOUT_S)  # whoever goes is lost, and all others with it
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:

@@ -198,6 +198,7 @@ def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_w
     {"parallel": "fsdp", "sync_bn": True, "checkpoint_format": "sharded", "memory_every_steps": 9},
     {"parallel": "horovod", "compress": "fp16"}, {"parallel": "dp", "device_ids": "1,0"},
     *({"parallel": method, "find_unused_parameters": True} for method in ("none", "dp")),  # each start asks for it
+    {"parallel": "none", "sync_bn": True},  # a run of several processes goes on in one
     {"schedule": "step", "step_epochs": 2},
 ])
 def test_setting_of_what_was_chosen_is_taken(settings):

@@ -137,7 +137,7 @@ def test_a_stop_ends_no_process_whose_loop_has_failed_before(monkeypatch: pytest
 def test_the_name_of_a_launchers_store_is_looked_up_before_lookups_end(monkeypatch: pytest.MonkeyPatch):
     """Else a name that only a resolver knows leads nowhere."""
     connected: list[str] = []
-    monkeypatch.setattr("rankup.group.store.TCPStore", lambda ip, *_, **__: connected.append(ip))
+    monkeypatch.setattr("rankup.group.member.TCPStore", lambda ip, *_, **__: connected.append(ip))
     with socket.create_server(("127.0.0.1", 0)) as store:
         launch = RankEnv(
             rank=1, world_size=2, master_addr="localhost", master_port=store.getsockname()[1], agent_store=True

@@ -172,7 +172,7 @@ def note_collectives() -> None:
     collective = Group.collective
 
     def noted(self: Group, call: Any) -> Any:
-        if self.record.read().phase == "step" and not self.record.read().settled:  # at the end it saves
+        if self.record.read().phase == "step" and not self.watch._settled:  # at the end it saves
             with Path(os.environ["NOTES_DIR"], f"rank-{self.rank}").open("a") as notes:
                 notes.write(f"{self.record.read().step}\n")
         return collective(self, call)

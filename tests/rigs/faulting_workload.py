@@ -99,9 +99,8 @@ def _wait_for_notice() -> None:
 
 
 def stop_is_known(stop: Any) -> bool:
-    """Whether the signal was read, and where this process takes steps with others, when all stop. `stop`: its
-    StopRequest."""
-    if stop.watch is None or stop.watch.world_size == 1 or not stop.finish_step_first:
+    """Whether the signal was read, and where this process takes steps, when it stops. `stop`: its StopRequest."""
+    if stop.watch is None or not stop.finish_step_first:
         return bool(stop.requested)
     cell = stop.watch.record
     return bool(cell.confirmed == cell.stop < NO_STOP)

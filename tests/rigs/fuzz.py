@@ -198,7 +198,7 @@ def frames() -> Files:
     end = End(1, "", 1, "x", 7).message()
     said = [encode("hello", **asdict(me), n=0),
             encode("alive", ranks=[{"rank": 0, "ago_s": 0.1}]), encode("ready", n=1, problem=""), encode("ask"),
-            encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3), encode("late", n=1),
+            encode("stop", signal="SIGTERM"), encode("standing", n=1, stop=0, step=3),
             encode("ending", n=1, rank=1, code=1, cause="x"), encode("end", n=1, **end)]
     return {"frames": b"".join(said)}
 
@@ -233,7 +233,7 @@ def words() -> Files:
             encode("commit", n=1, ip="127.0.0.1", hosts=[["node0", 2], ["node1", 2]], restarts=0, why="", port=4711,
                    job="20260102T030405-ab", store=True, again=False, change="membership 1", basis=basis),
             encode("prepare", n=1, stop=7), encode("confirm", n=1, stop=7), encode("stop", signal="SIGTERM"),
-            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"), encode("leave", n=1),
+            encode("ranks", ranks=[{"ago_s": 0.1}], nodes=[]), encode("alive"),
             encode("lost", n=1, ranks=[0], host="node0", why="its process has ended", code=137),
             encode("spare", basis=basis), encode("left_out", why="x"), encode("basis", basis=basis)]
     end = End(1, "", 1, "x", 7).message()

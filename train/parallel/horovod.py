@@ -3,13 +3,11 @@
 import contextlib
 import importlib.util
 import os
-import socket
 import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import psutil
 import torch
 from torch import nn
 
@@ -87,21 +85,20 @@ class Horovod(Method):
 
 @contextlib.contextmanager
 def _rendezvous(group: Group) -> Iterator[None]:
-    """Rank 0 serves the store through which Horovod's ranks find each other, at the address where gloo reached it;
-    horovodrun has its own."""
+    """Rank 0 serves the store through which Horovod's ranks find each other, at the address of torch's; horovodrun has
+    its own."""
     if group.world_size == 1 or group.launch.launcher == "horovodrun":
         yield
         return
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     server = None
     if group.is_rank0:
-        host = _address_of(interface) if interface else socket.gethostbyname(socket.gethostname())
-        server = RendezvousHTTPServer((host, 0), RendezvousHandler, False)
+        server = RendezvousHTTPServer((group.store.host, 0), RendezvousHandler, False)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
     host, port = group.broadcast(server.server_address if server else None)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     # Each rank as on a node of its own: Horovod uses nodes only for operations that are not asked for here
     own = {
         "GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": interface,
@@ -114,8 +111,3 @@ def _rendezvous(group: Group) -> Iterator[None]:
     if server is not None:
         server.shutdown()
         server.server_close()
-
-
-def _address_of(interface: str) -> str:
-    found = {address.family: address.address for address in psutil.net_if_addrs()[interface]}
-    return found.get(socket.AF_INET) or found[socket.AF_INET6]
