@@ -14,202 +14,27 @@ device and does not import torch.
 
 import asyncio
 import contextlib
-import functools
 import hashlib
-import json
 import logging
-import math
 import os
 import secrets
 import signal
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from rankup import timing
-from rankup.agent.attendance import Attendance, elect, who_leads
-from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
+from rankup.agent.attendance import Attendance, elect
+from rankup.agent.ends import Verdict
+from rankup.agent.lead import Lead, id_of
 from rankup.agent.logs import host_name
-from rankup.agent.meeting import Leader
-from rankup.agent.network import (
-    Link,
-    chosen_address,
-    in_thread,
-    interface_variables,
-    is_this_machine,
-    listen,
-    open_port,
-)
-from rankup.agent.processes import within
-from rankup.agent.protocol import ARGUMENTS, KILLED, SHARED, Member
+from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
+from rankup.agent.protocol import ARGUMENTS, SHARED, Member
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.votes import same_job
-from rankup.env.launchers import free_port
-from rankup.errors import LEFT_OUT, STOPPED, JoinError, PeerLost, UserError
-from rankup.places.place import Place
+from rankup.errors import LEFT_OUT, STOPPED
 
 log = logging.getLogger("rankup")
-
-
-async def id_of(shared_dir: str) -> str:
-    """The same on all nodes that share that place. Raises UserError, PeerLost and JoinError."""
-
-    def read() -> str:
-        place = Place.open(shared_dir, warn=log.debug)
-        for _ in range(2):
-            first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
-        if first:  # twice: two nodes would both own what follows
-            raise UserError(f"--shared-dir must know conditional writes, got {shared_dir}. Name another place.")
-        while not (found := str(place.read_json("shared.json").get("id", ""))):
-            time.sleep(timing.PAUSE_S)  # it is being written
-        return found
-
-    try:
-        return await in_thread(read, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
-    except TimeoutError:
-        raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
-
-
-class Lead:
-    """What the agent that leads does beside: it decides what the ends of ranks mean, and writes down how a script ends.
-    """
-
-    def __init__(self, agent: "Agent") -> None:
-        options = self.options = agent.options
-        self.agent, self.node, self.limits = agent, agent.node, agent.limits
-        self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
-        me = agent.attendance.me
-        self.leader = Leader(
-            me, say=log.info, prepare=self._prepare, hear=self._hear, limits=agent.limits, outdone=agent.yield_to,
-            claim=self._claim if me.settings.get(SHARED) else None,
-        )
-        self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
-        self.job = new_job()
-        self.failures = Counter[str]()  # of the ranks of each node, by its token
-        self.taking: asyncio.Task[bool] | None = None  # of the run; whether this job goes on with an earlier one's
-        works = [self.leader.watch()]
-        works += [self._report(self.status)] if self.status is not None else []
-        works += [self._call()] if self.limits is not None else []
-        self._tasks = [agent.begin(work) for work in works]
-
-    def give_up(self) -> None:
-        self.agent.lead = None
-        for task in self._tasks:
-            task.cancel()
-        self.leader.dismiss()
-        if self.status is not None:
-            self.status.held.close()
-
-    async def close(self) -> None:
-        """Leave once the others have heard how the job ends."""
-        until_s = time.monotonic() + timing.FAREWELL_S
-        while len(self.leader.seats.members) > 1 and time.monotonic() < until_s:
-            await asyncio.sleep(timing.POLL_S)
-        if self.status is not None:
-            within(timing.LAST_WORD_S, self.status.held.close)
-
-    async def _report(self, status: ScriptStatus) -> None:
-        while True:
-            await asyncio.sleep(timing.REPORT_S)
-            if status.owner is not None and (self.leader.running or self.limits is not None):
-                report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
-                await in_thread(report, timeout_s=math.inf)  # the disk may hang
-
-    async def _call(self) -> None:
-        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
-        that is started anew where it was before, and does not find node 0, hears of this leader too."""
-        while True:
-            await asyncio.sleep(timing.CALL_S)
-            here = {(member.ip, member.serves) for member in self.leader.seats.members}
-            known = {(self.node.master_addr, self.node.master_port), *self.agent.places.values()}
-            await asyncio.gather(*(self._call_one(*place) for place in known - here))
-
-    async def _call_one(self, ip: str, port: int) -> None:
-        leader = self.leader
-        other = await who_leads(ip, port, answer={**leader.greeting(), "port": leader.me.serves})
-        if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
-            self.agent.yield_to(ip, port)
-
-    async def _claim(self, job: str, number: int) -> bool:
-        """Own what follows that membership: be the first to write in the shared folder that this member does."""
-        token = json.dumps({"token": self.leader.me.token}).encode()
-
-        def create() -> bool:
-            return Place.open(self.options.shared_dir, warn=log.debug).create(f"{job}-after-{number}.json", token)
-
-        with contextlib.suppress(OSError, UserError, PeerLost):
-            return await in_thread(create, timeout_s=timing.CLAIM_S)
-        return False
-
-    async def _prepare(self, n: int) -> Mapping[str, Any]:
-        """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
-        verdict = await self._blame(self.ends.judge(changing=self.leader.changing))
-        if verdict.code is not None:
-            self._end(verdict)
-            await asyncio.Event().wait()
-        if self.options.script.imports_rankup:
-            with open_port("127.0.0.1" if self.agent.alone else "", 0) as listener:
-                self.agent.ranks.server.start_store(listener)
-                port = listener.getsockname()[1]
-        else:
-            port = free_port()
-        self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
-        if (job := self.leader.basis["job"]):  # whoever leads counts the attempts the same way
-            self.job, self.ends.restarts = job, n - 1
-        again = self.ends.restarts > 0
-        if self.status is not None:
-            attempt = f"{self.job}-{self.ends.restarts}"
-            if self.taking is None:
-                take = asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
-                self.taking = asyncio.create_task(take)
-            again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
-            self.status.begin(attempt, self.ends.world_size)
-            # It may end before the next report; the disk may hang
-            self.agent.begin(in_thread(self.status.report, timeout_s=math.inf))
-        return {
-            "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
-            "store": self.options.script.imports_rankup, "again": again,
-        }
-
-    async def _blame(self, verdict: Verdict) -> Verdict:
-        """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
-        most = self.options.max_failures
-        if most is None or self.limits is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
-            return verdict
-        token = self.leader.basis["ran"][rank // self.node.nproc]
-        self.failures[token] += 1
-        if self.failures[token] < most:
-            return verdict
-        why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
-        self.ends.without_progress = 0
-        if self.leader.leave_out(token, why):
-            await asyncio.Event().wait()  # until this is cancelled
-        return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
-
-    def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
-        if message["is"] == "ending":
-            self.leader.lose_by(member, message)
-        elif message["is"] == "end":
-            end = End.read(message, member.host)
-            was_last = self.ends.add(end)
-            if end.code:
-                self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
-            elif was_last and self.leader.running:
-                self._end(self.ends.judge())
-        elif message["is"] == "lost":
-            for rank in member.ranks:
-                self.ends.add(End(rank, member.host, KILLED, message["why"]))
-        elif message["is"] == "stop":
-            self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
-            self.leader.stop(str(message["signal"]))
-            if not self.leader.running:
-                self._end(Verdict(STOPPED, self.ends.stopped_by))
-
-    def _end(self, verdict: Verdict) -> None:
-        if (status := self.status) is not None:  # the disk may hang, and nobody else would hear of the end
-            within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
-        self.leader.tell("over", code=verdict.code, text=verdict.text)
 
 
 class Agent:
@@ -244,7 +69,7 @@ class Agent:
         try:
             await self.ranks.open()
             if self.node.node_rank == 0:
-                self.lead = Lead(self)
+                self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
             self.begin(self.attendance.attend(self._hear_leader))
             return await self._over
         finally:
@@ -255,7 +80,7 @@ class Agent:
                 await self.lead.close()
             if self._listener is not None:
                 self._listener.close()
-            await self.ranks.close()
+            self.ranks.close()
 
     def _introduce(self, place: str) -> Attendance:
         """`place`: the id of what it shares with other nodes."""
@@ -335,7 +160,13 @@ class Agent:
         if self.lead is not None:
             log.warning("another node leads, at %s:%d: this one becomes a member there", ip, port)
             self._elsewhere = ip, port
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Lead no longer."""
+        if self.lead is not None:
             self.lead.give_up()
+        self.lead = None
 
     async def _find_leader(self) -> tuple[str, int]:
         if self.lead is not None:
@@ -345,7 +176,7 @@ class Agent:
         elsewhere, self._elsewhere = self._elsewhere, None
         if (found := await elect(self.attendance, self.node, elsewhere)) is None:
             log.warning("this node leads from now on: no member before it answers")
-            self.lead = Lead(self)
+            self.lead = Lead(self.attendance.me, self.ranks, places=self.places, outdone=self.yield_to)
         return found or ("127.0.0.1", self.port)
 
     # The leader's words ---------------------------------------------------------------------------------------------
@@ -421,6 +252,5 @@ class Agent:
             return  # all leave, and hear how the job ends
         self.say("left")
         await asyncio.sleep(timing.ENDING_S)
-        if self.lead is not None:
-            self.lead.give_up()
+        self._give_up()
         self.finish(verdict)

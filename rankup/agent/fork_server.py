@@ -1,7 +1,7 @@
 """The process from which the ranks of a node are forked: it has imported torch, so a rank starts in tenths of a second.
 
-The agent runs this file as a program. They talk through a socket, one JSON object a line: `ForkServer` asks (start,
-signal), `Server` tells (ready, started, ended, warning).
+The agent runs this file as a program. They talk through a pipe of multiprocessing, in JSON objects: `ForkServer` asks
+(start, signal), `Server` tells (ready, started, ended, warning).
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
@@ -9,27 +9,20 @@ imports nothing and starts fresh interpreters, as it does from the beginning for
 """
 
 import asyncio
-import atexit
-import builtins
 import contextlib
 import ctypes
 import gc
-import importlib.machinery
-import io
 import json
 import multiprocessing.process
 import os
 import pkgutil
-import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,10 +31,10 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != _here)]
 
-from rankup.agent.processes import die_with_parent, end_of, kill_session, send_signal, state_of
+from rankup.agent.processes import be_python, die_with_parent, end_of, kill_session, send_signal, state_of
 from rankup.agent.protocol import KILLED
 from rankup.errors import FAULT, FINISHED
-from rankup.timing import KILL_S, LAST_WORD_S, POLL_S
+from rankup.timing import KILL_S, POLL_S
 
 STORE = -1  # in the place of a local rank
 
@@ -69,9 +62,8 @@ class ForkServer:
         """`modules` and `preload` are imported first, beside torch; `preload` also from `folder`. The rank repeats an
         import that fails, and reports it. `env`: of the server; its OMP_NUM_THREADS and Python's own variables
         hold for the ranks. `fork`: False starts ranks as fresh interpreters."""
-        self._received = b""
         self.ready.clear()
-        self._channel, theirs = socket.socketpair()
+        self._channel, theirs = connection.Pipe()
         order = {"channel": theirs.fileno(), "parent": os.getpid(), "fork": fork, "folder": folder,
                  "modules": [*modules], "preload": [*preload]}
         with theirs:
@@ -98,44 +90,40 @@ class ForkServer:
         self._ask([listener.fileno()], start=STORE, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
-        """See `send_signal`. SIGKILL goes to all that the rank has started too."""
+        """See `send_signal`. What a rank has started is killed as it ends."""
         self._ask(signal=number, rank=local_rank)
 
-    async def close(self) -> None:
-        """End the server and all that it has started. No callback follows."""
-        if self._channel.fileno() >= 0:
+    def close(self) -> None:
+        """End the server, and with it the store; no rank runs any more. No callback follows."""
+        if not self._channel.closed:
             self._loop.remove_reader(self._channel)
         self._channel.close()
-        for patience_s in (LAST_WORD_S, KILL_S):
-            await _until(lambda: self._process.poll() is not None, timeout_s=patience_s)
-            self._process.kill()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it imports from a disk that hangs
+            self._process.wait(KILL_S)
 
     def _ask(self, descriptors: Sequence[int] = (), **request: Any) -> None:
-        data = json.dumps({**request, "descriptors": len(descriptors)}).encode() + b"\n"
         with contextlib.suppress(OSError):  # it is gone, which the event loop will see
-            self._channel.sendall(data[socket.send_fds(self._channel, [data], descriptors) :])
+            self._channel.send_bytes(json.dumps({**request, "descriptors": len(descriptors)}).encode())
+            for descriptor in descriptors:
+                reduction.send_handle(self._channel, descriptor, self.pid)
 
     def _hear(self) -> None:
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self._channel.recv(65536)
-        if not data:
+        try:
+            news = json.loads(self._channel.recv_bytes())
+        except (EOFError, OSError):
             self._loop.remove_reader(self._channel)
             self._burial = asyncio.create_task(self._bury())
             return
-        *lines, self._received = (self._received + data).split(b"\n")
-        for news in map(json.loads, lines):
-            if "ready" in news:
-                self.ready.set()
-            elif "warning" in news:
-                self._on_warning(news["warning"])
-            elif "started" in news:
-                self.pids[news["started"]] = news["pid"]
-                self._on_start(news["started"], news["pid"])
-            elif news["ended"] == STORE:
-                self._on_warning(f"the process that serves the store ended with {news['code']}")
-            elif self.pids.pop(news["ended"], None) is not None:
-                self._on_end(news["ended"], news["code"])
+        if "ready" in news:
+            self.ready.set()
+        elif "warning" in news:
+            self._on_warning(news["warning"])
+        elif "started" in news:
+            self.pids[news["started"]] = news["pid"]
+            self._on_start(news["started"], news["pid"])
+        elif self.pids.pop(news["ended"], None) is not None:  # else it is a store
+            self._on_end(news["ended"], news["code"])
 
     async def _bury(self) -> None:
         """The server was killed, and the kernel kills its children: end what they had started themselves."""
@@ -143,17 +131,13 @@ class ForkServer:
         pids = [pid for pid in lost.values() if pid]
         for pid in pids:
             kill_session(pid)
-        await _until(lambda: all(state_of(pid) in ("", "Z") for pid in pids), timeout_s=KILL_S)
-        await self.close()
+        until_s = time.monotonic() + KILL_S
+        while any(state_of(pid) not in ("", "Z") for pid in pids) and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
+        self.close()
         for local_rank in lost:
             self._on_end(local_rank, KILLED)
         self._on_gone()
-
-
-async def _until(true: Callable[[], bool], *, timeout_s: float) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not true() and time.monotonic() < until_s:
-        await asyncio.sleep(POLL_S)
 
 
 # The server ---------------------------------------------------------------------------------------------------------
@@ -171,13 +155,13 @@ def obstacle() -> str:
 
 
 class Server:
-    """Starts ranks and the store, signals them and reports their ends, until the agent closes the channel."""
+    """Starts ranks and the store, signals them and reports their ends. They end with it, and it ends with its agent."""
 
     # A batch system sends them to every process of a job. They are blocked here, as the agent has them too, and in a
     # rank until it can notice them. SIGUSR1 is ignored, and every rank inherits that, until its script has a handler
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
-    def __init__(self, channel: socket.socket, *, fork: bool) -> None:
+    def __init__(self, channel: "connection.Connection[Any, Any]", *, fork: bool) -> None:
         self.channel, self.fork, self.pid, self._given = channel, fork, os.getpid(), [*os.environ]
         self._running: dict[int, int] = {}  # process id -> local rank, or STORE
         signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
@@ -208,65 +192,51 @@ class Server:
         gc.freeze()  # a collection in a rank must not write to, and so copy, the memory that all share
         gc.enable()
 
-    def serve(self) -> list[str] | None:
-        """Return None once the agent is gone and what was started here is killed; in a forked rank, its argv."""
-        received, passed = b"", []  # descriptors may come before the whole of their request
-        poll = select.poll()  # `select` takes no descriptor above 1023, and the agent may have as many open
-        for each in (self.channel, self._woken):
-            poll.register(each, select.POLLIN)
+    def serve(self) -> list[str]:
+        """Returns in a forked rank alone, its argv."""
         while True:
-            readable = [descriptor for descriptor, _ in poll.poll()]
-            if self._woken.fileno() in readable:
+            ready = connection.wait([self.channel, self._woken])
+            if self._woken in ready:
                 self._woken.recv(4096)
-            if self.channel.fileno() in readable:
-                # A rank must not hold another one's output open
-                data, descriptors, *_ = socket.recv_fds(self.channel, 65536, 64, socket.MSG_CMSG_CLOEXEC)
-                if not data:
-                    break
-                passed += descriptors
-                *lines, received = (received + data).split(b"\n")
-                for request in map(json.loads, lines):
-                    own, passed = passed[: request["descriptors"]], passed[request["descriptors"] :]
-                    if "signal" in request:
-                        self._signal(request["rank"], request["signal"])
-                    elif self._start(request, own):
-                        argv: list[str] = request["argv"]
-                        return argv
+            if self.channel in ready:
+                try:
+                    request = json.loads(self.channel.recv_bytes())
+                except (EOFError, OSError):
+                    os._exit(FINISHED)
+                if "signal" in request:
+                    self._signal(request["rank"], request["signal"])
+                elif self._start(request):
+                    return [*request["argv"]]
             self._report_ends()
-        for pid in self._running:
-            kill_session(pid)
-        return None
 
     def tell(self, **news: Any) -> None:
         """Raises nothing where the agent is gone: the next look at the channel shows it."""
         with contextlib.suppress(OSError):
-            self.channel.sendall(json.dumps(news).encode() + b"\n")
+            self.channel.send_bytes(json.dumps(news).encode())
 
     def _signal(self, local_rank: int, number: int) -> None:
         for pid in [pid for pid, each in self._running.items() if each == local_rank]:
-            if number == signal.SIGKILL:
-                kill_session(pid)
-            else:
-                send_signal(pid, number)
+            send_signal(pid, number)
 
-    def _start(self, request: dict[str, Any], descriptors: list[int]) -> bool:
+    def _start(self, request: dict[str, Any]) -> bool:
         """Whether this is the rank that was started."""
         which = request["start"]
-        if which == STORE:
-            self._signal(STORE, signal.SIGKILL)
-            self._running = {pid: each for pid, each in self._running.items() if each != STORE}  # nobody waits for it
+        descriptors = [reduction.recv_handle(self.channel) for _ in range(request["descriptors"])]
+        # What is left of the last membership, and nobody waits for: its store, or its rank that waits for a dead disk
+        self._signal(which, signal.SIGKILL)
+        self._running = {pid: each for pid, each in self._running.items() if each != which}
         if (pid := self._fork(request["name"])) == 0:
             self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
             if which == STORE:
                 _serve_store(socket.socket(fileno=descriptors[0]))
             self._become(request, descriptors)
-        for descriptor in descriptors:
+            return True
+        for descriptor in descriptors:  # a rank must not hold another one's output open
             os.close(descriptor)
-        if pid:
-            self._running[pid] = which
-            if which != STORE:
-                self.tell(started=which, pid=pid)
-        return pid == 0
+        self._running[pid] = which
+        if which != STORE:
+            self.tell(started=which, pid=pid)
+        return False
 
     def _fork(self, name: str) -> int:
         """As os.fork. The child has a session of its own, and ends with the server."""
@@ -283,9 +253,10 @@ class Server:
         return 0
 
     def _become(self, request: dict[str, Any], outputs: Sequence[int]) -> None:
-        """In the child: find what a fresh interpreter finds, but for what `run` does; or be one."""
+        """In the child: find what a fresh interpreter finds, but for what `be_python` does; or be one."""
         for stream, descriptor in enumerate(outputs, start=1):
             os.dup2(descriptor, stream)
+            os.close(descriptor)
         for name in {*self._given} - request["env"].keys():  # what imports have set stays, as where they are anew
             os.environ.pop(name, None)
         os.environ.update(request["env"])
@@ -338,80 +309,18 @@ def main() -> list[str]:
     order = json.loads(sys.argv[1])
     die_with_parent(order["parent"])
     del sys.path[0]  # the ranks have the folder of their script there
-    channel = socket.socket(fileno=order["channel"])
-    channel.set_inheritable(False)
-    server = Server(channel, fork=order["fork"])
+    os.set_inheritable(order["channel"], False)
+    server = Server(connection.Connection(order["channel"]), fork=order["fork"])
     if order["fork"]:
         server.prepare(order)
         if why := obstacle():
             text = f"ranks are started as fresh interpreters, not forked from a process that has torch: {why}"
             server.tell(warning=text)
-            channel.set_inheritable(True)
+            os.set_inheritable(order["channel"], True)
             os.execv(sys.executable, [sys.executable, __file__, json.dumps({**order, "fork": False})])
     server.tell(ready=True)
-    argv = server.serve()
-    if argv is None:
-        os._exit(FINISHED)
-    return argv
-
-
-# A forked rank ------------------------------------------------------------------------------------------------------
-
-
-def run(argv: list[str]) -> NoReturn:
-    """Be `python ARGV`: a script, or "-m" and a module."""
-    program = argv[0]
-    sys.orig_argv = [sys.executable, *argv]
-    sys.argv = argv[1:] if program == "-m" else argv
-    # A new module of this name: spawned workers and pickles look there for what the script has defined
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __annotations__={})
-    code: Any = FINISHED
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, Server.SIGNALS)
-        if not sys.flags.safe_path:
-            sys.path.insert(0, os.getcwd() if program == "-m" else os.path.dirname(os.path.realpath(program)))
-        if program == "-m":
-            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
-        else:
-            file = os.path.abspath(program)
-            loader = importlib.machinery.SourceFileLoader("__main__", file)
-            main.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
-            with io.open_code(file) as opened:
-                text = opened.read()
-            exec(compile(text, file, "exec", dont_inherit=True), main.__dict__)
-    except SystemExit as error:
-        code = FINISHED if error.code is None else error.code
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = FAULT
-    except BaseException as error:
-        code = _show(error)
-    _end(code)
-
-
-def _show(error: BaseException) -> int:
-    """Print what ended the script, without the frames above it. Returns the exit code."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals in (globals(), vars(runpy)):
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
-    return 128 + signal.SIGINT if type(error) is KeyboardInterrupt else FAULT
-
-
-def _end(code: int) -> NoReturn:
-    """End as Python ends, but free no objects: to write to, and so copy, the memory that is shared takes 20 times as
-    long as all the rest."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for all that are no daemons
-    atexit._run_exitfuncs()
-    # What the script left open would be closed with its variables. Those of the server are frozen, so not among these
-    for file in [*gc.get_objects(), sys.stdout, sys.stderr]:
-        if issubclass(type(file), (io.TextIOBase, io.BufferedWriter, io.BufferedRandom)):
-            with contextlib.suppress(Exception):
-                file.flush()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(code)
+    return server.serve()
 
 
 if __name__ == "__main__":
-    run(main())
+    be_python(main())

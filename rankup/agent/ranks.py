@@ -95,9 +95,9 @@ class Ranks:
         if self.knows_us:
             await self.links.open()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Once all have ended."""
-        await self.server.close()
+        self.server.close()
         self.links.close()
 
     @property
@@ -229,7 +229,7 @@ class Ranks:
             self.hear_stop(message["signal"])  # else it was our SIGTERM
 
     async def _hear_end(self, rank: Rank, code: int) -> None:
-        reap_orphans({self.server.pid})  # of ranks that ended before; a container's first process inherits them
+        reap_orphans()  # of ranks that ended before; a container's first process inherits them
         await self.links.catch_up()
         if (pump := rank.pump) is not None:
             # What it left behind may hold its output open; a terminal that nobody reads holds the reader up for PRINT_S

@@ -51,12 +51,9 @@ def test_process_is_known_whatever_its_name_until_it_is_gone() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and unshare")
-def test_first_process_of_a_container_reaps_orphans_and_leaves_its_own_children() -> None:
+def test_first_process_of_a_container_reaps_orphans() -> None:
     text = (
         "import os, subprocess, sys\nfrom rankup.agent.processes import reap_orphans\n"
-        "own = subprocess.Popen(['sh', '-c', 'exit 5'])\n"
-        "os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)\n"
-        "reap_orphans({own.pid})\nassert own.wait() == 5\n"
         "parent = subprocess.Popen(['sh', '-c', '(sleep 0.1; exit 0) & echo $!'], stdout=subprocess.PIPE, text=True)\n"
         "orphan = int(parent.communicate()[0])\nassert parent.returncode == 0\n"
         "os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)\n"

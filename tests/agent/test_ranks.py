@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rankup.agent.agent import Agent, Lead
+from rankup.agent.agent import Agent
 from rankup.agent.ends import End
+from rankup.agent.lead import Lead
 from rankup.agent.network import encode
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.script import Script
@@ -20,14 +21,14 @@ from rankup.env.node_env import Limits, NodeEnv
 from tests.rigs.meeting_room import member
 
 
-def options(tmp_path: Path, text: str = "import rankup\n") -> Options:
+def options(tmp_path: Path, text: str) -> Options:
     (tmp_path / "job.py").write_text(text)
     node, script = NodeEnv(num_nodes=2, limits=Limits(1, 2)), Script.find([str(tmp_path / "job.py")])
     return Options(node=node, script=script, run_dir=tmp_path)
 
 
-def made(tmp_path: Path, say: Any = print) -> Ranks:
-    return Ranks(options(tmp_path), say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
+def made(tmp_path: Path, say: Any = print, text: str = "import rankup\n") -> Ranks:
+    return Ranks(options(tmp_path, text), say=say, hear_stop=print, begin=asyncio.create_task, finish=print)
 
 
 def test_ranks_that_start_at_once_are_not_taken_for_those_that_have_just_ended(tmp_path: Path) -> None:
@@ -113,14 +114,13 @@ def test_first_membership_is_no_restart_although_a_proposal_before_it_came_to_no
 ) -> None:
     """Else the script would get the arguments of a restart, and find nothing to go on from."""
     async def scene() -> None:
-        agent = Agent(options(tmp_path))
-        agent.ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
-        agent.attendance = SimpleNamespace(me=member(0))  # type: ignore[assignment]
-        agent.lead = Lead(agent)
-        agent.lead.leader.basis = {**NONE, "job": job}
-        said = await agent.lead._prepare(3)
+        ranks = made(tmp_path)
+        ranks.server = SimpleNamespace(start_store=lambda listener: None)  # type: ignore[assignment]
+        lead = Lead(member(0), ranks, places={}, outdone=print)
+        lead.leader.basis = {**NONE, "job": job}
+        said = await lead._prepare(3)
         assert (said["restarts"], said["again"]) == (restarts, restarts > 0)
-        agent.lead.give_up()
+        lead.give_up()
 
     asyncio.run(scene())
 
@@ -134,18 +134,16 @@ def test_job_goes_on_with_a_run_although_a_member_is_lost_while_that_is_taken(tm
         return go.wait(60)
 
     async def scene() -> None:
-        agent = Agent(options(tmp_path, "pass\n"))
-        agent.attendance = SimpleNamespace(me=member(0))  # type: ignore[assignment]
-        agent.lead = Lead(agent)
-        assert agent.lead.status is not None
-        agent.lead.status.take = take  # type: ignore[method-assign]
-        lost = asyncio.create_task(agent.lead._prepare(1))
+        lead = Lead(member(0), made(tmp_path, text="pass\n"), places={}, outdone=print)
+        assert lead.status is not None
+        lead.status.take = take  # type: ignore[method-assign]
+        lost = asyncio.create_task(lead._prepare(1))
         while not taken:
             await asyncio.sleep(0.01)
         lost.cancel()
         go.set()
-        assert (await agent.lead._prepare(2))["again"]
-        agent.lead.give_up()
+        assert (await lead._prepare(2))["again"]
+        lead.give_up()
 
     asyncio.run(scene())
     assert len(taken) == 1
@@ -154,7 +152,7 @@ def test_job_goes_on_with_a_run_although_a_member_is_lost_while_that_is_taken(tm
 def test_job_that_is_over_waits_for_ranks_that_still_write_down_what_they_hold(tmp_path: Path) -> None:
     """They lost another one, and then somebody has asked the job to stop."""
     async def scene() -> None:
-        agent, written = Agent(options(tmp_path)), asyncio.Event()
+        agent, written = Agent(options(tmp_path, "import rankup\n")), asyncio.Event()
         agent._over = asyncio.get_running_loop().create_future()
         agent.ranks._leaving = agent.begin(written.wait())  # type: ignore[arg-type]
         assert agent._hear_leader({"is": "over", "code": 143, "text": "SIGTERM"})

@@ -108,7 +108,7 @@ async def measure(repeats: int) -> dict[str, dict[str, list[float]]]:
             took[name]["cold, s"].append(cold_s(Path(folder), line))
             for world in (1, 2):
                 took[name][f"forked ranks: {world}, s"].append(await forks.seconds(line, world))
-        await forks.server.close()
+        forks.server.close()
     return {**took}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rankup.agent import fork_server
+from rankup.agent.processes import be_python
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import ROOT
 
@@ -82,4 +82,4 @@ def expected(name: str, once: Once, forks: Forks, folder: Path, *, nproc: int = 
 def be_script() -> NoReturn:
     """The preload of a forked process, which is then `python WORDS`, where {rank} is its local rank."""
     warnings.simplefilter("default")
-    fork_server.run([word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]])
+    be_python([word.replace("{rank}", os.environ.get("LOCAL_RANK", "")) for word in sys.argv[1:]])

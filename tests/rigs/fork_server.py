@@ -277,16 +277,15 @@ class _Server:
     """A fork server that waits for its order, with what the agent wants of a Popen."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid, self.channel, self.code = pid, channel, None
-
-    def poll(self) -> int | None:
-        if self.code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG):
-            self.code = -signal.SIGKILL
-        return self.code
+        self.pid, self.channel = pid, channel
 
     def kill(self) -> None:
-        if self.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, _: float) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED)
 
 
 def _warm_servers(count: int) -> None:
@@ -316,7 +315,7 @@ def _warm_servers(count: int) -> None:
             socket.send_fds(channel, [json.dumps([command[1], order, env]).encode()], pass_fds)
         return server
 
-    vars(fork_server)["subprocess"] = types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    vars(fork_server)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
 
 def _be_a_server(channel: socket.socket) -> NoReturn:

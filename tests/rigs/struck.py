@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import rankup  # noqa: F401  # for `launch`, which forks the ranks of a script that imports it
-from rankup.agent import fork_server
+from rankup.agent.processes import be_python
 
 STRIKE = json.loads(os.environ.get("STRIKE", "{}"))
 CALLS = itertools.count(1)
@@ -33,7 +33,7 @@ def run(script: str) -> None:
 
 def by_fork() -> NoReturn:
     """The preload of a process of tests/rigs/fork_server.py, which then is `python tests/rigs/struck.py WORDS`."""
-    fork_server.run([__file__, *sys.argv[1:]])
+    be_python([__file__, *sys.argv[1:]])
 
 
 def _strike(*_: Any) -> None:

@@ -1,0 +1,191 @@
+"""What the agent that leads does beside: it decides what the ends of ranks mean, and writes down how a script ends. No
+torch here."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rankup import timing
+from rankup.agent.attendance import who_leads
+from rankup.agent.ends import End, Ends, ScriptStatus, Verdict, new_job
+from rankup.agent.meeting import Leader
+from rankup.agent.network import in_thread, open_port
+from rankup.agent.processes import within
+from rankup.agent.protocol import KILLED, SHARED, Member
+from rankup.agent.ranks import Ranks
+from rankup.env.launchers import free_port
+from rankup.errors import STOPPED, JoinError, PeerLost, UserError
+from rankup.places.place import Place
+
+log = logging.getLogger("rankup")
+
+
+async def id_of(shared_dir: str) -> str:
+    """The same on all nodes that share that place. Raises UserError, PeerLost and JoinError."""
+
+    def read() -> str:
+        place = Place.open(shared_dir, warn=log.debug)
+        for _ in range(2):
+            first = place.create("shared.json", json.dumps({"id": secrets.token_hex(8)}).encode())
+        if first:  # twice: two nodes would both own what follows
+            raise UserError(f"--shared-dir must know conditional writes, got {shared_dir}. Name another place.")
+        while not (found := str(place.read_json("shared.json").get("id", ""))):
+            time.sleep(timing.PAUSE_S)  # it is being written
+        return found
+
+    try:
+        return await in_thread(read, timeout_s=timing.PREPARE_S)  # it may import the client of an object store
+    except TimeoutError:
+        raise JoinError(f"--shared-dir: {shared_dir} does not answer") from None
+
+
+class Lead:
+    """The leader's decisions, from its agent's election to its end."""
+
+    def __init__(
+        self, me: Member, ranks: Ranks, *, places: Mapping[str, tuple[str, int]], outdone: Callable[[str, int], None]
+    ) -> None:
+        """`me`, `ranks`: of this node. `places`: where each node was last. `outdone`: another one leads, at that place.
+        """
+        options = self.options = ranks.options
+        self.node, self.limits, self.server = options.node, options.node.limits, ranks.server
+        self.places, self.outdone = places, outdone
+        self.ends = Ends(self.node.world_size, options.max_restarts, options.restart_on)
+        self.begin = ranks.begin
+        self.leader = Leader(
+            me, say=log.info, prepare=self._prepare, hear=self._hear, limits=self.limits, outdone=outdone,
+            claim=self._claim if me.settings.get(SHARED) else None,
+        )
+        self.status = None if options.script.imports_rankup else ScriptStatus(options.run_dir)
+        self.job = new_job()
+        self.failures = Counter[str]()  # of the ranks of each node, by its token
+        self.taking: asyncio.Task[bool] | None = None  # of the run; whether this job goes on with an earlier one's
+        works = [self.leader.watch()]
+        works += [self._report(self.status)] if self.status is not None else []
+        works += [self._call()] if self.limits is not None else []
+        self._tasks = [self.begin(work) for work in works]
+
+    def give_up(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.leader.dismiss()
+        if self.status is not None:
+            self.status.held.close()
+
+    async def close(self) -> None:
+        """Leave once the others have heard how the job ends."""
+        until_s = time.monotonic() + timing.FAREWELL_S
+        while len(self.leader.seats.members) > 1 and time.monotonic() < until_s:
+            await asyncio.sleep(timing.POLL_S)
+        if self.status is not None:
+            within(timing.LAST_WORD_S, self.status.held.close)
+
+    async def _report(self, status: ScriptStatus) -> None:
+        while True:
+            await asyncio.sleep(timing.REPORT_S)
+            if status.owner is not None and (self.leader.running or self.limits is not None):
+                report = functools.partial(status.report, signs=self.leader.signs(), nodes=self.leader.nodes())
+                await in_thread(report, timeout_s=math.inf)  # the disk may hang
+
+    async def _call(self) -> None:
+        """Find other leaders of the job, which a cut or a node that is started anew may have made: one goes on. A node
+        that is started anew where it was before, and does not find node 0, hears of this leader too."""
+        while True:
+            await asyncio.sleep(timing.CALL_S)
+            here = {(member.ip, member.serves) for member in self.leader.seats.members}
+            known = {(self.node.master_addr, self.node.master_port), *self.places.values()}
+            await asyncio.gather(*(self._call_one(*place) for place in known - here))
+
+    async def _call_one(self, ip: str, port: int) -> None:
+        leader = self.leader
+        other = await who_leads(ip, port, answer={**leader.greeting(), "port": leader.me.serves})
+        if other and not other["over"] and other["token"] != leader.me.token and leader.yields_to(other):
+            self.outdone(ip, port)
+
+    async def _claim(self, job: str, number: int) -> bool:
+        """Own what follows that membership: be the first to write in the shared folder that this member does."""
+        token = json.dumps({"token": self.leader.me.token}).encode()
+
+        def create() -> bool:
+            return Place.open(self.options.shared_dir, warn=log.debug).create(f"{job}-after-{number}.json", token)
+
+        with contextlib.suppress(OSError, UserError, PeerLost):
+            return await in_thread(create, timeout_s=timing.CLAIM_S)
+        return False
+
+    async def _prepare(self, n: int) -> Mapping[str, Any]:
+        """What a commit says beside its members. Where the job is over instead, this returns nothing any more."""
+        verdict = await self._blame(self.ends.judge(changing=self.leader.changing))
+        if verdict.code is not None:
+            self._end(verdict)
+            await asyncio.Event().wait()
+        if self.options.script.imports_rankup:
+            with open_port("127.0.0.1" if self.node.num_nodes == 1 else "", 0) as listener:
+                self.server.start_store(listener)
+                port = listener.getsockname()[1]
+        else:
+            port = free_port()
+        self.ends.world_size = sum(member.num_ranks for member in self.leader.chosen)
+        if (job := self.leader.basis["job"]):  # whoever leads counts the attempts the same way
+            self.job, self.ends.restarts = job, n - 1
+        again = self.ends.restarts > 0
+        if self.status is not None:
+            attempt = f"{self.job}-{self.ends.restarts}"
+            if self.taking is None:
+                take = asyncio.to_thread(self.status.take, attempt, agreed=self.limits is not None)
+                self.taking = asyncio.create_task(take)
+            again |= await asyncio.shield(self.taking)  # a member may be lost meanwhile: the next commit has it
+            self.status.begin(attempt, self.ends.world_size)
+            # It may end before the next report; the disk may hang
+            self.begin(in_thread(self.status.report, timeout_s=math.inf))
+        return {
+            "job": self.job, "restarts": self.ends.restarts, "why": verdict.text, "port": port,
+            "store": self.options.script.imports_rankup, "again": again,
+        }
+
+    async def _blame(self, verdict: Verdict) -> Verdict:
+        """Leave a node out on which ranks have failed too often: the leader then proposes another membership."""
+        most = self.options.max_failures
+        if most is None or self.limits is None or verdict.cause is None or (rank := verdict.cause.blamed) is None:
+            return verdict
+        token = self.leader.basis["ran"][rank // self.node.nproc]
+        self.failures[token] += 1
+        if self.failures[token] < most:
+            return verdict
+        why = f"{verdict.cause}, failure {self.failures[token]} of its ranks"
+        self.ends.without_progress = 0
+        if self.leader.leave_out(token, why):
+            await asyncio.Event().wait()  # until this is cancelled
+        return Verdict(verdict.cause.code, f"{why}, and without that node too few are here")
+
+    def _hear(self, member: Member, message: Mapping[str, Any]) -> None:
+        if message["is"] == "ending":
+            self.leader.lose_by(member, message)
+        elif message["is"] == "end":
+            end = End.read(message, member.host)
+            was_last = self.ends.add(end)
+            if end.code:
+                self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
+            elif was_last and self.leader.running:
+                self._end(self.ends.judge())
+        elif message["is"] == "lost":
+            for rank in member.ranks:
+                self.ends.add(End(rank, member.host, KILLED, message["why"]))
+        elif message["is"] == "stop":
+            self.ends.stopped_by = self.ends.stopped_by or str(message["signal"])
+            self.leader.stop(str(message["signal"]))
+            if not self.leader.running:
+                self._end(Verdict(STOPPED, self.ends.stopped_by))
+
+    def _end(self, verdict: Verdict) -> None:
+        if (status := self.status) is not None:  # the disk may hang, and nobody else would hear of the end
+            within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
+        self.leader.tell("over", code=verdict.code, text=verdict.text)
