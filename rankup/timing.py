@@ -17,6 +17,7 @@ EARLY_S, EARLY_PAUSE_S = 3.0, 0.01  # all members start within seconds: so long 
 ROUTE_S = 4.0  # for the route to the next member: a packet that a firewall drops is sent again after 1 s and 3 s
 PORT_S = 5.0  # how long the end of an earlier job's process may take to free the port
 GATHER_S = 1.0  # newcomers of a running job that come within this are taken together
+RETURN_S = 600.0  # a running job takes a node that it left out again so much later, times how often it left it out
 CALL_S = 2.0  # between two calls of a leader to addresses where another one may have been started
 FOUND_S = 2 * CALL_S  # at least so long a new node 0 waits to be called, before it begins a job with fewer nodes
 PROBE_S = 1.0  # for the greeting of what answers at an address where a leader may be

@@ -200,7 +200,7 @@ class Agent:
             log.info("this node is a spare: it waits until a node is needed")
         elif kind == "left_out" and not self._leaves:
             self._leave_for_good(Verdict(LEFT_OUT, f"this node is left out: {event['why']}"))
-        elif kind in ("over", "refused"):
+        elif kind == "over":
             self.begin(self._end(Verdict(event["code"], event["text"])))
             return self.lead is None
         return False

@@ -64,12 +64,11 @@ class Attendance:
         """This member's ranks are gone, and it can be in membership `n`. Returns at once; the leader is told when the
         route to the next member has been tried."""
         if self._link is not None and n == self.n:
-            self._start(self._say_ready(self._link, n))
+            self._start(self._try_route(self._link, n))
 
     async def attend(self, hear: Callable[[dict[str, Any]], object]) -> None:
-        """Be a member until `hear` returns something true. It gets what the leader decides: propose, commit, lost,
-        refused, and all that its `tell` says; "gone" (with `why`) where the leader is lost itself. It is then looked
-        for again.
+        """Be a member until `hear` returns something true. It gets what the leader says: propose, commit, lost, ...;
+        "gone" (with `why`) where the leader is lost itself. It is then looked for again.
 
         Raises JoinError where no leader answers `me.left_s` after the start, or after the last membership was lost. One
         that answers knows better how long to wait, and who is missing.
@@ -137,7 +136,7 @@ class Attendance:
                 self.basis = basis
             if message.get("basis"):
                 link.send("has", n=self.basis["n"], v=self.basis["v"])
-        elif kind == "refused":  # leave, but not before the others have heard it from a leader in this process
+        elif kind == "over":  # leave, but not before the others have heard it from a leader in this process
             self._until_s = self._clock()
         elif kind == "lost":
             self._leave_membership()
@@ -238,23 +237,20 @@ class Attendance:
             self._listener.setblocking(False)
             self.me = replace(self.me, port=self._listener.getsockname()[1])
 
-    async def _say_ready(self, link: Link, n: int) -> None:
-        link.send("ready", n=n, problem=await self._try_route())
-
-    async def _try_route(self) -> str:
-        """The problem with it, or ""."""
+    async def _try_route(self, link: Link, n: int) -> None:
+        """Say that this member is ready, and the problem with the route, or ""."""
+        problem = ""
         with contextlib.suppress(OSError):
             while self._listener is not None:  # drop what earlier memberships completed: the queue must not fill
                 self._listener.accept()[0].close()
-        if self._next_member is None:
-            return ""
-        ip, port, name = self._next_member
-        try:
-            (await Link.connect(ip, port, timeout_s=timing.ROUTE_S)).close()
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else "no answer"
-            return f"{self.me.name} does not reach {name} at {ip}:{port} ({why})"
-        return ""
+        if self._next_member is not None:
+            ip, port, name = self._next_member
+            try:
+                (await Link.connect(ip, port, timeout_s=timing.ROUTE_S)).close()
+            except OSError as error:
+                why = os.strerror(error.errno) if error.errno else "no answer"
+                problem = f"{self.me.name} does not reach {name} at {ip}:{port} ({why})"
+        link.send("ready", n=n, problem=problem)
 
 
 def explain(error: OSError, host: str, port: int) -> str:

@@ -175,7 +175,11 @@ class Lead:
             if end.code:
                 self.leader.lose(member, end.cause or f"ended with {end.code}", ranks=[end.rank], code=end.code)
             elif was_last and self.leader.running:
-                self._end(self.ends.judge())
+                verdict = self.ends.judge(changing=self.leader.changing)
+                if verdict.code is None:  # a script may end with 0 where it is asked to stop
+                    self.leader.lose(member, "nodes change", ranks=[end.rank])
+                else:
+                    self._end(verdict)
         elif message["is"] == "lost":
             for rank in member.ranks:
                 self.ends.add(End(rank, member.host, KILLED, message["why"]))
@@ -188,4 +192,4 @@ class Lead:
     def _end(self, verdict: Verdict) -> None:
         if (status := self.status) is not None:  # the disk may hang, and nobody else would hear of the end
             within(timing.REPORT_END_S, lambda: status.end(verdict.code or 0, verdict.text, self.ends.latest))
-        self.leader.tell("over", code=verdict.code, text=verdict.text)
+        self.leader.end(verdict.text, code=verdict.code)

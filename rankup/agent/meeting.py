@@ -16,8 +16,8 @@ from typing import Any
 from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
-from rankup.agent.protocol import BASIS, Member, by_host, describe_missing, fits
-from rankup.agent.seats import Seat
+from rankup.agent.protocol import BASIS, Member, Seat, by_host, describe_missing, fits
+from rankup.agent.record import StopAgreement
 from rankup.agent.votes import NONE, age, electorates, recount, same_job, without
 from rankup.env.rank_env import ranges
 
@@ -80,7 +80,7 @@ class Leader(Memberships):
         """The life of one connection, for `asyncio.start_server(leader.attend, ..., limit=LONGEST)`."""
         # A task is cancelled as the event loop ends: Python 3.11 prints a traceback where that is passed on
         with contextlib.suppress(asyncio.CancelledError), contextlib.closing(Link(reader, writer)) as link:
-            link.send("leader", over=self._over, **self.greeting())
+            link.send("leader", over=self.over, **self.greeting())
             why = ENDED
             try:
                 async with asyncio.timeout(timing.HELLO_S):
@@ -111,7 +111,7 @@ class Leader(Memberships):
                 self._foreign_s = self._clock() if int(hello["n"]) > self.membership else self._foreign_s
             elif self.yields_to(hello):
                 self._outdone(link.remote_ip, int(hello["port"]))
-        if hello["is"] != "hello" or self._over:
+        if hello["is"] != "hello" or self.over:
             raise ValueError(hello["is"])  # it may be early, and wait for the next leader
         member, basis = Member.read(hello), hello.get("basis", NONE)
         if member.world_size != self.me.world_size:
@@ -132,8 +132,10 @@ class Leader(Memberships):
 
         Raises ConnectionError where the job is over before.
         """
-        came_s = self._clock()
-        while rivals := self.seats.claimed(member.ranks):
+        came_s, ranks = self._clock(), member.ranks
+        while rivals := [
+            seat for seat in self.seats.values() if seat.claim.start < ranks.stop and ranks.start < seat.claim.stop
+        ]:
             for rival in rivals:
                 if rival.member.token == member.token:
                     self._remove(rival.link, "its connection was cut")
@@ -143,7 +145,7 @@ class Leader(Memberships):
                     self._turn_away(link, member, f"{claims}. Give each process a RANK of its own. {hint}")
                     return
             await asyncio.sleep(timing.PAUSE_S)
-        if self._over:
+        if self.over:
             raise ConnectionError
         now_s = self._clock()
         self.seats[link] = Seat(link, member, member.ranks, now_s, now_s, warm)
@@ -188,10 +190,17 @@ class Leader(Memberships):
             step, stop = int(message["step"]), self._stop
             if stop is not None and stop.hear(link, stop=message["stop"], step=step):
                 self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
+                if stop.confirmed:
+                    asyncio.get_running_loop().call_later(timing.REACH_S, self._end_stop, stop)
         else:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
             self._hear(seat.member, message)
+
+    def _end_stop(self, stop: StopAgreement) -> None:
+        """A rank that is not there by now waits for data, or evaluates. Those that are there do not heed this."""
+        if stop is self._stop:
+            self.tell("leave", n=self._formed)
 
     def _answer(self) -> None:
         """Say where all ranks are, once for all that have asked: as a deadline passes all do so, again and again."""
@@ -228,13 +237,13 @@ class Leader(Memberships):
             self._beat_s = now_s
             self.tell("alive")
         self._judge()
-        if self._over:
+        if self.over:
             return
         if self.running:
             self._look_for_change()
         elif now_s - self._begun_s > self.me.left_s + (timing.PREPARE_S if self._proposed else 0.0):
             hint = ". Was every process started, with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
-            self.refuse(self._missing() + hint * (not self._proposed))
+            self.end(self._missing() + hint * (not self._proposed))
         elif now_s - self._noticed_s >= timing.NOTICE_S:
             self._noticed_s = now_s
             self.tell("waiting", text=self._missing())
@@ -267,9 +276,14 @@ class Leader(Memberships):
         knowing = {seat.member.token for seat in self.seats.values() if seat.has >= age(self.basis)}
         if changes := recount(self.basis, spares, knowing):
             self._renew(**changes)
-        new = [seat for seat in self.seats.values() if seat not in self._chosen and not seat.unfit and seat.warm]
+        now_s = self._clock()
+        new = [
+            seat for seat in self.seats.values() if seat not in self._chosen and not seat.unfit and seat.warm
+            # A bad node that is started again and again must not stop the others each time
+            and now_s - seat.since_s >= timing.RETURN_S * self._left_out[seat.claim.start]
+        ]
         room = len(self._chosen) < self._limits.most and new
-        if room and self._clock() - max(seat.since_s for seat in new) >= timing.GATHER_S:
+        if room and now_s - max(seat.since_s for seat in new) >= timing.GATHER_S:
             self._change()
 
     def _renew(self, **more: Any) -> None:

@@ -19,9 +19,8 @@ from typing import Any
 
 from rankup import timing
 from rankup.agent.network import Link, encode
-from rankup.agent.protocol import ARGUMENTS, HINT, KILLED, SIGNALS, Member, differences
+from rankup.agent.protocol import ARGUMENTS, HINT, KILLED, SIGNALS, Member, Seat, Seats, differences
 from rankup.agent.record import StopAgreement
-from rankup.agent.seats import Seat, Seats
 from rankup.agent.votes import NONE, Basis, claims, describe_change, electorates, outvoted
 from rankup.env.node_env import Limits
 from rankup.env.rank_env import is_loopback
@@ -37,6 +36,7 @@ class Memberships:
     `seats`: who is here. `basis`: of the last membership where the number of nodes may change, see `votes`.
     `membership`: the newest number that this leader knows of, also where that was only proposed. `running`: whether the
     last one that was committed is not lost. `changing`: its ranks have been asked to stop, for another membership.
+    `over`: why there will be no membership any more; whoever comes then waits for the next leader.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Memberships:
         """
         self.me, self._say, self._prepare, self._hear, self._clock = me, say, prepare, hear, clock
         self._limits, self._outdone, self._claim = limits, outdone, claim
-        self.membership, self.running, self.changing = 0, False, False
+        self.membership, self.running, self.changing, self.over = 0, False, False, ""
         self.seats, self.basis = Seats(), NONE
         self._lost: dict[int, Seat] = {}  # by claim
+        self._left_out = Counter[int]()  # how often each node was, by claim
         self._chosen: list[Seat] = []  # of the membership that runs or is proposed, by rank
         self._proposed, self._late = 0, set[Seat]()  # the membership that is, or 0, and who is not ready for it
         self._all_ready = asyncio.Event()
@@ -70,7 +71,6 @@ class Memberships:
         self._asking = set[Link]()  # who waits for an answer
         self._formed = 0  # the last membership that was committed
         self._stop: StopAgreement | None = None  # in the membership that runs
-        self._over = ""  # why there will be no membership any more
         self._model: Member | None = None  # whoever differs from this one is no part of the job; None before it began
         self._same_arguments = False  # all nodes have the same, as it began
         self._next = NONE  # the basis that this leader has proposed last
@@ -87,34 +87,29 @@ class Memberships:
     # Members ----------------------------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Tell all members something; after "over" they may go without being lost, and nobody else is taken."""
+        """Tell all members something."""
         data = encode(kind, **values)  # once for all
         for seat in self.seats.values():
             seat.link.write(data)
-        if kind == "over":
-            self._over = values.get("text") or "the job at this address has just ended"
 
-    def refuse(self, text: str, *, code: int = JOIN_FAILED) -> None:
-        """There will be no membership. One member of each host says why."""
-        if not self._over:
-            speakers = {member.host: member for member in reversed(self.seats.members)}
-            for seat in self.seats.values():
-                quiet = speakers[seat.member.host] is not seat.member
-                seat.link.send("refused", code=code, text=text, quiet=quiet)
-            self._over = text
+    def end(self, text: str, *, code: int | None = JOIN_FAILED) -> None:
+        """There will be no membership any more: members may go without being lost, and nobody else is taken."""
+        if not self.over:
+            self.tell("over", code=code, text=text)
+            self.over = text or "the job at this address has just ended"
 
     def dismiss(self) -> None:
         """Lead no longer: the members look for another leader."""
-        self._over = self._over or "this node does not lead"
+        self.over = self.over or "this node does not lead"
         self._void()
         for link in list(self.seats):
             self._remove(link, ENDED)
 
     def _turn_away(self, link: Link, member: Member, text: str, *, code: int = JOIN_FAILED) -> None:
         """A newcomer can't belong to this job. Such a mistake ends a job that was never whole, but no other."""
-        link.send("refused", code=code, text=text)
+        link.send("over", code=code, text=text)
         if self._model is None:
-            self.refuse(text, code=code)
+            self.end(text, code=code)
         elif member.token != self.me.token:
             self._say(f"{member.name} was turned away{', and the job goes on' * self.running}: {text}")
         else:  # the others look for a leader that fits
@@ -124,7 +119,7 @@ class Memberships:
     def _sort_out(self) -> None:
         """Turn away who is no part of this job: a newcomer, or who came before that was known."""
         for seat in list(self.seats.values()):
-            if self._over or self._model is None:
+            if self.over or self._model is None:
                 return
             if text := differences(seat.member, self._model, arguments=self._same_arguments):
                 del self.seats[seat.link]
@@ -133,7 +128,7 @@ class Memberships:
     def _remove(self, link: Link, why: str) -> None:
         """A member's connection has ended, or is given up."""
         link.close(at_once=why != ENDED)
-        if (seat := self.seats.pop(link, None)) is None or self._over:
+        if (seat := self.seats.pop(link, None)) is None or self.over:
             return
         self._lost[seat.claim.start], seat.since_s, seat.lost = seat, self._clock(), why
         if seat not in self._chosen and seat not in self._late:
@@ -169,7 +164,7 @@ class Memberships:
 
     def _judge(self) -> None:
         """Begin to form a membership where none runs, and who is here can be one."""
-        if not (self.running or self._over) and (self._forming is None or self._forming.done()) and self._choose():
+        if not (self.running or self.over) and (self._forming is None or self._forming.done()) and self._choose():
             self._forming = asyncio.create_task(self._form())
 
     async def _form(self) -> None:
@@ -181,25 +176,25 @@ class Memberships:
                     self._beaten_s = self._clock()
                     return
                 self._owned.add(n)
-            if self._over or not (seats := self._choose()):
+            if self.over or not (seats := self._choose()):
                 return  # one has gone meanwhile
             first, *others = self.seats.members
             if found := [text for each in others if (text := differences(each, first, arguments=False))]:
-                self.refuse("\n".join(found[:4]), code=USER_MISTAKE)
+                self.end("\n".join(found[:4]), code=USER_MISTAKE)
                 return
             self._propose(seats)
             await self._all_ready.wait()
-            if self._over:
+            if self.over:
                 return
             if problems := [seat.problem for seat in self._chosen if seat.problem]:
                 await asyncio.sleep(timing.ENDING_S)
                 self._give_up(problems)
                 return
             more = dict(await self._prepare(self._proposed))
-            if not self._over:
+            if not self.over:
                 self._start(self._proposed, more)
         except Exception as error:  # a fault of ours must not look like a hang
-            self.refuse(reason(error), code=error.code if isinstance(error, ExpectedError) else JOIN_FAILED)
+            self.end(reason(error), code=error.code if isinstance(error, ExpectedError) else JOIN_FAILED)
 
     def _choose(self) -> list[Seat]:
         """Who can be the next membership, by rank; nobody as long as that is to be waited for."""
@@ -282,7 +277,7 @@ class Memberships:
         if self.leave_out(worst.token, problems[0]):
             self._say(f"{worst.who} is left out: {problems[0]}")
         else:
-            self.refuse(f"all ranks reached the master, but not each other: {'; '.join(problems[:4])}. {HINT}")
+            self.end(f"all ranks reached the master, but not each other: {'; '.join(problems[:4])}. {HINT}")
 
     def leave_out(self, token: str, why: str) -> bool:
         """Go on without that node, for good; what is proposed is cancelled. Returns False where it is the last one that
@@ -292,6 +287,7 @@ class Memberships:
         if self._limits is None or seat is None or len(others) < self._limits.least:
             return False
         seat.unfit, seat.leaves = why, True
+        self._left_out[seat.claim.start] += 1
         seat.link.send("left_out", why=why)
         self._void()
         return True

@@ -235,10 +235,8 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
     if not (path := environ.get(SECRET_FILE, "")):
         return b""
     try:
-        # Who opens a pipe would wait for its writer
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            info = os.fstat(file.fileno())
-            secret = file.read(LONGEST_SECRET + 1).strip() if stat.S_ISREG(info.st_mode) else b""
+        with open(path, "rb") as file:
+            info, secret = os.fstat(file.fileno()), file.read(LONGEST_SECRET + 1).strip()
     except OSError as error:
         raise UserError(f"{SECRET_FILE} must name a file that can be read, got {path}: {error.strerror}.") from None
     if not SHORTEST <= len(secret) <= LONGEST_SECRET:
@@ -292,18 +290,13 @@ async def greeting(link: Link, secret: bytes) -> dict[str, Any]:
     is not the right one, a message like that of a leader who takes nobody. Raises ConnectionError where there is none.
     """
     message = await link.receive()
-    if bool(secret) != (message["is"] == "challenge"):
-        which = "none" if secret else "one"
-        return {"over": f"rank 0 has {which} where this process has {'a' if secret else 'no'} secret. {WAY_OUT}"}
-    if not secret:
+    if not secret and message["is"] != "challenge":
         return message
-    leaders, mine = b"", secrets.token_bytes(NONCE)
-    try:
+    leaders, mine, proof = b"", secrets.token_bytes(NONCE), b""
+    with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
         leaders = bytes.fromhex(message["nonce"])
         link.write(mine + prove(secret, "member", leaders, mine))
         proof = bytes.fromhex((await link.receive())["proof"])
-    except (OSError, LookupError, TypeError, ValueError):
-        proof = b""
-    if not hmac.compare_digest(proof, prove(secret, "leader", leaders, mine)):
-        return {"over": f"rank 0 has another secret than this process. {WAY_OUT}"}
+    if not (secret and hmac.compare_digest(proof, prove(secret, "leader", leaders, mine))):
+        return {"over": f"rank 0 and this process have different secrets, or only one of them has one. {WAY_OUT}"}
     return await link.receive()

@@ -27,9 +27,8 @@ long as the job lives. Memberships are numbered (`n`), and the number only grows
 |                                                    | left_out(why): leave, the ranks of this member have failed |
 |                                                    | again and again, or another one does not reach it          |
 |                                                    | spare: the job runs without this member, which waits       |
-|                                                    | refused(code, text, quiet): there will be no membership;   |
-|                                                    | quiet: another member of this host prints that             |
-|                                                    | all else is from Leader.tell: over, stop, ...              |
+|                                                    | over(code, text): there will be no membership any more     |
+|                                                    | all else is from Leader.tell: stop, ...                    |
 
 Nothing that arrives is unpickled or executed. Whoever sends something else is disconnected.
 """
@@ -78,7 +77,7 @@ LEADERS: dict[str, dict[str, Any]] = {
     "prepare": {"n": INT, "stop": INT}, "confirm": {"n": INT, "stop": INT}, "stop": {"signal": SIGNALS},
     "lost": {"n": INT, "ranks": [INT], "why": str, "code?": INT}, "ranks": {"ranks": [{"ago_s": float}]},
     "left_out": {"why": str},
-    "over": {"code": INT, "text": str}, "refused": {"code": INT, "text": str},
+    "over": {"code": INT, "text": str},
 }
 
 
@@ -147,6 +146,49 @@ class Member:
         if not all(isinstance(text, str) for text in member.settings.values()):
             raise TypeError("settings")
         return member
+
+
+# The members that are here, as the leader sees them -------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Seat:
+    """A member and its connection. `unfit`, `leaves` and `has`: where the number of nodes may change."""
+
+    link: Link
+    member: Member
+    claim: range  # of ranks, as it came
+    since_s: float  # when it came, or was lost
+    heard_s: float
+    warm: bool  # it has imported torch
+    lost: str = ""  # why
+    problem: str = ""  # with the route to the next member
+    signs: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, as it said last
+    signed_s: float = 0.0  # when it did
+    finished: set[int] = field(default_factory=set)  # those of its ranks that have ended with 0
+    unfit: str = ""  # why it is no part of the next membership
+    leaves: bool = False  # was asked to
+    has: tuple[float, ...] = (0, 0)  # the age of the newest basis that it has said to have
+
+    @property
+    def name(self) -> str:
+        return f"node {self.claim.start // self.member.num_ranks} on {self.member.host}"
+
+
+class Seats(dict[Link, Seat]):
+    """All of them, by connection."""
+
+    @property
+    def members(self) -> list[Member]:
+        """By rank."""
+        return sorted((seat.member for seat in self.values()), key=lambda member: member.first_rank)
+
+    @property
+    def tokens(self) -> set[str]:
+        return {seat.member.token for seat in self.values()}
+
+    def of(self, token: str) -> Seat | None:
+        return next((seat for seat in self.values() if seat.member.token == token), None)
 
 
 # What the leader says of them, for users ------------------------------------------------------------------------------

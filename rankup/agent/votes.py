@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from rankup.agent.seats import Seat
+from rankup.agent.protocol import Seat
 
 Basis = dict[str, Any]
 NONE: Basis = {"n": 0, "v": 0, "used": [], "voters": [], "known": [], "job": ""}

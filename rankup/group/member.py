@@ -29,7 +29,7 @@ from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, chosen_address, in_thread, interface_variables, listen, open_port
 from rankup.agent.protocol import Member
 from rankup.env.rank_env import is_loopback
-from rankup.errors import FINISHED, PEER_LOST, USER_MISTAKE, JoinError, UserError
+from rankup.errors import FINISHED, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
 from rankup.group.joining import no_name_lookups
 from rankup.places.files import write_atomically
@@ -133,11 +133,13 @@ class MemberLine:
         elif event["is"] == "commit":
             self._member = True
             self._commit.put(event)
-        elif event["is"] == "refused":
-            kind = UserError if event["code"] == USER_MISTAKE else JoinError
-            self._commit.put(kind(event["text"], printed_elsewhere=bool(event.get("quiet"))))
         elif self._member:
             self.group.watch.hear(event)
+        elif event["is"] == "over":
+            kind = UserError if event["code"] == USER_MISTAKE else JoinError
+            # One rank of each machine prints it, and the one that it is about
+            quiet = self.launch.local_rank > 0 and self._attendance.me.who not in event["text"]
+            self._commit.put(kind(event["text"], printed_elsewhere=quiet))
         return self._member and event["is"] in ("lost", "gone")
 
     async def _prepare(self, n: int) -> Mapping[str, Any]:
@@ -159,7 +161,7 @@ class MemberLine:
             over = self._leader.running
             self._leader.lose_by(member, message)
         if over:
-            self._leader.tell("over", code=PEER_LOST, text="the job at this address is about to end")
+            self._leader.over = "the job at this address is about to end"
 
     # Where the leader is ------------------------------------------------------------------------------------------
 

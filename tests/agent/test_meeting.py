@@ -236,7 +236,7 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
         wrong.say("alive", ranks=[], warm=True)
         await until(lambda: len(here.leader.seats.members) == 2)
         prepared.set()
-        said = await wrong.hears("refused")
+        said = await wrong.hears("over")
         assert said["code"] == USER_MISTAKE
         assert f"script must be a, got \\x1b{'b' * 199}. Start all" in said["text"]
         assert (await first.hears("commit"))["basis"]["voters"] == ["token0"]
@@ -246,7 +246,9 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
 
 
 @asynchronous
-async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
+async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
+    """One that is started anew waits longer each time: the ranks would stop for it again and again."""
+    monkeypatch.setattr(timing, "RETURN_S", 10.0)
     async with room(limits=ANY) as here:
         puppets = await here.three()
         for puppet, problem in zip(puppets, ("", "no route to node2", "no answer from node0"), strict=True):
@@ -255,6 +257,14 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on():
         await here.pass_time(FOUND_S + 1, *puppets)
         assert (await here.agree(puppets[:2]))["hosts"] == [["node0", 1], ["node1", 1]]
         assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "left out"]
+        puppets[2].vanish()
+        await until(lambda: len(here.leader.seats.members) == 2)
+        again = await here.enter(member(2, token="again"))
+        await again.hears("spare")
+        await here.pass_time(timing.RETURN_S - 1, *puppets[:2], again)
+        assert not here.leader.changing
+        await here.pass_time(2.0, *puppets[:2], again)
+        assert here.leader.changing
     assert "node2" in here.said[0]
 
 
@@ -428,7 +438,7 @@ async def test_all_are_refused_where_the_leader_can_not_prepare(error: Exception
         puppets = await here.three()
         await get_ready(puppets)
         for puppet in puppets:
-            said = await puppet.hears("refused")
+            said = await puppet.hears("over")
             assert (said["code"], said["text"]) == (code, text)
 
 
@@ -458,11 +468,11 @@ async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was
 ):
     async with room() as here:
         for puppet in (await here.enter(member(0)), await here.enter(newcomer, **more)):
-            said = await puppet.hears("refused")
+            said = await puppet.hears("over")
             assert (said["code"], said["text"][: len(text)]) == (code, text)
     async with room() as here:
         puppets = await here.job()
-        await (await here.enter(newcomer, **more)).hears("refused")
+        await (await here.enter(newcomer, **more)).hears("over")
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
 
@@ -472,7 +482,7 @@ async def test_new_leader_that_differs_leaves_the_job_to_the_others():
     async with room() as here:
         own = await here.enter(member(0))
         other = await here.enter(member(1), settings={"rankup's code": "newer"}, n=3)
-        assert (await own.hears("refused"))["code"] == USER_MISTAKE
+        assert (await own.hears("over"))["code"] == USER_MISTAKE
         said = (await other.hears("waiting"))["text"]
         assert said.startswith("rank 0 on node0 was turned away: rank 0 on node0 (pid 1000) differs from rank 1 ")
         await other.is_cut()
@@ -574,7 +584,7 @@ async def test_a_lost_member_is_told_to_all_and_its_successor_makes_the_next_mem
 async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
     async with room() as here:
         puppets = await here.job()
-        here.leader.tell("over", code=0, text="")
+        here.leader.end("", code=0)
         puppets[1].vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         await all_hear("over", (puppets[0], puppets[2]))
@@ -598,7 +608,7 @@ async def test_no_membership_is_prepared_once_it_is_over():
         here.prepared = prepare
         puppets = await here.three()
         await all_hear("propose", puppets)
-        here.leader.tell("over", code=143, text="")
+        here.leader.end("", code=143)
         await all_hear("over", puppets)
         for puppet in puppets:
             puppet.say("ready", n=1, problem="")
@@ -713,7 +723,7 @@ async def test_the_time_to_join_begins_anew_after_a_loss():
         await here.pass_time(2.0, first, last)
         for puppet in (first, last):
             await puppet.hears("waiting")
-            assert "rank 1 of 3 has not joined after 21 s" in (await puppet.hears("refused"))["text"]
+            assert "rank 1 of 3 has not joined after 21 s" in (await puppet.hears("over"))["text"]
 
 
 @asynchronous
@@ -737,7 +747,7 @@ async def test_who_is_ready_runs_out_of_the_leaders_time_to_prepare_alone():
             assert await all_hear("waiting", puppets) == [{"is": "waiting", "text": f"{what} after {waited_s} s"}] * 3
         await here.pass_time(6.0, *puppets)
         for puppet in puppets:
-            assert (await puppet.hears("refused"))["text"] == f"{what} after 306 s"
+            assert (await puppet.hears("over"))["text"] == f"{what} after 306 s"
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

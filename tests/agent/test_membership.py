@@ -170,6 +170,18 @@ def test_node_that_is_asked_to_leave_ends_nothing_else(tmp_path: Path) -> None:
     assert len(nodes.jobs()) == 1
 
 
+def test_script_that_ends_with_0_where_nodes_change_is_started_again(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "1:2", "--wait-for-node=0.5")
+    handler = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    (tmp_path / "job.py").write_text(handler + TEXT)
+    with ended(nodes.job) as job:
+        first = nodes.begin(1)
+        nodes.add(1)
+        nodes.attempt(2, after=first)
+        nodes.go()
+        assert job.wait() == [0, 0], job.output
+
+
 def test_job_stops_where_all_nodes_are_asked_to_leave(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "1:2")
     with ended(nodes.job) as job:
