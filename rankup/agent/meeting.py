@@ -17,7 +17,6 @@ from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
 from rankup.agent.protocol import BASIS, Member, Seat, by_host, describe_missing, fits
-from rankup.agent.record import StopAgreement
 from rankup.agent.votes import NONE, age, electorates, recount, same_job, without
 from rankup.env.rank_env import ranges
 
@@ -190,17 +189,10 @@ class Leader(Memberships):
             step, stop = int(message["step"]), self._stop
             if stop is not None and stop.hear(link, stop=message["stop"], step=step):
                 self.tell("confirm" if stop.confirmed else "prepare", n=self._formed, stop=stop.step)
-                if stop.confirmed:
-                    asyncio.get_running_loop().call_later(timing.REACH_S, self._end_stop, stop)
         else:
             if kind == "end" and message["code"] == 0:
                 seat.finished.add(message["rank"])
             self._hear(seat.member, message)
-
-    def _end_stop(self, stop: StopAgreement) -> None:
-        """A rank that is not there by now waits for data, or evaluates. Those that are there do not heed this."""
-        if stop is self._stop:
-            self.tell("leave", n=self._formed)
 
     def _answer(self) -> None:
         """Say where all ranks are, once for all that have asked: as a deadline passes all do so, again and again."""
