@@ -20,7 +20,8 @@ def run_dir_of(config: Config, program: Program) -> Path:
     """The folder of the run: named by the settings, by the scheduler's job, or by what is trained."""
     dataset = re.sub(r"[^\w.-]+", "-", Path(config.dataset).name.removeprefix("hf:")).strip(".-")  # hf:FOLDER
     default = f"{dataset}-{config.model}" if config.workload == "images" else config.workload.partition(":")[0]
-    return rankup.cli.runs_folder(config.run_dir) / (config.name or program.rank_env.run_name or default)
+    job = getattr(program.found, "run_name", None)  # doctor says itself where the environment describes no rank
+    return rankup.cli.runs_folder(config.run_dir) / (config.name or job or default)
 
 
 def _imported(module: str, name: str) -> Any:
@@ -128,15 +129,10 @@ class Doctor(TrainingCommand):
     def run(self, config: Config, program: Program) -> int:
         from ..group import join_options
 
-        try:
-            check_world_size(config, program.rank_env.world_size)
-            run_dir = run_dir_of(config, program)
-        except rankup.UserError as error:
-            program.found, run_dir = error, Path()
         program.start(guarded=not self.as_json)  # else its output is its result
         return program.doctor(
-            run_dir, as_json=self.as_json, num_threads=config.num_threads, num_workers=config.num_workers,
-            join_timeout_s=config.join_timeout_s, **join_options(config),
+            run_dir_of(config, program), as_json=self.as_json, num_threads=config.num_threads,
+            num_workers=config.num_workers, join_timeout_s=config.join_timeout_s, **join_options(config),
         )
 
 

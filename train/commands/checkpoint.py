@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
                 "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
                 "count": result.count, "digest": digest, "world_size": group.world_size, **details,
             }
-            _write(run_dir / "evaluation.json", json.dumps(outcome, indent=2) + "\n")
+            (run_dir / "evaluation.json").write_text(json.dumps(outcome, indent=2) + "\n")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
@@ -147,14 +146,7 @@ def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     try:
-        _write(path, file.getvalue())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.getvalue(), encoding="utf-8", newline="")
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """The complete file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    staging.write_text(text, encoding="utf-8", newline="")
-    staging.replace(path)
