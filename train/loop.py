@@ -68,8 +68,6 @@ def build(config: Config, job: Job, method: Method, *, advice: bool) -> Training
     # Data -------------------------------------------------------------------------------------------------------
     seed_everything(derive_seed(config.seed), device)
     workload = load(config, pretrained=run.newest is None)
-    for note in workload.notes:
-        log.info(note)
     order = build_order(config, group, workload)
     total_steps = config.max_steps or config.epochs * len(order)
     log.info(describe(config, group, workload, order))

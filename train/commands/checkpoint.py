@@ -54,8 +54,6 @@ def open_checkpoint(config: Config, program: Program, run_dir: Path, path: str) 
         torch.use_deterministic_algorithms(settings.deterministic)
         seed_everything(derive_seed(settings.seed), group.device)
         workload = load(settings, pretrained=False)
-        for note in workload.notes:
-            program.log.info(note)
         if settings.workload == "text" or not config.model_fields_set & {"dataset", "data_dir", "workload"}:
             check_data(checkpoint, workload.data_name)
         try:

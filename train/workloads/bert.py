@@ -13,6 +13,7 @@ from rankup import UserError
 
 from ..config import Config
 from ..data import one_line
+from .workload import LOG
 
 LAYOUT = "A BERT's folder holds config.json, vocab.txt (or tokenizer.json) and model.safetensors or pytorch_model.bin."
 VOCABULARY = ("config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
@@ -61,10 +62,8 @@ class Bert(nn.Module):
         return logits
 
 
-def build_bert(
-    config: Config, *, num_classes: int, pretrained: bool
-) -> tuple[WordPieceTokenizer, Bert, list[str], str]:
-    """The tokenizer and the model of `bert_dir`, notes for the log, and a digest of the vocabulary and the config.
+def build_bert(config: Config, *, num_classes: int, pretrained: bool) -> tuple[WordPieceTokenizer, Bert, str]:
+    """The tokenizer and the model of `bert_dir`, and a digest of the vocabulary and the config.
     `pretrained`: with the folder's weights; else a checkpoint's will follow. Raises UserError that names the file."""
     try:
         import transformers
@@ -73,7 +72,7 @@ def build_bert(
             "bert_dir must be null without the package transformers, which is not installed. For a BERT: pip install "
             "'rankup[text]', in a checkout pip install -e '.[text]'"
         ) from None
-    transformers.logging.set_verbosity_error()  # what it reports of weights, the notes say
+    transformers.logging.set_verbosity_error()  # what it reports of weights, we say in a line
     transformers.logging.disable_progress_bar()
     assert config.bert_dir is not None
     folder = Path(config.bert_dir).expanduser()
@@ -90,10 +89,10 @@ def build_bert(
     head = nn.Linear(shape.hidden_size, num_classes)
     nn.init.normal_(head.weight, std=shape.initializer_range)
     nn.init.zeros_(head.bias)
-    encoder, notes = _read_encoder(folder, shape) if pretrained else (transformers.BertModel(shape), [])
+    encoder = _read_encoder(folder, shape) if pretrained else transformers.BertModel(shape)
     contents = b"".join((folder / name).read_bytes() for name in VOCABULARY if (folder / name).exists())
     model = Bert(encoder, head, dropout=config.dropout, pad=tokenizer.pad)
-    return tokenizer, model, notes, hashlib.sha256(contents).hexdigest()[:8]
+    return tokenizer, model, hashlib.sha256(contents).hexdigest()[:8]
 
 
 def _shape(folder: Path, dropout: float) -> Any:
@@ -110,8 +109,8 @@ def _shape(folder: Path, dropout: float) -> Any:
         raise UserError(f"{path}: must be a BERT's, got: {one_line(error)}. {LAYOUT}") from None
 
 
-def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
-    """The encoder with its weights, and notes on what was left out or starts at random: only the pooler, without which
+def _read_encoder(folder: Path, shape: Any) -> nn.Module:
+    """The encoder with its weights. Says what was left out, or starts at random: only the pooler, without which
     encoders are published. For other missing weights transformers itself would go on with random numbers."""
     from transformers import BertModel
 
@@ -125,10 +124,12 @@ def _read_encoder(folder: Path, shape: Any) -> tuple[nn.Module, list[str]]:
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if lacking := [key for key in missing if not key.startswith("pooler.")]:
         raise UserError(f"{folder}: must hold all of the encoder that config.json describes, got no {_some(lacking)}.")
-    notes = [f"{folder}: left out what config.json does not describe ({_some(extra)})"] if extra else []
+    if extra:
+        LOG.info(f"{folder}: left out what config.json does not describe ({_some(extra)})")
     if missing:
-        notes.append(f"{folder}: no {_some(missing)}, which start at random as the head does")
-    return encoder.train(), notes
+        LOG.info(f"{folder}: no {_some(missing)}, which start at random as the head does")
+    trained: nn.Module = encoder.train()
+    return trained
 
 
 def _some(names: Sequence[str]) -> str:

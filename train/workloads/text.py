@@ -15,7 +15,7 @@ from ..data.sources import huggingface
 from ..data.sources.texts import load_texts, read_lines
 from .bert import WordPieceTokenizer, build_bert
 from .classification import Classification, macro_f1, report
-from .workload import Workload
+from .workload import LOG, Workload
 
 PAD, UNKNOWN, START = 0, 1, 2
 FIRST = 3  # the number of the most frequent character
@@ -101,10 +101,10 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     tokenizer: Tokenizer
     model: nn.Module
     if config.bert_dir is not None:
-        tokenizer, model, notes, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
+        tokenizer, model, digest = build_bert(config, num_classes=num_classes, pretrained=pretrained)
         data_name += f"-bert-{digest}"
     else:
-        tokenizer, notes = CharacterTokenizer(train_part.texts, max_seq_len=config.max_seq_len), list[str]()
+        tokenizer = CharacterTokenizer(train_part.texts, max_seq_len=config.max_seq_len)
         model = TextEncoder(vocabulary=tokenizer.size, num_classes=num_classes, dropout=config.dropout)
 
     def open_input(path: str) -> tuple[Samples, Callable[[int], str]]:
@@ -119,7 +119,7 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
     for part, path in ((train, train_part.path), (evaluation, eval_part.path)):
         if part.num_cut:
             longer = f"{part.num_cut:,} of {len(part):,} texts are longer than max_seq_len={config.max_seq_len}"
-            notes.append(f"{path}: {longer}: cut")
+            LOG.info(f"{path}: {longer}: cut")
     task = Classification(num_classes=num_classes, label_smoothing=config.label_smoothing)
     return Workload(
         model=model, train=train, evaluation=evaluation,
@@ -130,5 +130,4 @@ def build(config: Config, *, pretrained: bool = True) -> Workload:
         classes=classes, unit="texts", input_name=lambda index: eval_part.texts[index],
         open_input=open_input, report=lambda sums: report(sums["confusion"], classes),
         derived=lambda sums: {"macro_f1": macro_f1(sums["confusion"])},
-        notes=notes,
     )

@@ -1,7 +1,8 @@
 """What a workload is."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..data.samples import Samples
+
+LOG = logging.getLogger("rankup")  # rank 0 prints what it is told
 
 # Sums over the samples of a batch, by name; "count" is the number of samples. Scalars are divided by the count in the
 # end, so "accuracy" is the number of right answers here. Tensors are only added up; "confusion", a matrix int64 [C, C]
@@ -42,7 +45,6 @@ class Workload:
     derived: Callable[[Sums], dict[str, float]] | None = None
     # Evaluated sums -> a table to print, and the same as values for evaluation.json.
     report: Callable[[Sums], tuple[str, dict[str, Any]]] | None = None
-    notes: list[str] = field(default_factory=list)  # one line each, printed by rank 0
 
     def sums(self, model: nn.Module, batch: Any) -> Sums:
         """What a batch adds to the evaluation: from `evaluate`, or else the loss, a mean over the samples."""
