@@ -62,7 +62,6 @@ def test_dropout_is_passed_on(name: str) -> None:
     *((name, {"size": size}, f"^model {name} must get images of a size that it can take, got {size} x {size}: .*"
        r"Set --image-size \(224 suits every model\), or another --model\.$")
       for name, size in (("alexnet", 32), ("inception_v3", 64), ("vit_b_16", 28), ("maxvit_t", 32))),
-    ("cnn", {"size": 3}, "cnn needs images of at least 4 x 4, got 3 x 3"),
     ("resnet-18", {}, 'got "resnet-18". Did you mean "resnet18'),
     ("cnnn", {}, 'got "cnnn". Did you mean "cnn'),
     ("quantized_resnet18", {}, 'or a torchvision classifier, got "quantized_resnet18"'),

@@ -30,8 +30,6 @@ class Method:
     # Whether any rank alone can save all that the next attempt needs, at any moment between two changes of the weights.
     # If not, a lost rank costs the steps since the newest checkpoint.
     every_rank_has_all: ClassVar[bool] = True
-    # Whether a rank trains on one device. If not, one process takes all devices of its node.
-    one_device_per_rank: ClassVar[bool] = True
 
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
@@ -104,8 +102,6 @@ class DDP(Method):
 
 class DataParallelMethod(Method):
     """Copies the module to each GPU in every step and gathers the outputs on one, in one process."""
-
-    one_device_per_rank: ClassVar[bool] = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model over `device_ids`, in that order, or as it is where there is one device. Raises UserError."""

@@ -30,9 +30,9 @@ def advise(
 ) -> None:
     """On rank 0. `plain`: the user's module; its weights, buffers and gradients stay as they are. `make_batch` prepares
     a micro-batch, on the device."""
-    # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. A compiled
-    # model would be compiled once more
-    alone = method.replicates_state and method.one_device_per_rank and not config.sync_bn and not config.compile
+    # Where forward waits for other ranks, or may do so in code that is not ours, rank 0 can't run it alone. With dp one
+    # pass takes several GPUs. A compiled model would be compiled once more
+    alone = method.replicates_state and config.parallel != "dp" and not config.sync_bn and not config.compile
     if not alone or (group.world_size > 1 and ":" in config.workload):
         return
     try:

@@ -136,8 +136,6 @@ def cnn(*, channels: int, size: int, num_classes: int, dropout: float) -> nn.Mod
     """Two convolutions and two linear layers, after LeNet-5 (LeCun et al. 1998) with today's parts. No batch norm,
     whose statistics are those of one rank's samples: N ranks would not train like one."""
     side = size // 4
-    if side == 0:
-        raise UserError(f"model cnn needs images of at least 4 x 4, got {size} x {size}. Set --image-size.")
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
