@@ -179,8 +179,8 @@ def evaluate_and_report(t: Training) -> None:
     """Evaluate the weights of this step. Raises Stopped, after a save, if any rank was asked to stop meanwhile."""
     config, job = t.config, t.job
     with job.phase("evaluation", config.eval_timeout_s):
-        result = evaluate(config, t.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))
+        result = evaluate(config, job.group, t.workload, t.plain, job.eval_batches(t.eval_loader, pad=True))
         t.tables = result.tables
         job.log(**result.metrics)
     values = ", ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))
-    t.group.log.info(f"epoch {round(job.step_number / t.steps_per_epoch, 2):g}: {values} on {result.count:,} samples")
+    job.group.log.info(f"epoch {round(job.step_number / t.steps_per_epoch, 2):g}: {values} on {result.count:,} samples")

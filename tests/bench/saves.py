@@ -74,7 +74,7 @@ def measure(loop: Any) -> None:
         setattr(owner, name, call)
 
     def report(t: Any, *values: Any, **more: Any) -> None:
-        if t.group.is_rank0:
+        if t.job.group.is_rank0:
             Path(os.environ["MEASURED"]).write_text(json.dumps(blocked_s / max(1, saves)))
         write_result(t, *values, **more)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.rigs.checkpoints import steps
 from tests.rigs.fork_server import Forks
@@ -164,5 +165,5 @@ def hide_horovod() -> None:
 def test_horovod_that_is_not_installed_is_one_line(forks: Forks, tmp_path: Path) -> None:
     line = (*DIGITS, *HOROVOD, "--run-dir", tmp_path)
     output = forks.ends(*line, world_size=2, preload="tests.parallel.test_horovod:hide_horovod", code=2)
-    message = "parallel horovod needs Horovod, which is not installed here. `make horovod` builds and installs it"
-    assert f"error: {message}" in output
+    assert f"error: parallel horovod needs Horovod built for torch {torch.__version__}, got: " in output
+    assert "`make horovod` builds and installs it" in output

@@ -1,7 +1,6 @@
 """horovod: Horovod averages the gradients, over a gloo of its own beside torch's; all else is as with every method."""
 
 import contextlib
-import importlib.util
 import os
 import threading
 import warnings
@@ -13,6 +12,7 @@ from torch import nn
 
 from rankup import Group, JoinError, UserError
 
+from ..data import one_line
 from ..group import longest_phase_s
 from .methods import Method
 
@@ -21,14 +21,13 @@ INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, nee
 
 def load_horovod() -> Any:
     """horovod.torch. Raises UserError where it is not installed, or was built for another torch."""
-    if importlib.util.find_spec("horovod") is None:
-        raise UserError(f"parallel horovod needs Horovod, which is not installed here. {INSTALL}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a release of 2023 warns of what Python has removed since
             import horovod.torch as horovod
     except ImportError as error:
-        raise UserError(f"Horovod is installed, but not for torch {torch.__version__} ({error}). {INSTALL}") from None
+        needed = f"Horovod built for torch {torch.__version__}"
+        raise UserError(f"parallel horovod needs {needed}, got: {one_line(error)}. {INSTALL}") from None
     return horovod
 
 

@@ -51,10 +51,6 @@ class Training:
     total_steps: int
     tables: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last evaluation, for pictures
 
-    @property
-    def group(self) -> Group:
-        return self.job.group
-
 
 def describe(config: Config, group: Group, workload: Workload, order: Order) -> str:
     """What is about to be trained, and how, in three lines: data, model, batch."""
@@ -88,7 +84,7 @@ def progress(t: Training) -> Callable[[], None]:
         if line is not None:
             loss = math.nan if line["train/loss"] is None else line["train/loss"]
             step += f"  loss {loss:.4f}  {line[f'train/{unit}_per_s']:,.0f} {unit}/s"
-        t.group.log.info(step)
+        t.job.group.log.info(step)
 
     return show
 
@@ -96,7 +92,7 @@ def progress(t: Training) -> Callable[[], None]:
 def write_result(t: Training, *, seconds: float) -> None:
     """Write `result.json` and the last pictures, and print the table. All ranks call this, rank 0 writes. `seconds`: of
     the whole attempt. Raises UserError and PeerLost."""
-    config, job, group, workload = t.config, t.job, t.group, t.workload
+    config, job, group, workload = t.config, t.job, t.job.group, t.workload
     state = group.collective(lambda: job.tracked.whole("model"))
     peaks = group.gather(_peak_memory_mb(group.device))
     if not group.is_rank0:
