@@ -6,7 +6,6 @@ RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; rankup reads them
 
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 if not __package__:
     # Started as a file: Python put this folder on the path, where `log` or `data` would be taken for the user's own.
@@ -55,11 +54,5 @@ def main(argv: list[str] | None = None, *, program: rankup.Program | None = None
         return program.end(error)
 
 
-def entry(program: rankup.Program | None = None) -> NoReturn:
-    """Run the command line and end the process with its code."""
-    program = program or rankup.Program().begin()
-    program.exit(main(program=program))
-
-
 if __name__ == "__main__":
-    entry(_program)
+    _program.exit(main(program=_program))

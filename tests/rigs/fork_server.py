@@ -250,7 +250,8 @@ def _tell(news: dict[str, int]) -> None:
 
 def _be(job: dict[str, Any]) -> NoReturn:
     """Become the process of a job."""
-    from train.main import entry
+    import rankup
+    from train.main import main
 
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -269,8 +270,8 @@ def _be(job: dict[str, Any]) -> NoReturn:
         getattr(importlib.import_module(module), function)()
     if job["arguments"][:1] == ["launch"]:
         _warm_servers(8 if any(word.startswith("--replay") for word in job["arguments"]) else 1)
-    entry()
-    os._exit(99)
+    program = rankup.Program().begin()
+    program.exit(main(program=program))
 
 
 class _Server:

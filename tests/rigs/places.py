@@ -210,10 +210,11 @@ def install_in_fork() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("rankup", "train")]:
         del sys.modules[name]
     install()
-    from train.main import entry
+    import rankup
+    from train.main import main
 
-    entry()
-    os._exit(99)
+    program = rankup.Program().begin()
+    program.exit(main(program=program))
 
 
 def _kind(path: Path) -> str:

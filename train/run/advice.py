@@ -107,8 +107,8 @@ def on_setting(setting: str, price: str, seconds: dict[str, float], name: str) -
     """Advice for a setting with which forward and backward take `seconds[name]` in place of `seconds["own"]`."""
     if name in seconds and (gain := seconds["own"] / seconds[name]) >= LEAST_GAIN:
         yield (
-            f"{setting} would make forward and backward {gain:.1f} times as fast here (measured: {_ms(seconds[name])} "
-            f"in place of {_ms(seconds['own'])}). {price}"
+            f"{setting} would make forward and backward {gain:.1f} times as fast here (measured: "
+            f"{1000 * seconds[name]:.1f} ms in place of {1000 * seconds['own']:.1f} ms). {price}"
         )
 
 
@@ -117,11 +117,6 @@ def on_workers(*, load_s: float, pass_s: float, free: int) -> Iterator[str]:
     wanted = min(free, math.ceil(load_s / max(pass_s, 1e-6)))
     if wanted >= 1 and (gain := (load_s + pass_s) / max(pass_s, load_s / wanted)) >= LEAST_GAIN:
         yield (
-            f"--num-workers {wanted} may gain up to {gain:.1f}x here (measured: preparing a batch takes {_ms(load_s)}, "
-            f"forward and backward {_ms(pass_s)}), and CPUs are idle."
+            f"--num-workers {wanted} may gain up to {gain:.1f}x here (measured: preparing a batch takes "
+            f"{1000 * load_s:.1f} ms, forward and backward {1000 * pass_s:.1f} ms), and CPUs are idle."
         )
-
-
-def _ms(seconds: float) -> str:
-    # Three digits, but never 1.23e+03
-    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
