@@ -12,7 +12,7 @@ from PIL import Image
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import metrics
 from train.config import Config
-from train.data.sources.in_memory import digits
+from train.data.sources import load
 
 # Settings unlike the defaults: an evaluation without them would get another model, or other data
 TRAINED = ("--dataset", "digits", "--model", "mlp", "--precision", "bf16", "--limit-eval", "101",
@@ -85,7 +85,7 @@ def test_prediction_is_of_the_test_data_in_order(forks: Forks, trained: Path, tm
     assert f"101 predictions in {tmp_path}/new/out.csv" in output
     rows = predicted(tmp_path / "new" / "out.csv")
     assert [row["input"] for row in rows] == [f"test/{index}" for index in range(101)]
-    labels = digits(Config())[1].labels[:101]
+    labels = load(Config(dataset="digits"))[1].labels[:101]
     right = sum(row["label"] == str(int(label)) for row, label in zip(rows, labels, strict=True))
     assert right / 101 == pytest.approx(metrics(trained)[-1]["eval/accuracy"])
     assert all(0.1 <= float(row["probability"]) <= 1 for row in rows)
@@ -100,7 +100,7 @@ def test_prediction_is_the_same_file_from_any_number_of_ranks(forks: Forks, trai
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Test images as PNG files, of two sizes, in a folder of folders, with a file beside them that is no image."""
-    images = digits(Config())[1].images
+    images = load(Config(dataset="digits"))[1].images
     for index in range(5):
         image = Image.fromarray(images[index, 0].numpy())
         path = tmp_path / "pictures" / ("odd" if index % 2 else "even") / f"{index}.png"

@@ -1,7 +1,6 @@
 """A trained model from its checkpoint, and the commands `evaluate` and `predict`."""
 
 import csv
-import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,12 +138,11 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Raises UserError if it can't be written."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(file.getvalue(), encoding="utf-8", newline="")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None

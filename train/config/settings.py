@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, JsonValue
 
-# `dataset` -> module in train/data/sources, and the function (config, say) -> (training half, test half) in it. A new
+# `dataset` -> module in train/data/sources, and the function (config) -> (training half, test half) in it. A new
 # data set is a function and a line in this table.
 SOURCES = {
     "fashion-mnist": "in_memory:of_torchvision",
     "mnist": "in_memory:of_torchvision",
     "cifar10": "in_memory:of_torchvision",
     "imagefolder": "imagefolder:load",
-    "digits": "in_memory:digits",
+    "digits": "in_memory:of_torchvision",
     "fake": "in_memory:fake",
     "hf:PATH_OR_NAME": "huggingface:load",
 }

@@ -37,11 +37,9 @@ def evaluate(
     UserError where the workload's sums have no "count"."""
     training = [module for module in model.modules() if module.training]  # others are kept in eval mode by the user
     model.eval()
-    try:
-        sums = _sums_of_rank(config, group, workload, model, batches)
-    finally:
-        for module in training:
-            module.training = True
+    sums = _sums_of_rank(config, group, workload, model, batches)
+    for module in training:
+        module.training = True
     rows, tables = (_add_over_ranks(group, part) for part in sums)
     totals = {name: float(row.sum()) for name, row in rows.items()}
     names = ", ".join(totals) or "nothing"

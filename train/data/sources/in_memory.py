@@ -29,7 +29,7 @@ KNOWN = {
     "cifar10": Remote(
         kind="CIFAR10", folder="cifar-10-batches-py", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)
     ),
-    # Handwritten too, of 8 x 8 pixels, in the layout of MNIST: never fetched
+    # Handwritten too, 1438 and 359 of 8 x 8 pixels, in the layout of MNIST: never fetched
     "digits": Remote(kind="MNIST", folder="MNIST", mean=(0.2873,), std=(0.3537,), mirror=False),
 }
 
@@ -37,20 +37,16 @@ KNOWN = {
 def of_torchvision(config: Config) -> tuple[TensorSamples, TensorSamples]:
     """The training half and the test half, uint8 [N, C, H, W]. The digits take the place of Fashion-MNIST where it
     cannot be fetched and the user named no data_dir: a first try without a network shall train something."""
-    known = KNOWN[config.dataset]
-    try:
-        root = locate(known, data_dir=config.data_dir, timeout_s=0.9 * config.setup_timeout_s)
-    except NotFetched as error:
-        if config.dataset != "fashion-mnist" or config.data_dir is not None:
-            raise
-        say(f"{error} Using digits instead.")
-        return digits(config)
-    return read(config.dataset, root)
-
-
-def digits(config: Config) -> tuple[TensorSamples, TensorSamples]:
-    """Those that ship: uint8 [1438, 1, 8, 8] to train on and [359, 1, 8, 8] to test on."""
-    return read("digits", SAMPLES)
+    name, root = config.dataset, SAMPLES
+    if name != "digits":
+        try:
+            root = locate(KNOWN[name], data_dir=config.data_dir, timeout_s=0.9 * config.setup_timeout_s)
+        except NotFetched as error:
+            if name != "fashion-mnist" or config.data_dir is not None:
+                raise
+            say(f"{error} Using digits instead.")
+            name = "digits"
+    return read(name, root)
 
 
 def read(name: str, root: Path) -> tuple[TensorSamples, TensorSamples]:
