@@ -4,14 +4,12 @@ Agents meet before they start ranks. Ranks that another launcher started meet by
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import hashlib
 import json
 import logging
-import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import rankup
 from rankup.agent.ends import StatusFile
+from rankup.agent.processes import no_name_lookups
 from rankup.agent.protocol import HINT, AgentLine
 from rankup.agent.record import Record
 from rankup.env.rank_env import RankEnv
@@ -33,7 +32,6 @@ from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
 from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
 
-SWITCH = Path("/etc/nsswitch.conf")  # where glibc reads who is asked for names
 # A digest of the files as they are imported, not as they are when ranks meet: a rank may be forked from a process that
 # has imported them days ago
 VERSION = hashlib.sha256(b"".join(
@@ -186,22 +184,3 @@ def check_devices(group: Group) -> None:
                 f"ranks {owners[uuid]} and {rank} must each have a device of their own, got the same GPU on "
                 f"{group.hosts[rank]}. Start as many processes as there are GPUs, or set LOCAL_RANK."
             )
-
-
-@contextlib.contextmanager
-def no_name_lookups() -> Iterator[None]:
-    """Within the block no resolver is asked for names, in all threads of this process: /etc/hosts alone answers.
-
-    torch asks for the name of both ends of each connection of a store, only to print it. With a resolver that takes 5 s
-    to say that it does not know the address, 16 ranks took minutes to meet. torch has no setting for that, but glibc
-    lets a program replace the line of nsswitch.conf.
-    """
-    configure = ctypes.CDLL(None).__nss_configure_lookup
-    configure(b"hosts", b"files")
-    try:
-        yield
-    finally:
-        found = None
-        with contextlib.suppress(OSError):
-            found = re.search(r"^\s*hosts\s*:([^#\n]*)", SWITCH.read_text(), re.MULTILINE)
-        configure(b"hosts", (found[1].strip() if found else "files dns").encode())  # the latter is glibc's own choice

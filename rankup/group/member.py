@@ -28,11 +28,11 @@ from rankup.agent.attendance import Attendance
 from rankup.agent.logs import host_name
 from rankup.agent.meeting import Leader
 from rankup.agent.network import address_of, chosen_address, in_thread, interface_variables, listen, open_port
+from rankup.agent.processes import no_name_lookups
 from rankup.agent.protocol import Member
 from rankup.env.rank_env import is_loopback
 from rankup.errors import FINISHED, USER_MISTAKE, JoinError, UserError
 from rankup.group.group import Group
-from rankup.group.joining import no_name_lookups
 from rankup.places.files import write_atomically
 from rankup.timing import CONNECT_S, SAY_S
 

@@ -41,12 +41,9 @@ Batches = Iterator[torch.Tensor]  # float32 [B, 3, 224, 224]
 Side = Callable[[Path, str, int], Batches]
 
 # Recipe -> the value of `augment`, and what torchvision does with PIL's picture for the same
-MIDDLE = [transforms.Resize(SIZE), transforms.CenterCrop(SIZE)]
-FLIP = transforms.RandomHorizontalFlip()
 RECIPES: dict[str, tuple[Any, list[Any]]] = {
-    "resize, centre crop": (False, MIDDLE),
-    "the same, shift, flip": (True, [*MIDDLE, transforms.RandomCrop(SIZE, padding=SIZE // 8), FLIP]),
-    "ImageNet's recipe": ("imagenet", [transforms.RandomResizedCrop(SIZE), FLIP]),
+    "resize, centre crop": (False, [transforms.Resize(SIZE), transforms.CenterCrop(SIZE)]),
+    "ImageNet's recipe": ("imagenet", [transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()]),
 }
 
 

@@ -104,6 +104,7 @@ def test_other_images_are_refused_on_resume_and_between_ranks(forks: Forks, tmp_
     ({"train/a": 1, "val/a": 1, "val/b": 1}, "/val/b: is a class that .*/train lacks"),
     ({"train/a": 1}, "/val: cannot be taken for .*No such file"),
     ({".": 3}, ": cannot be taken for .*Couldn't find any class folder"),
+    ({".cache/a": 3}, r": cannot be taken for .*no class folder in it\)"),
     ({"a": 1}, "/a: holds one image"),
     ({}, ": cannot be taken for .*No such file"),
 ])

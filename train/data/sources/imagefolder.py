@@ -64,7 +64,10 @@ def _list(root: Path) -> Listed:
 
     listed: Listed = {}
     try:
-        for name in (each for each in find_classes(root)[0] if each[0] != "."):
+        classes = [name for name in find_classes(root)[0] if name[0] != "."]
+        if not classes:
+            raise FileNotFoundError("no class folder in it")
+        for name in classes:
             paths: list[str] = []
             for folder, below, files in os.walk(root / name, onerror=refuse, followlinks=True):
                 below[:] = [each for each in below if each[0] != "."]
