@@ -117,10 +117,11 @@ def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: P
 def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
+        "import os, signal, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         "for epoch in job.epochs(2):\n    for _ in job.batches([1, 2]):\n        with job.step():\n            pass\n"
         "    with job.change():\n        count['n'] += 1\n"
-        "    if not epoch and 'STOP' in os.environ:\n        job.group.stop.ask('SIGTERM')\n"
+        "    if not epoch and 'STOP' in os.environ:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        while job.group.record.stop:\n            pass\n"
         "print('count', count)\njob.finish()\n"
     )
     whole = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
