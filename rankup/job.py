@@ -80,7 +80,6 @@ def init(
     group = ends.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
-        longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
     ))
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))
