@@ -62,7 +62,7 @@ class Leader(Memberships):
             what = f"rank 0 still prepares their start after {waited_s} s"
             if self._late:
                 late = by_host(seat.member for seat in self._late)
-                what = f"not each has imported torch and ended earlier ranks after {waited_s} s (late: {late})"
+                what = f"after {waited_s} s some still import torch or end earlier ranks (late: {late})"
             return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
         if self._limits is None:
             text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)
