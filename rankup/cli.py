@@ -1,7 +1,7 @@
 """`rankup COMMAND`: start ranks, see how a run stands, find out why a job failed. No torch here.
 
-Each command imports what it needs inside, so that help takes milliseconds. `rankup train` and its like are handed to
-the program beside this library.
+Each command imports what it needs inside its function, so that help takes milliseconds. `rankup train`, `evaluate`,
+`predict` and `show` belong to the program beside this library.
 """
 
 import argparse

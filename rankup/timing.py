@@ -1,6 +1,7 @@
-"""Every time constant of the library in one table, in seconds. What a user may set is an option or a setting instead.
+"""Every time constant of the library in one table, in seconds. Times that a user may set are options or settings
+instead.
 
-A constant that follows from another one is written as that. Tests change a constant where it is used.
+A constant that follows from another one is computed from it. Tests change a constant where it is used.
 """
 
 # Looking --------------------------------------------------------------------------------------------------------------

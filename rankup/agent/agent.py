@@ -1,7 +1,7 @@
 """The agent of one node: it meets the others, starts this node's ranks, and carries their ends and stop requests.
 
-It lives as long as the job. Its event loop is one thread; the pipes of a fresh rank are read by others. It uses no
-device and does not import torch.
+It lives as long as the job. Its event loop is one thread; other threads read the pipes of freshly started ranks. It
+uses no device and does not import torch.
 
 | a rank ends badly      | its agent says so; the leader ends the membership; every agent has its ranks leave, and     |
 |                        | says how each of them ended; the leader decides (`ends`): another membership, or the end    |

@@ -1,4 +1,4 @@
-"""A member's side of the meeting: find the leader, try the route to the next member, hear what is decided."""
+"""A member's side of the meeting: find the leader, try the route to the next member, hear the leader's decisions."""
 
 import asyncio
 import contextlib

@@ -1,10 +1,11 @@
-"""A job's leader meets all members, names who is missing, and says when one is lost. No torch here.
+"""The leader's side of the meeting: it meets all members, names who is missing, and says when one is lost. No torch
+here.
 
-The kernel closes the connections of a process that ends, so a loss is known at once. A process that is stopped or cut
-off is found by its silence. The messages are in `protocol`, a member's side of them is in `attendance`, what is decided
-about memberships in `membership`. How all ranks stop before the same step is in `record`.
+The kernel closes the connections of a process that ends, so its loss is known at once. A stopped or unreachable process
+is found by its silence. `protocol` has the messages, `attendance` a member's side of them, `membership` the decisions
+about memberships, and `record` how all ranks stop before the same step.
 
-Where the number of nodes may change, a newcomer that is needed has all ranks stop before one step, and save.
+If the number of nodes may change and a newcomer is needed, all ranks save and stop before one step.
 """
 
 import asyncio

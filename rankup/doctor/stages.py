@@ -1,7 +1,7 @@
-"""Is this machine, and this group of machines, fit to train? In stages, each with a time limit and printed as it ends.
+"""The stages of the doctor: each has a time limit and is printed when it ends.
 
-Runs alone on a node, or under any launcher over all ranks. Rank 0 collects what every rank found. If the ranks can't
-join, each rank prints its own findings.
+They run alone on a node, or under any launcher over all ranks. Rank 0 collects what every rank found. If the ranks
+can't join, each rank prints its own findings.
 """
 
 import contextlib

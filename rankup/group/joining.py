@@ -1,6 +1,6 @@
-"""Joining the group: the device and torch's backend of this rank, and the steps that lead to all ranks being one.
+"""Joining the group: this rank's device and torch backend, and the steps by which the ranks form one group.
 
-Agents have met before they start ranks. Ranks that another launcher started meet themselves, see `rankup.group.member`.
+Agents meet before they start ranks. Ranks that another launcher started meet by themselves, see `rankup.group.member`.
 """
 
 import contextlib
