@@ -68,7 +68,7 @@ def init(
         if record["seed"] != seed:
             raise UserError(
                 f"{run} was begun with other settings: seed was {record['seed']}, is {seed}. "
-                "Set it back to go on, or fresh=True to begin anew, or another run."
+                "Set it back to resume the run, or give fresh=True or another run."
             )
 
     settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
