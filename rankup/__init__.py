@@ -1,7 +1,7 @@
 """Starts PyTorch jobs anywhere and keeps them alive. It knows nothing about models or data.
 
-`job = rankup.init("runs/mine", seed=0)` is the library's way in, see `loop.md`. It imports torch. The names below are
-all that a program may rely on.
+Begin with `job = rankup.init("runs/mine", seed=0)`, which imports torch; see `loop.md`. A program may rely on the names
+below, and on no others.
 """
 
 from importlib import import_module

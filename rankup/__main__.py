@@ -1,4 +1,4 @@
-"""`python -m rankup COMMAND`, where `rankup` is not on the path."""
+"""`python -m rankup COMMAND`: the command line, if `rankup` is not on the path."""
 
 from rankup.cli import entry
 

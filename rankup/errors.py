@@ -1,7 +1,7 @@
 """What can end a run, the exit code of each end, and which code of several is the cause.
 
-Below 128 a restart does not help, from 128 on it may; Kubeflow's ExitCode policy has the same rule. Only the standard
-library is imported here.
+Restart only after codes of 128 and above; Kubeflow's ExitCode policy has the same rule. This file imports only the
+standard library.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ LEFT_OUT = 172  # of a node on which ranks failed again and again, or that anoth
 
 
 class ExpectedError(Exception):
-    """An end that is printed without a traceback."""
+    """An end that rankup prints without a traceback."""
 
     code = FAULT
 

@@ -1,9 +1,10 @@
-"""`job = rankup.init(...)`: what a user's own loop needs to start anywhere and to lose nothing. See `loop.md`.
+"""`job = rankup.init(...)`: a user's own loop starts anywhere with it, and a lost rank costs no finished step. See
+`loop.md`.
 
-`job.step` commits: what its block changed and where the run stands become the state, in one instant. A copy holds the
-state of the last commit, whenever it is made.
+`job.step` commits: at the end of its block the tracked objects and the position of the run become the state, in one
+instant. A copy, whenever it is made, holds the state of the last commit.
 
-A program that has settings of its own joins first (`rankup.Program`), and opens its job then: `open_job`.
+A program with settings of its own first joins the ranks (`rankup.Program`), and then opens its job (`open_job`).
 """
 
 import atexit
@@ -42,21 +43,23 @@ def init(
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
     memory_every_steps: int | None = None,
 ) -> "Job":
-    """Meet the other ranks, and own the run: process group, device, seeds, signals. Once a process, before the model.
+    """Join the other ranks and take ownership of the run: process group, device, seeds, signals. Call it once, before
+    you build the model.
 
-    `run`: the folder of the run, by default `runs/` and the name of the script or module; the same call goes on from
-    what it finds there. `seed`: of orders and random numbers; models are built equal on all ranks. `device`: "auto"
-    takes the accelerator of this local rank, else the CPU.
-    `fresh`: put aside what is in the folder, and begin anew. `save_every_steps`: None saves at each end of an epoch, or
-    each 1,000 steps without `job.epochs`; 0 leaves it to `job.save`. `keep`: so many copies stay. `log_every_steps`: so
-    often the values of `job.step` are written. `compare_every_steps`: so often ranks compare digests of their weights
-    and optimizer states, which shows a machine that computes wrongly; None takes half a percent of the time, 0 is for
-    ranks that differ on purpose, between two exchanges of weights. `memory_every_steps`: so often each rank keeps its
-    part of split state (FSDP2) in its node's memory; None for as often as it costs half a percent, 0 for never. The
-    deadlines are in seconds; past one the stacks are written, and the process ends.
+    `run`: the folder of the run, by default `runs/` and the name of the script or module; the same call resumes the run
+    that it finds there. `seed`: for the order of samples and for random numbers; all ranks build equal models.
+    `device`: "auto" takes the accelerator of this local rank, else the CPU.
+    `fresh`: move the contents of the folder aside and start from the beginning. `save_every_steps`: None saves at the
+    end of each epoch, or every 1,000 steps without `job.epochs`; 0 saves only in `job.save`. `keep`: how many copies to
+    keep. `log_every_steps`: how often to write the values of `job.step`. `compare_every_steps`: how often ranks compare
+    digests of their weights and optimizer states, to find a machine that computes wrongly; None takes half a percent
+    of the time; 0 turns it off, for ranks that differ on purpose between two exchanges of weights.
+    `memory_every_steps`: how often each rank copies its part of split state (FSDP2) to its node's memory; None takes
+    half a percent of the time, 0 turns it off. Deadlines are in seconds. When one passes, rankup writes the stacks and
+    ends the process.
 
-    Raises JoinError where the ranks do not meet, and UserError where the environment describes no rank, and where the
-    run can't be gone on with.
+    Raises JoinError if the ranks do not meet, and UserError if the environment describes no rank or the run can't be
+    resumed.
     """
     given = {name: value for name, value in locals().items() if name not in ("run", "device")}
     run = Path(run or Path("runs", script_name()))
@@ -65,7 +68,7 @@ def init(
         if record["seed"] != seed:
             raise UserError(
                 f"{run} was begun with other settings: seed was {record['seed']}, is {seed}. "
-                "Set it back to go on, or fresh=True to begin anew, or another run."
+                "Set it back to resume the run, or give fresh=True or another run."
             )
 
     settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
@@ -77,7 +80,6 @@ def init(
     group = ends.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
-        longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
     ))
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))
@@ -97,10 +99,10 @@ def script_name() -> str:
 
 @contextlib.contextmanager
 def open_job(group: Group, settings: Settings) -> Iterator[Job]:
-    """Own the run in the folder of the group for the length of the block, and find where it stands. All ranks call it.
+    """Own the run in the group's folder for the length of the block, and find where it stands. All ranks call it.
 
-    `job.run.finished`: nothing is left to do. `job.run.newest`: the copy from which `job.track` will restore.
-    Raises UserError on all ranks where another attempt is alive, or where the run can't be gone on with.
+    `job.run.finished`: nothing is left to do. `job.run.newest`: the copy from which `job.track` will restore. Raises
+    UserError on all ranks if another attempt is alive, or if the run can't be resumed.
     """
     if settings.tracker != "none":
         group.on_rank0(lambda: tracker.check(settings.tracker))
@@ -120,12 +122,13 @@ def open_checkpoint(
     place: str | PathLike[str] = "", *, run_dir: str | PathLike[str] = "", group: Group | None = None,
     check: Check = no_check, timeout_s: float = 1800.0,
 ) -> Copy:
-    """The checkpoint at `place`, a folder or an address; without one the newest good one of the run in `run_dir`.
+    """The checkpoint at `place`, a folder or an address; without `place`, the newest good checkpoint of the run in
+    `run_dir`.
 
-    Its `tracked` has the state of each tracked object by its name, on the CPU, also where ranks wrote parts of it.
-    `group`: rank 0 alone reads it, and sends it to the other ranks, which all call this. `check`: called with path
-    and record; raises UserError for what the caller can't use. Raises UserError where there is none, and
-    PeerLost where a store does not answer within `timeout_s`.
+    Its `tracked` has the state of each tracked object by name, whole and on the CPU. With `group`, rank 0 alone reads
+    the checkpoint and sends it to the other ranks; all ranks call this. `check(path, record)` raises UserError for a
+    checkpoint that the caller can't use. Raises UserError if there is no checkpoint, and PeerLost if a store does not
+    answer within `timeout_s`.
     """
     def find() -> Copy:
         own = partial(check_record, more=check)

@@ -1,4 +1,5 @@
-"""`rankup launch`: from its options to the agent of this node, and again for each part of a replay. No torch here."""
+"""`rankup launch`: turns its options into the agent of this node; a replay needs one agent for each part. No torch
+here."""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
-"""A process of a program that has a command line of its own: its signals, its place among the ranks, its log, its end.
+"""`Program`, the process of a program with its own command line: its signals, its rank, its log, its end.
 
-`rankup.init` is for a script, and does all of this at once; a program reads its settings in between, see `program.md`.
+A script calls `rankup.init`, which does all of this at once. A program reads its settings in between, see `program.md`.
 No torch here: `join` imports it.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """This process. Its methods are called in the order in which they stand here, in the main thread.
+    """This process. Call its methods in the order in which they stand here, in the main thread.
 
-    `stop`: whether it was asked to stop. `log`: takes all lines. `found`: which rank this is, or why the environment
-    describes none.
+    `stop`: whether somebody asked it to stop. `log`: takes all lines. `found`: which rank this is, or why the
+    environment describes none.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,9 @@ class Program:
         self._watch: Watchdog | None = None  # which reports an end itself, once the ranks have met
 
     def begin(self) -> "Program":
-        """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save they end the process with code 143 and
-        one line. Set what torch reads while it is imported, and let modules in the current folder be found."""
+        """Take over SIGTERM, SIGINT and SIGUSR1: until a job has steps to save, they end the process with code 143 and
+        one line. Set the variables that torch reads when it is imported, and make modules in the current folder
+        importable."""
         if not self.stop.installed:
             self.stop.install()
         # torch says in 20 lines of C++ frames that a connection ended; we say whose, in one
@@ -50,8 +51,8 @@ class Program:
         return self
 
     def read_rank(self, *, alone: bool = False, **options: Any) -> None:
-        """Find out which rank this is: `rank_env` raises a mistake in the environment. `options`: init_method, rank and
-        world_size, in place of variables. `alone`: it is no rank, whoever has started it."""
+        """Find out which rank this is. `rank_env` raises any mistake in the environment. `options`: init_method, rank
+        and world_size, in place of variables. `alone`: it is no rank, even if a launcher started it."""
         try:
             given = with_options(os.environ, **options)
             self.found = launch = read_rank_env({} if alone else given)
@@ -61,17 +62,17 @@ class Program:
 
     @property
     def rank_env(self) -> RankEnv:
-        """Which rank this is. Raises UserError where the environment describes none."""
+        """Which rank this is. Raises UserError if the environment describes none."""
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
 
     def start(self, run_dir: Path | None = None, *, guarded: bool = True, stacks: bool = False) -> None:
-        """Be a rank from now on: end with the launcher, and write all lines to `logs/` in the folder of the run too.
+        """Be a rank from now on: end with the launcher, and write all lines also to `logs/` in the folder of the run.
 
-        `run_dir`: None for a process without a folder. `guarded`: who reads the streams may go, or stop reading,
-        without an effect on this process; not where they are a script's, or hold the result. `stacks`: the run is this
-        process's, so that `rankup stacks` asks it. Raises UserError where nothing can be written.
+        `run_dir`: None for a process without a folder. `guarded`: this process goes on if the reader of its output ends
+        or stops reading; not for a script, or if the output is the result. `stacks`: `rankup stacks` may ask this
+        process for its stacks. Raises UserError if nothing can be written.
         """
         if guarded:
             guard()
@@ -90,21 +91,19 @@ class Program:
             open_stacks(run_dir, rank=launch.rank, world_size=launch.world_size)
 
     def join(
-        self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, longest_phase_s: float = 1800.0,
-        device: str | None = None,
+        self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, device: str | None = None,
     ) -> "Group":
         """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
         Returns a context manager. A block that ends well leaves the group together with all other ranks; one that ends
-        with an error reports it to them first. If another rank caused the error, that cause is raised instead. Whoever
-        uses no block calls `Group.close()` or `Group.fail(error)`.
+        with an error reports it to them first. If another rank caused the error, the context manager raises that cause
+        instead. Without a block, call `Group.close()` or `Group.fail(error)`.
 
-        `settings`: what must be the same on all ranks, by name, as text; the versions of torch and rankup, and the
-        backend, are added. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
-        `longest_phase_s`: of all deadlines; torch's own timeout is longer.
+        `settings`: texts by name that must be the same on all ranks; rankup adds the versions of torch and rankup, and
+        the backend. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
 
-        Raises JoinError (code 170) where the ranks do not come together within `timeout_s`, PeerLost (171) where one is
-        lost meanwhile, and UserError (2) where they differ, and for a device that is not there.
+        Raises JoinError (code 170) if the ranks do not come together within `timeout_s`, PeerLost (171) if one is lost
+        meanwhile, and UserError (2) if they differ or a device is not there.
         """
         from rankup.group import joining
 
@@ -112,20 +111,19 @@ class Program:
         self._watch = group.watch
         with contextlib.ExitStack() as unless_joined:
             unless_joined.push(group)
-            joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+            joining.join(group, timeout_s=timeout_s)
             unless_joined.pop_all()
         return group
 
     def doctor(self, run_dir: Path, *, as_json: bool = False, **plan: Any) -> int:
-        """Check whether the machines are fit for a training, in place of one. Returns the exit code: 0, 10 with
+        """Check whether the machines are fit for training, instead of training. Returns the exit code: 0, 10 with
         warnings, 20 not fit, 30 could not be completed. `plan`: see `rankup.doctor.stages.doctor`. Raises Stopped."""
         from rankup.doctor.stages import doctor
 
         return doctor(self.found, run_dir, stop=self.stop, log=self.log, as_json=as_json, **plan)
 
     def end(self, error: BaseException) -> int:
-        """Print an end that is no success, as its kind deserves, tell it to torchrun or our agent, and return the exit
-        code."""
+        """Print why this process ends, tell it to torchrun or our agent, and return the exit code."""
         from rankup.agent.ends import End, tell_torchrun, what_next
         from rankup.agent.protocol import AgentLine
 
@@ -152,5 +150,6 @@ class Program:
         return code
 
     def exit(self, code: int) -> NoReturn:
-        """End this process. Python's own end may wait for threads in torch, and these for a rank that is dead."""
+        """End this process at once. Python's own end may wait for threads in torch, and these for a rank that is
+        dead."""
         finish(code)

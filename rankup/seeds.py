@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, and not on what was drawn before them."""
+"""Random numbers that depend only on their purpose (seed, step, rank), not on what was drawn before."""
 
 import hashlib
 import random
@@ -27,7 +27,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
     """Seed Python, torch and, where it is loaded already, numpy, in this process; torch on all GPUs too where `device`
     is one of them.
 
-    For the CPU that is left out: each step seeds anew, and to ask after GPUs takes 70 µs there, ten times the rest.
+    On CPUs it does not ask for GPUs: each step seeds anew, and the question takes 70 µs, ten times the rest.
     """
     if device != CPU:  # its `type` makes a string each time
         torch.manual_seed(seed)
@@ -57,7 +57,7 @@ def _set_host_state(state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def host_state_kept() -> Iterator[None]:
-    """Whatever draws random numbers in the block, the host draws afterwards as if nothing had."""
+    """The host's random state after the block is the one before it."""
     state = _host_state()
     try:
         yield
@@ -67,7 +67,7 @@ def host_state_kept() -> Iterator[None]:
 
 @contextmanager
 def state_kept(device: torch.device, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """The same with the numbers of `device`, and with the buffers of `modules`: around passes that are not to count."""
+    """The same for the random state of `device` and the buffers of `modules`: around passes that are not to count."""
     buffers = [(module, {name: each.detach().clone() for name, each in module.named_buffers()}) for module in modules]
     devices = [] if device.type == "cpu" else [device.index or 0]
     try:

@@ -1,6 +1,7 @@
-"""Every time constant of the library in one table, in seconds. What a user may set is an option or a setting instead.
+"""Every time constant of the library in one table, in seconds. Times that a user may set are options or settings
+instead.
 
-A constant that follows from another one is written as that. Tests change a constant where it is used.
+A constant that follows from another one is computed from it. Tests change a constant where it is used.
 """
 
 # Looking --------------------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ KILL_S = 5.0  # how long a killed process may take to end; one that waits for a 
 STOP_S = 0.001  # between two looks at whether a step may begin, while the ranks agree on one to stop at
 FORM_S = 20.0  # ranks that reach each other connect within this; more where there are many
 WATCHDOG_LATER_S = 10.0  # each step of joining has its own deadline, whose message says more than the watchdog's
-BEHIND_OURS_S = 120.0  # gloo's and nccl's own timeouts are longer than ours, which know the phase and name the rank
+TORCH_S = 14 * 24 * 3600.0  # gloo's and nccl's own timeouts come after all of ours, which know phase and rank
 WHERE_S = 2.0  # how long the leader may take to say where all ranks are
 QUIET_S = 5.0  # a rank of which nothing was heard for so long may be stopped, or cut off
 CAUSE_S = 7.0  # how long the line has to say who was lost, where a collective has broken

@@ -14,7 +14,7 @@ def is_url(text: str) -> bool:
 
 
 def extra_of(url: str) -> str:
-    """Which extra of ours it needs, "" where it needs none that we know."""
+    """Which extra of ours an address needs; "" if it needs none that we know."""
     return EXTRAS.get(url.partition("://")[0], "")
 
 

@@ -1,7 +1,7 @@
-"""How ranks and jobs end: what an end means for the job, and what the files of a run say of it. No torch here.
+"""How ranks and jobs end: what an end means for the job, and which files of a run record it. No torch here.
 
-The first rank that ends badly ends the membership: every agent has its ranks leave, and says how each of them ended.
-Only then is it known why: a rank that lost its peer often ends before the peer itself.
+The first rank that ends badly ends the membership: every agent tells its ranks to leave, and reports how each ended.
+Only then is the cause known, because a rank that lost its peer often ends before the peer itself.
 
 | status.json                         | the run: by node 0's agent, or by rank 0 of a script that imports rankup |
 | status/<attempt>/rank-N.json        | how each rank ended: by its agent, or by the rank itself                 |

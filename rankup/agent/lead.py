@@ -1,5 +1,5 @@
-"""What the agent that leads does beside: it decides what the ends of ranks mean, and writes down how a script ends. No
-torch here."""
+"""The extra work of the agent that leads: it decides what the ends of ranks mean for the job, and records how a script
+that does not import rankup ends. No torch here."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""What a process prints, by hand and by logging, in an agent as in a rank; where stacks are written; and what the
-agent reads from the pipes of a script that does not import rankup. No torch here.
+"""Output: where the lines of an agent and of a rank go, printed or logged, where stacks are written, and what the agent
+reads from the pipes of a script that does not import rankup. No torch here.
 
 Printing ends nothing and blocks nothing for long: a reader that has gone, a full disk or a disk that hangs costs lines,
 not the run. Each line carries its host and rank.

@@ -1,11 +1,11 @@
-"""Which members belong to a job: memberships are proposed, committed and lost. No torch here.
+"""Which members belong to a job: it proposes, commits and loses memberships. No torch here.
 
-Where the number of nodes may change, a node keeps its seat, and its ranks are numbered at each proposal: the leader's
-first, then those of the last membership in its order, then newcomers; who is beyond `most` is a spare. Which part of a
-job that was cut goes on is in `votes`.
+If the number of nodes may change, a node keeps its seat, and each proposal numbers the ranks: the leader's first, then
+those of the last membership in its order, then newcomers. Who is beyond `most` is a spare. `votes` decides which part
+of a job goes on after a cut.
 
-Members that differ (see `differences`) are all refused as long as there was no membership. Later such a newcomer is
-turned away alone, also where it is the one that is to lead. Arguments count where all nodes began with the same.
+Before the first membership, members that differ (see `differences`) are all refused. Later such a newcomer is turned
+away alone, also if it is to lead. Arguments count if all nodes began with the same ones.
 """
 
 import asyncio

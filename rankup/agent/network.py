@@ -1,5 +1,5 @@
-"""Addresses, ports and interfaces as this machine's system sees them, and who may speak to a port where members meet:
-whoever knows the secret in RANKUP_SECRET_FILE, if a job has one.
+"""Addresses, ports and interfaces of this machine, and who may speak to a port where members meet: whoever knows the
+secret in RANKUP_SECRET_FILE, if a job has one.
 
 As in Python's multiprocessing.connection, both sides prove that they know the secret, and nobody sends it. Each draws a
 nonce, so that a recorded answer is worth nothing, and names its role, so that nobody gets his own answer back.

@@ -1,8 +1,8 @@
-"""How processes start and end, and what a container or a batch job grants them. No torch here.
+"""How processes start and end, and which limits a container or batch job sets. No torch here.
 
-A process of ours ends by `os._exit`, never by returning from its main module: at the interpreter's own end Python waits
-for threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a rank
-that is dead. `main` ends by `finish`; whatever cannot wait (a deadline, a lost peer) ends by `leave`.
+A process of ours ends by `os._exit`, never by returning from its main module. At the interpreter's own end Python waits
+for threads inside torch, for the workers of a stuck disk and for gloo's teardown, and any of them may wait for a dead
+rank. `main` ends by `finish`; what cannot wait (a deadline, a lost peer) ends by `leave`.
 """
 
 import atexit

@@ -1,4 +1,5 @@
-"""This node's ranks: started with all that torchrun sets, told to leave, and looked at. No torch here."""
+"""This node's ranks: start them with all variables that torchrun sets, tell them to leave, look at them. No torch
+here."""
 
 import asyncio
 import contextlib

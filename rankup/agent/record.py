@@ -1,8 +1,8 @@
-"""The life of a rank as one record in memory that outlives it: phase, step, deadline and place. No torch here.
+"""Where a rank is, as a record in memory that outlives it: phase, step, deadline and place. No torch here.
 
-A record lies in a file without a name, which the agent has made, or a rank without an agent. The rank writes it
-without a system call; the agent reads it at any time, also after the rank was killed. One number goes the other way:
-the step at which to stop.
+A record lies in a file without a name. The agent makes it, or a rank without an agent. The rank writes it without a
+system call; the agent can read it at any time, also after the rank was killed. One number goes the other way: the step
+at which to stop.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Which file a script is, what must be the same of it on all nodes, how its command line looks. No torch here."""
+"""The user's script: which file it is, what must be the same of it on all nodes, its command line. No torch here."""
 
 import ast
 import contextlib

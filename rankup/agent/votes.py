@@ -1,10 +1,10 @@
-"""Of a job whose number of nodes may change and that was cut only one part goes on. No torch here.
+"""If a job whose number of nodes may change is cut, at most one part goes on. No torch here.
 
-Each proposal carries its basis, which the next one depends on. Of its `voters` a majority has to be here, or a half
-(see `claims`); and of those in use, `used`, one, without whose ranks no earlier membership can go on (`ran`: those of
-the last one that was committed). All voters, with the spares, know a proposal before it is committed. As a part of
-the job may not know of the newest voters, those `before` have to agree too, until a majority of both knows: of a
-proposal until it is committed, and where a spare has come or gone (as in Raft's joint consensus).
+Each proposal carries its basis, on which the next one depends. A proposal needs a majority of the basis's `voters`, or
+a half (see `claims`), and at least one of the nodes in use, `used`, without whose ranks no earlier membership can go on
+(`ran`: those of the last committed one). All voters, with the spares, know a proposal before it is committed. A part of
+the job may not know the newest voters, so the earlier ones, `before`, have to agree too until a majority of both knows:
+of a proposal until it is committed, and if a spare has come or gone (as in Raft's joint consensus).
 """
 
 import math

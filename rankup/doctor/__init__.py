@@ -1,6 +1,6 @@
 """The doctor: is this machine, and this group of machines, fit to train? No torch here.
 
-First what it finds, the verdict that follows from that, and how both are shown. Then the checks of one machine: limits,
+First the findings, the verdict that follows from them, and how both are shown. Then the checks of one machine: limits,
 memory, disks.
 """
 

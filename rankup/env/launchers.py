@@ -1,4 +1,4 @@
-"""What launchers say of a rank: Slurm, mpirun and horovodrun, Kubernetes. And ports that do not collide.
+"""What the variables of launchers say of a rank (Slurm, mpirun, horovodrun, Kubernetes), and ports that do not collide.
 
 `adopt` returns RANK and its companions as strings.
 """

@@ -1,7 +1,7 @@
-"""What one agent of `rankup launch` is: which of the nodes, how many ranks it starts, where the agents meet. No torch.
+"""Who an agent of `rankup launch` is: which of the nodes, how many ranks it starts, where the agents meet. No torch.
 
-RANK and WORLD_SIZE in the environment (compose, Slurm's tasks, PyTorchJob, an Indexed Job) count agents here, and
-LOCAL_RANK those of this machine.
+RANK and WORLD_SIZE in the environment (compose, Slurm's tasks, PyTorchJob, an Indexed Job) count agents here.
+LOCAL_RANK counts the agents of one machine.
 """
 
 from collections.abc import Mapping

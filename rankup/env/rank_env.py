@@ -1,8 +1,8 @@
 """Who this rank is: the environment of whichever launcher started it becomes a RankEnv or is refused. No torch here.
 
-A complete set (RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK, 0 by default) starts that rank; nothing set
-starts one process. Without RANK, what a launcher sets is adopted where it certainly means a rank. Anything between is
-refused: the alternative is a job that trains alone on every node and reports success.
+A complete set (RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, and LOCAL_RANK, 0 by default) starts that rank. Nothing set
+starts one process. Without RANK, a launcher's own variables count if they certainly mean a rank. Setting only some of
+them is an error: otherwise a job could train alone on every node and report success.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ def cache_folder() -> str:
 def describe(env: RankEnv) -> str:
     """One line: which rank this is, where the group meets, and who started it."""
     if not env.distributed:
-        return "rank 0 of 1: a single process, as no launcher gave a rank"
+        return "rank 0 of 1: a single process, because no launcher gave a rank"
     local = f"local {env.local_rank}" + (f" of {env.local_world_size}" if env.local_world_size else "")
     host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
     meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"

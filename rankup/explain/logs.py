@@ -1,4 +1,4 @@
-"""Which files hold the logs of a job, who wrote each of their lines, and when: anybody's files and folders, and runs.
+"""Finds the files with a job's logs, who wrote each line, and when: anybody's files and folders, and runs.
 
 A log is read line by line, so its size does not matter: one of 10 GB needs no more memory than one of 10 KB.
 """

@@ -1,7 +1,7 @@
-"""The group of ranks: this rank's place in it, and the few collectives over host memory that keep the ranks in step.
+"""The group of ranks: this rank's place in it, and a few collectives over host memory.
 
-Values travel as JSON, or as what `torch.load(weights_only=True)` reads. torch's own collectives of objects unpickle
-what arrives, which runs whatever code the sender wants, and anybody in the network may connect to a rank's ports.
+Values travel as JSON, or as tensors that `torch.load(weights_only=True)` reads. torch's own collectives of objects
+unpickle what arrives, so any sender could run code here, and anybody in the network may connect to a rank's ports.
 """
 
 import dis
@@ -29,11 +29,11 @@ T = TypeVar("T")
 class Group:
     """This rank's place among all ranks, and the collectives.
 
-    Every collective waits on the host, never on the device, and raises what torch raises when another rank is gone;
-    the end of the block turns that into a PeerLost which names the rank.
+    Every collective waits on the host, never on the device. If another rank is lost, it raises torch's error, and the
+    end of the block turns that into a PeerLost that names the rank.
 
-    `hosts`: by rank. `restarted`: any rank's process. `settings`: what must be the same on all ranks. `backend`: of
-    torch's process group. `store`: once the ranks have met.
+    `hosts`: by rank. `restarted`: whether any rank's process was. `settings`: what must be the same on all ranks.
+    `backend`: of torch's process group. `store`: once the ranks have met.
     """
 
     settings: Mapping[str, str]
@@ -84,7 +84,7 @@ class Group:
             raise failure from error
 
     def close(self) -> None:
-        """Leave after success, all ranks together. Raises what `fail` returns where another rank does not come."""
+        """Leave after success, all ranks together. Raises what `fail` returns if another rank does not come."""
         try:
             self.barrier()
             self.watch.quiet = True
@@ -99,7 +99,7 @@ class Group:
             raise failure from error
 
     def fail(self, error: BaseException) -> BaseException:
-        """This rank ends with `error`. Returns what stands behind it, once the other ranks know.
+        """Tell the other ranks that this rank ends with `error`. Returns the cause behind it.
 
         A rank that fails exits at once: torch's own teardown may wait for the dead.
         """
@@ -117,7 +117,7 @@ class Group:
     # Collectives ------------------------------------------------------------------------------------------------
 
     def collective(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which waits for the other ranks: this rank is not to blame if that takes long."""
+        """Return `call()`, which waits for other ranks. While it waits, nobody takes this rank for the slow one."""
         self.record.waiting = True
         result = call()
         self.record.waiting = False
@@ -158,7 +158,7 @@ class Group:
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """The `value` of rank `source`, which JSON can hold, on all ranks. A tuple arrives as a list.
 
-        What the other ranks pass is not looked at. Raises TypeError on `source` for what JSON can't hold.
+        The other ranks' values are ignored. Raises TypeError on `source` for what JSON can't hold.
         """
         data = json.dumps(value).encode() if self.rank == source else b""
         return json.loads(self.broadcast_bytes(data, source=source))
@@ -175,7 +175,7 @@ class Group:
         return torch.load(received, map_location="cpu", weights_only=True)  # every rank would fill cuda:0
 
     def broadcast_bytes(self, data: bytes, *, source: int = 0) -> bytes:
-        """The `data` of rank `source` on all ranks. What the other ranks pass is not looked at."""
+        """The `data` of rank `source` on all ranks. The other ranks' data are ignored."""
         if self.world_size == 1:
             return data
         size = torch.tensor(len(data))
@@ -188,7 +188,8 @@ class Group:
         return bytes(content)
 
     def must_match(self, what: str, value: str, *, remedy: str) -> None:
-        """Raises UserError on every rank where `value` differs between ranks, naming the first that differs."""
+        """Raise UserError on every rank if `value` differs between ranks. The message names the first rank that
+        differs."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -201,7 +202,7 @@ class Group:
     def on_rank0(self, work: Callable[[], Any], *, source: int = 0) -> Any:
         """Call `work` on rank 0, or on rank `source`, and return its result, see `broadcast`. All ranks call this.
 
-        UserError and PeerLost of `work` are raised on all ranks: one that waited for rank 0's result would otherwise
+        UserError and PeerLost of `work` are raised on all ranks: otherwise a rank that waits for rank 0's result would
         wait until a deadline. Any other error is a fault: it ends rank 0, and the others lose their peer.
         """
         result, failure = None, ("", "")

@@ -1,6 +1,7 @@
-"""A rank that another launcher started: it is a member of the meeting itself, and rank 0 leads it.
+"""For a rank that another launcher started: it is a member of the meeting itself, and rank 0 leads.
 
-Members meet at the master's port, or where the launcher's store or a file says. Ranks of an agent do without this.
+Members meet at the master's port, or at the place that the launcher's store or a file names. Ranks of an agent do not
+need this.
 """
 
 import asyncio

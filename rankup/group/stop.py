@@ -1,9 +1,9 @@
-"""The thread beside the loop, what signals ask this rank for, and where its main thread is.
+"""Signals: the thread beside the loop that hears them, what they ask this rank for, and where its main thread is.
 
-SIGTERM, SIGINT and SIGUSR1 set a flag that the loop looks at; they never interrupt a step. SIGUSR2 comes the same way,
-and asks for the stacks of all threads. Once the rank has a group, the same thread hears its line and looks at the clock
-(`rankup.group.watchdog`). No torch: a container that is stopped while it imports torch must end at once, and the kernel
-ignores SIGTERM for a container's first process unless that has a handler.
+SIGTERM, SIGINT and SIGUSR1 set a flag that the loop checks; they never interrupt a step. SIGUSR2 comes the same way,
+and asks for the stacks of all threads. Once the rank has a group, the same thread reads its line to the others and
+watches the clock (`rankup.group.watchdog`). No torch: a container that is stopped while it imports torch must end at
+once, and the kernel ignores SIGTERM for a container's first process unless that has a handler.
 """
 
 import contextlib

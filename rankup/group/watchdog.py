@@ -1,9 +1,9 @@
 """Deadlines, lost peers, and how this rank ends: a hang always turns into an exit that names the suspect.
 
-A rank has a line to the others, beside what is training: under an agent a local socket to it, else the rank is a member
-of the meeting itself (`rankup.group.member`). The thread of `rankup.group.stop` looks at the clock, and at what the
-line has said; it does nothing that could block it. A rank that has to go does so in a thread of its own. A process that
-is stopped itself (SIGSTOP, a frozen node) does none of that: the others find it by its silence. No torch here.
+A rank has a line to the others, apart from the training traffic: a local socket to its agent, or else it is a member of
+the meeting itself (`rankup.group.member`). The thread of `rankup.group.stop` watches the clock and reads the line; it
+does nothing that could block it. A rank that has to end does so in another thread. A process that is stopped itself
+(SIGSTOP, a frozen node) does none of that: the others find it by its silence. No torch here.
 """
 
 import logging
@@ -39,8 +39,7 @@ class Watchdog:
     """The deadline of this rank's phase, what the other ranks last reported, and how this rank ends.
 
     What this rank does stands in its `record`: phase, step, deadline, and whether it waits for others.
-    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life. `settled`:
-    this rank begins no further step.
+    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:

@@ -1,1 +1,1 @@
-"""What keeps a loop exact: batches, seeds, live state, the commit. `rankup.loop.job` puts them together."""
+"""What keeps a loop exact: batches, seeds, live state, the commit. `rankup.loop.job` combines them."""

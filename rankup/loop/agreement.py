@@ -1,9 +1,9 @@
-"""Silent corruption is found: ranks that must hold the same state compare a digest of it, every so many steps, and
-before each save. Where it differs, all ranks end, and the next attempt goes on from the newest copy.
+"""Finds silent corruption: ranks that must hold the same state compare a digest of it every few steps and before each
+save. If it differs, all ranks end, and the next attempt goes on from the newest copy.
 
-Of three ranks or more the majority says who went wrong. With two ranks one comparison cannot tell: the next attempt
-compares after each step until it is past that one. If the fault comes again, a further attempt shows which rank differs
-from its own earlier digest. `corruption.md` says what a comparison does not see, and what `recompute` is for.
+With three ranks or more the majority shows which rank is wrong. With two ranks one comparison cannot tell: the next
+attempt compares after each step until it is past that one. If the fault comes again, a further attempt shows which rank
+differs from its own earlier digest. `corruption.md` says what a comparison does not see, and what `recompute` is for.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The batches of a user's loader: which of them this rank gets, and how to go on in the middle.
+"""The batches of a user's loader: which part of each this rank gets, and how to resume in the middle of an epoch.
 
 A batch of a DataLoader is a global batch: the loader's own batch sampler draws it, equally on all ranks, and each rank
-takes its part. What splits already (DistributedSampler) is left as it is.
+takes its part. A sampler that splits by itself (DistributedSampler) stays as it is.
 
-In the middle a DataLoader of a map-style data set goes on by drawing its order again, what has a state_dict by its own
-state, any other iterable by loading the earlier batches and dropping them. A generator can't, and is refused.
+To resume, a DataLoader of a map-style data set draws its order again, an object with a state_dict loads its own state,
+and any other iterable loads the earlier batches and drops them. A generator can't do that, and is an error.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The job of a loop: its state, its steps, its stop. `rankup.init` makes one."""
+"""`Job`, the interface for a loop: tracked state, steps, batches, copies, the stop. `rankup.init` makes one."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ SEEDS_AHEAD = 100  # so many at once: one alone, between two steps, takes ten ti
 
 
 class Job:
-    """This rank's part of the run.
+    """The job as this rank sees it. `rankup.init` returns it.
 
     `rank`, `local_rank`, `world_size`: who this is. `is_main`: rank 0. `device`: this rank's. `run_dir`: the folder.
     `epoch`: where `job.epochs` stands.
@@ -61,9 +61,9 @@ class Job:
 
     @property
     def weight(self) -> float:
-        """What to multiply a mean loss of this rank's part of the batch with, so that the mean over the ranks is that
-        of the global batch: 1.0 where all parts are equal. Of the newest batch: where a loop reads several loaders
-        together, what `batches` returned for each has its own `weight`."""
+        """The factor for a mean loss of this rank's part of the batch, so that the mean over the ranks is the mean over
+        the global batch: 1.0 if all parts are equal. It belongs to the newest batch. In a loop that reads several
+        loaders together, the iterator that `batches` returned for each has a `weight` of its own."""
         self.live.weight_asked = True
         return self.live.weight
 
@@ -76,8 +76,8 @@ class Job:
         scheduler, a GradScaler, anything with `state_dict` and `load_state_dict`, or a dict, a list or a tensor, which
         is filled in place. Several calls are allowed.
 
-        Raises UserError, by its path, for a value that can't be kept, and where an item does not fit the copy, or is
-        not the same on all ranks.
+        Raises UserError, with the path, for a value that a copy can't hold, and for an item that does not fit the copy
+        or differs between ranks.
         """
         group, run, tracked = self.group, self.run, self.tracked
         if self._begun:
@@ -107,8 +107,8 @@ class Job:
     def change(self) -> Iterator[None]:
         """Guard a change of tracked state between epochs: `with job.change(): best["accuracy"] = accuracy`.
 
-        After a resume the code after the last batch of an epoch runs again. What a block has changed before is not
-        changed twice: its effect on tracked state is undone at its end. Raises UserError inside a loop over
+        After a resume the code after the last batch of an epoch runs again. If a block took effect before, its changes
+        to tracked state are undone at its end, so that no change counts twice. Raises UserError inside a loop over
         `job.batches` or `job.steps`, whose code does not run again: change the state inside `job.step` there.
         """
         live = self.live
@@ -133,8 +133,8 @@ class Job:
     def save(self, *, wait: bool = False) -> None:
         """Write a copy of the last commit, unless the newest one holds it. All ranks call this at the same step.
 
-        It is written beside the training, unless `wait`. Raises UserError where the disk is full, and PeerLost where
-        another attempt owns the run by now.
+        A thread writes it while the training continues, unless `wait`. Raises UserError if the disk is full, and
+        PeerLost if another attempt owns the run by now.
         """
         self.begin()
         if self.saving.save(wait=wait):
@@ -143,11 +143,11 @@ class Job:
     # The loop -------------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """0 to `count` - 1, from the epoch on in which the run stands. Saves at the end of each, unless
+        """The epochs 0 to `count` - 1, from the run's current epoch on. Saves at the end of each, unless
         `save_every_steps` says otherwise.
 
-        A copy that was made after the last batch of an epoch goes on behind that batch: what follows in the body, an
-        evaluation for one, runs again.
+        A resume from a copy that was made after the last batch of an epoch runs the rest of the body again, such as an
+        evaluation.
         """
         self.begin()
         self.live.has_epochs = True
@@ -167,7 +167,7 @@ class Job:
         """The number of finished steps before each step of a run of `total`, from where the run stands: for a loop that
         has neither epochs nor a loader, or whose batches depend on the step alone.
 
-        The body enters `job.step` once. Raises Stopped, after a save, where the job was asked to stop.
+        The body enters `job.step` once in each pass. Raises Stopped, after a save, if the job was asked to stop.
         """
         self.begin()
         self.course.total = total
@@ -185,14 +185,14 @@ class Job:
         self.loop_is_over = True
 
     def batches(self, loader: Any, *, any_order: bool = False) -> Batches:
-        """The batches of `loader` that this rank trains on, from the next one on after a resume.
+        """The batches of `loader` that this rank trains on. After a resume they begin with the next one.
 
-        A batch of a DataLoader is a global batch: each rank gets its part of it, see `weight`. A sampler that splits
-        by itself (DistributedSampler) is left as it is. The order depends on seed and epoch alone. `any_order`: the
-        order does not matter, so that `loader` is iterated from its beginning after a resume.
+        A batch of a DataLoader is a global batch: each rank gets its part of it, see `weight`. A sampler that splits by
+        itself (DistributedSampler) stays as it is. The order depends on seed and epoch alone. `any_order`: the order
+        does not matter, so after a resume `loader` starts from its beginning.
 
-        Raises UserError, in one line, for a loader that can't be replayed (see `rankup.loop.batches`), and where ranks
-        draw different orders. Raises Stopped where the job was asked to stop.
+        Raises UserError for a loader that can't be replayed (see `rankup.loop.batches`), and if ranks draw different
+        orders. Raises Stopped if the job was asked to stop.
         """
         if id(loader) not in self._batches:
             source = source_of(loader, self.rank, self.world_size, any_order=any_order)
@@ -202,9 +202,9 @@ class Job:
     def eval_batches(self, loader: Any, *, pad: bool = False) -> Iterator[Any]:
         """The batches of an evaluation: each sample of `loader` once over all ranks, which take batches in turn.
 
-        A rank may get one batch less than another. `pad`: it gets one all the same, with `job.weight` 0.0; for models
-        whose forward pass waits for all ranks (FSDP2). Leaves the random state as it was. Raises Stopped where the job
-        was asked to stop, with several ranks only if `pad`.
+        A rank may get one batch less than another. With `pad` it gets one more, with `job.weight` 0.0; models whose
+        forward pass waits for all ranks (FSDP2) need that. Leaves the random state as it was. Raises Stopped if the job
+        was asked to stop; with several ranks only if `pad`.
         """
         for batch, weight in evaluation_batches(loader, self.settings.seed, self.rank, self.world_size, pad=pad):
             if self.world_size == 1:
@@ -215,16 +215,17 @@ class Job:
             yield batch
 
     def step(self, **values: Any) -> Step:
-        """`with job.step(loss=loss):` around all that makes a finished step of its gradients: the optimizer's step, the
-        schedule's, the scaler's update, EMA. Only inside may tracked state change. All ranks enter it.
+        """`with job.step(loss=loss):` goes around everything that turns gradients into a finished step:
+        `optimizer.step()`, `scheduler.step()`, the scaler's update, EMA. Tracked state may change only inside. All
+        ranks enter it.
 
-        `values`: scalars of this rank, for `metrics.jsonl` and TensorBoard as `train/<name>`: the mean over the ranks,
-        each `log_every_steps` steps. Only then do ranks exchange something, and only for values is the device waited
-        for. All ranks give the same names.
+        `values`: scalars of this rank. Every `log_every_steps` steps their mean over the ranks goes to `metrics.jsonl`
+        and TensorBoard as `train/<name>`. Only then do the ranks exchange them and wait for the device. All ranks give
+        the same names.
 
-        At its end the step is finished; then a copy is saved where one is due, and random numbers are seeded from seed,
-        step and rank. Raises Stopped where the job was asked to stop, after a save. A block that raises leaves no
-        finished step, and the job can't go on.
+        At the end of the block the step is finished. Then rankup saves a copy if one is due, and seeds the random
+        numbers from seed, step and rank. Raises Stopped, after a save, if the job was asked to stop. If the block
+        raises, the step is not finished and the job can't continue.
         """
         self._step.values = values
         return self._step
@@ -285,8 +286,8 @@ class Job:
 
     @contextlib.contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Around the backward pass of `loss`, in a loop whose module `job.track` can't find in DDP: a rank that waits
-        there for the others is not taken for a slow one."""
+        """Wrap the backward pass of `loss` in this if `job.track` finds no DDP module. Otherwise rankup takes a rank
+        that waits there for the others for a slow one."""
         self.group.record.waiting = True
         self.clock.split_backward(loss)
         yield
@@ -297,15 +298,15 @@ class Job:
 
     @contextlib.contextmanager
     def phase(self, name: str, timeout_s: float) -> Iterator[None]:
-        """A deadline of `timeout_s` seconds for what is no step: an evaluation, a download, a simulation."""
+        """A deadline of `timeout_s` seconds for work outside a step: an evaluation, a download, a simulation."""
         self.group.watch.enter(name, timeout_s, step=self.position.step)
         yield
         self.enter_step()
 
     def log(self, **values: Any) -> None:
-        """Write the outcome of an evaluation at this step: `eval/<name>` in `metrics.jsonl` and TensorBoard.
+        """Write the result of an evaluation at this step: `eval/<name>` in `metrics.jsonl` and TensorBoard.
 
-        `values`: numbers or scalar tensors; rank 0's are written. All ranks may call it. Raises UserError where the
+        `values`: numbers or scalar tensors. Rank 0 writes its own; all ranks may call this. Raises UserError if the
         disk is full.
         """
         self.begin()
@@ -322,21 +323,21 @@ class Job:
         return [self.group.broadcast_tensors(value, source=rank) for rank in range(self.world_size)]
 
     def recompute(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> None:
-        """Let all ranks compute the loss and the gradients of rank 0's batch, and compare their bits: a rank that
-        differs computes wrongly, and the attempt ends with its name. Call it every so many steps, between two steps, on
-        all ranks; it takes about as long as a step without its exchange.
+        """Let all ranks compute the loss and the gradients of rank 0's batch, and compare their bits. If a rank
+        differs, it computes wrongly, and the attempt ends with its name. Call it every few hundred steps, between two
+        steps, on all ranks. It takes about as long as a step without its exchange.
 
-        `loss(batch)`: a scalar. It gets rank 0's `batch` on the CPU: tensors in lists, tuples and dicts. It must give
-        the same bits each time, and call the module without DDP around it (`model.module`). Of modules that FSDP2 has
-        split, only the loss is compared. Buffers and random numbers are as before afterwards. One rank alone has
-        nothing to compare with.
+        `loss(batch)` returns a scalar. It gets rank 0's `batch` on the CPU: tensors in lists, tuples and dicts. It must
+        give the same bits each time, and call the module without DDP around it (`model.module`). Ranks compare only the
+        loss of modules that FSDP2 has split. Buffers and random numbers are the same afterwards. With one rank there is
+        nothing to compare.
         """
         self.agreement.recompute(loss, batch, step=self.position.step, split=self.tracked.split)
 
     def finish(self) -> None:
         """Save, and leave the group: the last line of a script. All ranks call this.
 
-        A script may leave it out where `job.epochs` or `job.steps` has come to its end: it is called when Python ends.
+        A script may leave it out if `job.epochs` or `job.steps` has come to its end: then it runs when Python ends.
         """
         self.begin()
         self.group.watch.settle()

@@ -1,5 +1,5 @@
-"""Where a run stands, and what it says of itself: `state.json` of a copy beside the tracked state, lines of training,
-evaluations, the speed and slowness of ranks, and the result."""
+"""Where a run stands and what it reports: `state.json` of a copy, training lines, evaluations, speed, slow ranks, the
+result."""
 
 import contextlib
 import platform
@@ -81,11 +81,10 @@ def check_record(path: Path, record: dict[str, Any], *, more: Check) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Options):
-    """The arguments of `init`, and what else a program may set that opens its job itself.
+    """The arguments of `init`, and more that a program may set when it opens its job itself.
 
-    `share_all`: rank 0's buffers of all modules are those of all ranks, not of modules in DDP alone. `can_rescue`: a
-    rank that lost another one still holds the whole last commit. `tracker`: mlflow or wandb; it is shown
-    the settings `shown`.
+    `share_all`: all ranks get rank 0's buffers of all modules, not only of modules in DDP. `can_rescue`: a rank that
+    lost another one still holds the whole last commit. `tracker`: mlflow or wandb, which gets the settings `shown`.
     """
 
     seed: int

@@ -1,5 +1,5 @@
-"""The tracked state as copies: one is restored at the start, others are saved beside the training, and the last one is
-written when the process has to end."""
+"""The tracked state as copies: restores one at the start, saves others beside the training, and writes the last one
+when the process has to end."""
 
 import contextlib
 import threading

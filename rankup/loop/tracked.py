@@ -1,7 +1,8 @@
-"""The live objects that a user gives to `job.track`: how they get into a copy, and a copy into them.
+"""The live objects that a user gives to `job.track`: how they get into a copy, and how a copy gets into them.
 
-Of a module the state_dict is kept under the names of the bare module, without DDP, DataParallel, torch.compile and
-FSDP2; of what else has state_dict and load_state_dict, that; a dict, a list or a tensor itself.
+A copy holds a module's state_dict under the names of the bare module, without DDP, DataParallel, torch.compile and
+FSDP2. It holds the state_dict of any other object that has state_dict and load_state_dict, and a dict, a list or a
+tensor itself.
 
 What a copy holds is the state of the last commit, although the objects may have changed since: the forward pass changes
 buffers, and many loops step a schedule once an epoch, between two steps. So `commit` copies buffers, schedules and the

@@ -1,5 +1,6 @@
-"""Worker processes of DataLoaders. They ignore the signals that a job gets, which are for the loop: a batch system
-signals the whole process group. They die with their parent alone, and the death of one ends the job in one line."""
+"""Worker processes of DataLoaders. They ignore the signals that a job gets, because a batch system signals the whole
+process group and only the loop should answer. They die only with their parent. The death of one ends the job in one
+line."""
 
 import atexit
 import contextlib
@@ -31,10 +32,10 @@ _all: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Workers:
-    """What `iter(loader)` gives. The workers of a DataLoader begin here, and the loader is afterwards as before; main
-    thread only.
+    """What `iter(loader)` gives. It starts the workers of a DataLoader, and leaves the loader as it was; main thread
+    only.
 
-    Raises PeerLost where one does not begin. `next` raises UserError for a full /dev/shm, PeerLost where a worker died,
+    Raises PeerLost if a worker does not start. `next` raises UserError for a full /dev/shm, PeerLost if a worker died,
     and what the data set raised.
     """
 

@@ -1,1 +1,1 @@
-"""What watches a run: its logs, how it stands, its metrics, slow ranks, trackers."""
+"""What watches a run: logs, status, metrics, slow ranks, trackers."""

@@ -1,4 +1,5 @@
-"""Where the time of a run went, over all its attempts: which share went into steps that counted. No torch here.
+"""Goodput: where the time of a run went over all its attempts, and which share went into steps that counted. No torch
+here.
 
 Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S: after a kill
 -9 the last report is at most that old. Goodput is computed from these files when somebody asks for it.

@@ -1,6 +1,6 @@
-"""What all ranks of a run wrote, by time: the command `logs`. No torch here.
+"""The command `logs`: what all ranks of a run wrote, by time. No torch here.
 
-It reads the files `logs/rank-N.log` alone, so it works while the run trains, and its memory does not depend on their
+It only reads the files `logs/rank-N.log`, so it works while the run trains, and its memory does not depend on their
 size. Times have whole seconds: within one the ranks take turns, and each rank's lines keep their order.
 """
 

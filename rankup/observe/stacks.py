@@ -1,7 +1,8 @@
-"""`stacks RUN`: where each rank of a run is now, which ranks are somewhere else than the others, and all their stacks.
+"""The command `stacks`: where each rank of a run is now, which ranks are somewhere else than the others, and all
+stacks.
 
-It asks the processes of this machine, for a bounded time, and describes one that does not answer from outside. What
-the ranks of other machines have answered there is read here too where the machines share a disk. No torch here.
+It asks the processes of this machine for a bounded time, and describes from outside a process that does not answer. If
+the machines share a disk, it also reads what the ranks of other machines have answered there. No torch here.
 """
 
 import contextlib

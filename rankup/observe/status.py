@@ -1,7 +1,7 @@
-"""`status`: how a run stands, read from its files alone, by anybody who can read them. No torch here.
+"""The command `status`: how a run stands, read from its files alone, by anybody who can read them. No torch here.
 
-A job that is killed says nothing, so what counts is how old its last sign of life is: rank 0 replaces its report every
-two seconds (`rankup.observe.goodput`), and its lease as often.
+A killed job says nothing, so the age of its last sign of life counts: rank 0 replaces its report every two seconds
+(`rankup.observe.goodput`), and its lease as often.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""A run at a tracker, MLflow or W&B: rank 0 starts a process that sends what is new in `metrics.jsonl`.
+"""Sends a run to a tracker, MLflow or W&B: rank 0 starts a process that sends new lines of `metrics.jsonl`.
 
 That file is the queue. A server that is down costs no memory and loses nothing: the next attempt sends what this one
-could not. It is a process, as importing MLflow takes two seconds, for which a thread would hold Python's lock.
+could not. It is a process and not a thread, because importing MLflow holds Python's lock for two seconds.
 
-No step is sent twice. A resume cuts the file and does steps again, with the same result to the bit; trackers can't take
-a point back. So `tracker/sent.json` keeps the last step that was sent of each curve. Points whose answer was lost are
+No step is sent twice. A resume cuts the file and repeats steps with the same result, bit for bit; trackers can't take a
+point back. So `tracker/sent.json` keeps the last step that was sent of each curve. Points whose answer was lost are
 sent again, unchanged: MLflow keeps an equal point once.
 """
 

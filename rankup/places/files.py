@@ -1,4 +1,5 @@
-"""Files that a reader sees old or new, never half; and this machine's folders for what is kept elsewhere. No torch."""
+"""Files that a reader sees old or new, never half, and this machine's folders for downloads and for runs in a store. No
+torch."""
 
 import errno
 import hashlib
@@ -117,8 +118,8 @@ def runs_folder(run_dir: str) -> Path:
 
 
 def cache_roots() -> list[Path]:
-    """The folders of this machine for copies of what is kept elsewhere, the preferred one first: RANKUP_CACHE alone if
-    it is set, else the user's cache, and one in the temporary directory. Raises UserError where another user may have
+    """The folders of this machine for downloads and for runs in a store, the preferred one first: RANKUP_CACHE alone if
+    it is set, else the user's cache and one in the temporary directory. Raises UserError if another user may have
     prepared all of them."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     shared = Path(tempfile.gettempdir(), f"rankup-cache-{os.geteuid()}")  # not that of rescues

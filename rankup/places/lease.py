@@ -1,7 +1,7 @@
 """Who owns a run, and which attempts its state comes from. No torch here.
 
-An owner gives signs of life; whoever wants the run takes it from an owner that is gone or silent. An owner that was
-frozen, and taken for dead, may wake up before any of its writes. So each place refuses it:
+An owner gives signs of life; another process may take the run from an owner that is gone or silent. An owner that was
+frozen and taken for dead may wake up before any of its writes. So each place refuses that write:
 
 - In a folder a file is written beside its name, then the lease is read, then the file gets its name. The next owner
   first writes the lease, and then removes what others have written beside names.

@@ -1,7 +1,7 @@
-"""The copies from which an attempt may go on, wherever they lie, and the order in which to try them.
+"""The copies from which an attempt may resume, wherever they lie, and the order in which to try them.
 
-Every rank lists the copies that it can reach, without a look at their bytes. A copy has the lineage of the attempt that
-wrote it: a node 0 that comes back with an empty disk does not know which run it is to go on with.
+Every rank lists the copies that it can reach, without reading their bytes. A copy has the lineage of the attempt that
+wrote it, because a node 0 that comes back with an empty disk does not know which run to resume.
 """
 
 import contextlib

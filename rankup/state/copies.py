@@ -1,4 +1,4 @@
-"""A copy of the state is a folder of named files, which appears whole or not at all.
+"""A copy on disk: a folder of named files, which appears whole or not at all.
 
 `step-00001200/` holds `state.json` (what a person may want to read, `step` among it), the files of
 `rankup.state.tree`, and `manifest.json`: the step, and size in bytes and SHA-256 of each other file.

@@ -1,4 +1,4 @@
-"""What a node's memory holds of a run: a rescue, and parts.
+"""What a node's memory holds of a run: a rescue, and parts of split state.
 
 The rescue is a copy that a rank writes when it loses a peer, right before it ends (Gupta et al., "Just-In-Time
 Checkpointing", EuroSys 2024). It lies in `/dev/shm/rankup-<user id>/<run id>/step-00001234/`. If it can't be written

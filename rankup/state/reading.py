@@ -1,5 +1,5 @@
-"""Copies as read and verified. One rank reads a plain copy, and the others get it over the network; of a sharded one,
-which has to be on storage that all nodes share, each rank reads the slices that it needs."""
+"""Reads and verifies copies. One rank reads a plain copy and sends it to the others. A sharded copy is on storage that
+all nodes share, and each rank reads the slices that it needs."""
 
 import json
 from collections import defaultdict
@@ -25,8 +25,8 @@ OWN = "rankup_"  # items whose names begin so are no objects of the user
 class Copy:
     """A copy of the state, verified.
 
-    `record`: what `state.json` says, `step`, `run` and `attempt` among it. `tracked`: the tracked items, on the CPU; {}
-    where the copy is `sharded`, and all of that is still in its files.
+    `record`: what `state.json` says, including `step`, `run` and `attempt`. `tracked`: the tracked items, on the CPU;
+    {} if the copy is `sharded`, whose items are still in its files.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Copy:
         return int(self.record["step"])
 
     def as_plain(self) -> Self:
-        """The same with all shards read into this process, as if it had been saved plain. Raises Damaged."""
+        """The same with all shards read into this process, as if it were saved plain. Raises Damaged."""
         if not self.sharded:
             return self
         try:

@@ -1,8 +1,8 @@
 """A run: its folder, the attempt that owns it, and its copies, wherever they lie.
 
-`open_run` finds where the run stands: at the newest whole copy on its line of attempts. The newest one is fetched and
-verified, and where it is damaged the next one. What a copy holds, and whether an attempt may go on from it, the caller
-says.
+`open_run` finds where the run stands: at the newest whole copy on its line of attempts. It fetches and verifies the
+newest copy, or the next one if that is damaged. The caller says what a copy holds, and whether an attempt may resume
+from it.
 """
 
 import contextlib

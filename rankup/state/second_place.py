@@ -351,9 +351,9 @@ class SecondPlace(StoredRun):
 def fetched(place: str, *, timeout_s: float) -> Iterator[Path]:
     """The path of `place` for the length of the block: the place itself, or a copy of what is at that address.
 
-    The address may be of a run, whose newest whole checkpoint it is then, of a folder without folders in it, such as a
-    checkpoint's, or of a file. Raises UserError where there is nothing to read or the store refuses, and PeerLost where
-    it does not answer within `timeout_s`.
+    The address may name a run, which stands for its newest whole checkpoint, a folder without subfolders, such as a
+    checkpoint's, or a file. Raises UserError if there is nothing to read or the store refuses, and PeerLost if it does
+    not answer within `timeout_s`.
     """
     if not is_url(place):
         yield Path(place)

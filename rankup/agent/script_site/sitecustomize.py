@@ -1,11 +1,11 @@
-"""Python imports this as it starts a script for `rankup launch`: from here on SIGRTMAX has all stacks written.
+"""Python imports this when it starts a script for `rankup launch`. From then on SIGRTMAX writes all stacks.
 
-And it gives gloo's threads a moment at the end. After the last collective they still release its tensors, for which
-they need the interpreter's lock. If Python has begun to shut down by then, it ends such a thread in the middle of C++,
+At the end it gives gloo's threads a moment. After the last collective they still release its tensors, for which they
+need the interpreter's lock. If Python is already shutting down, it ends such a thread in the middle of C++,
 and the process aborts with its work done (`terminate called without an active exception`, PyTorch's issue 179291).
 
-It imports nothing of this project, and leaves no trace: what the script starts does not come here, and a
-`sitecustomize` of the user's or of the system's follows.
+It imports nothing of this project, and leaves no trace: processes that the script starts do not come here, and a
+`sitecustomize` of the user or the system follows.
 """
 
 import atexit
