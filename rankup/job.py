@@ -68,7 +68,7 @@ def init(
         if record["seed"] != seed:
             raise UserError(
                 f"{run} was begun with other settings: seed was {record['seed']}, is {seed}. "
-                "Set it back to go on, or fresh=True to begin anew, or another run."
+                "Set it back to resume the run, or give fresh=True or another run."
             )
 
     settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
@@ -80,7 +80,6 @@ def init(
     group = ends.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
-        longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
     ))
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))

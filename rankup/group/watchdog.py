@@ -39,8 +39,7 @@ class Watchdog:
     """The deadline of this rank's phase, what the other ranks last reported, and how this rank ends.
 
     What this rank does stands in its `record`: phase, step, deadline, and whether it waits for others.
-    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life. `settled`:
-    this rank begins no further step.
+    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:
