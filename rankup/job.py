@@ -38,7 +38,7 @@ log = logging.getLogger("rankup")
 
 def init(
     run: str | PathLike[str] = "", *, seed: int = 0, device: str = "auto", fresh: bool = False,
-    save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 10,
+    save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 50,
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
     memory_every_steps: int | None = None,
