@@ -163,7 +163,7 @@ class Ends:
     def close(self) -> None:
         """The script has come to its end."""
         self.stack.close()
-        self._pid = 0
+        self._pid, self.job = 0, None  # Python keeps the hooks, and with them a job would keep all that is tracked
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:

@@ -173,9 +173,9 @@ class Watchdog:
             threading.Event().wait()
 
     def end(self) -> None:
-        """No more deadlines."""
+        """No more deadlines, and nothing more to keep."""
         self.quiet = True
-        self.stop.watch = None
+        self.stop.watch = self._keeper = None
         set_hard_deadline(NO_LIMIT)
 
     # The thread that watches --------------------------------------------------------------------------------------
