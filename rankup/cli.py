@@ -46,6 +46,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
+        message = message.removesuffix(", ARGS")  # argparse names them, but a script may have none
         raise UserError(f"{message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help.")
 
 
@@ -124,33 +125,33 @@ def nodes(text: str) -> tuple[int, int]:
     "[OPTIONS] [-m] SCRIPT [ARGS...]",
     ("--nproc 2 train.py --lr 0.1", "--nnodes 2 --node-rank 0 --master-addr node0 -m my.train"),
     option("--nproc --nproc-per-node", int, "ranks on this node (1)", type=positive),
-    option("--nnodes", int, "nodes; 2:4 for any number between (WORLD_SIZE, or 1)", type=nodes),
-    option("--spares", int, "nodes beyond that, which replace lost ones (0)", default=0),
-    option("--wait-for-node", float, "go on with fewer nodes after (%(default)g)", default=10.0),
-    option("--lost-after-s", float, "with 2:4 or spares, a silent node is lost after (%(default)g)", default=10.0),
-    option("--shared-dir", "DIR", "shared folder or address: of two halves cut apart, one goes on"),
-    option("--max-failures-per-node", int, "leave a node out after so many (no limit)", type=positive),
-    option("--node-rank", int, "which of the nodes this is, from 0 (RANK)"),
+    option("--nnodes", int, "nodes; 2:4 for two to four (WORLD_SIZE, or 1)", type=nodes),
+    option("--spares", int, "extra nodes, which replace lost ones (0)", default=0),
+    option("--wait-for-node", float, "go on with fewer nodes after S seconds (%(default)g)", default=10.0),
+    option("--lost-after-s", float, "2:4 or spares: a node is lost after S silent seconds (%(default)g)", default=10.0),
+    option("--shared-dir", "DIR", "folder or address that all nodes share: if the job is cut in halves, one goes on"),
+    option("--max-failures-per-node", int, "leave a node out after N failures (no limit)", type=positive),
+    option("--node-rank", int, "number of this node, from 0 (RANK)"),
     option("--master-addr", "HOST", "name or address of node 0 (MASTER_ADDR)"),
     option("--master-port", int, "port on node 0 (MASTER_PORT, or 29400)", type=positive),
-    option("--join-timeout-s", float, "wait for the other nodes (%(default)g)", default=300.0),
-    option("--max-restarts", int, "in a row without a new step, at most (3)", default=3),
+    option("--join-timeout-s", float, "wait S seconds for the other nodes (%(default)g)", default=300.0),
+    option("--max-restarts", int, "give up after N restarts without a new step (3)", default=3),
     option("--restart-on", "CODES", "restart after these exit codes below 128 too: 1,75", type=codes, default=()),
     option("--restart-args", "WORDS", "append these arguments at each restart", type=shlex.split),
-    option("--stop-grace-s", float, "kill a script so long after SIGTERM or SIGINT (%(default)g)", default=110.0),
+    option("--stop-grace-s", float, "kill a script S seconds after SIGTERM or SIGINT (%(default)g)", default=110.0),
     option("--work-dir", "DIR", "run the script there; made if missing (here)"),
-    option("--name", "NAME", "name of the run (the script's)"),
+    option("--name", "NAME", "name of the run (the script's name)"),
     RUN_DIR,
     option("--no-fork", bool, "start fresh interpreters, not forks of a process that has torch"),
-    option("--replay", "RUN", "train again as this run, whose nodes came and went: with as many ranks at each step"),
+    option("--replay", "RUN", "train again with the number of ranks that RUN had at each step"),
     option("-m --module", bool, "SCRIPT is a module"),
     option("script", "SCRIPT", argparse.SUPPRESS),
     option("arguments", "ARGS", argparse.SUPPRESS, nargs=argparse.REMAINDER, default=None),
 )
 def launch(given: argparse.Namespace) -> int:
     """Start the ranks of this node, and replace lost ones. Run the same line on each node. The script stays as it is;
-    all words after its name are its own. Options that are not given come from the environment of the launch file, in
-    parentheses; RANK and WORLD_SIZE count nodes here."""
+    all words after its name are its own. Parentheses show each default: a value, or the environment variable that sets
+    it. RANK and WORLD_SIZE count nodes here."""
     from rankup.launch import launch
 
     return launch(given)
@@ -162,11 +163,11 @@ def launch(given: argparse.Namespace) -> int:
 @command(
     "[RUN] [OPTIONS]", ("", "mine --watch"),
     option("run", "RUN", default="", text="a run's name or folder (all runs, a line each)", nargs="?"),
-    RUN_DIR, option("--watch", bool, "show it anew every two seconds, until the run ends"), JSON,
+    RUN_DIR, option("--watch", bool, "show it again every two seconds, until the run ends"), JSON,
 )
 def status(given: argparse.Namespace) -> None:
     """Show how runs stand. Steps, speed, time left, each rank, restarts and goodput, also while the run trains. It
-    reads files alone, on any machine that sees the run's folder."""
+    only reads files, on any machine that sees the run's folder."""
     from rankup.observe.status import status, watch
 
     if given.watch:
@@ -221,16 +222,16 @@ def explain(given: argparse.Namespace) -> int:
 
 @command(
     "[OPTIONS]", ("--run-dir /shared/runs", "--alone --json"),
-    option("--alone", bool, "only this machine, as one process, whoever has started it"),
+    option("--alone", bool, "only this machine, as one process, also under a launcher"),
     RUN_DIR,
     option("--num-threads", int, "CPU threads of each rank (1)", default=1),
     option("--num-workers", int, "DataLoader workers of each rank (0)", default=0),
-    option("--join-timeout-s", float, "wait for the other ranks (%(default)g)", default=120.0),
+    option("--join-timeout-s", float, "wait S seconds for the other ranks (%(default)g)", default=120.0),
     JSON,
 )
 def doctor(given: argparse.Namespace) -> int:
-    """Check whether machines are fit to train. Alone it checks this machine; as ranks, under any launcher, also what
-    lies between them. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed."""
+    """Check whether machines are fit to train. Alone it checks this machine. Under a launcher it also checks the
+    connections between the ranks. Exit code: 0 fit, 10 warnings, 20 not fit, 30 a check that could not be completed."""
     from rankup.process import Program
 
     program = Program().begin()
@@ -246,7 +247,7 @@ def doctor(given: argparse.Namespace) -> int:
     "RUN FILE [OPTIONS]", ("mine mine.pt", "runs/mine/checkpoints/step-00000400 weights.pt --item model"),
     option("run", "RUN", "a run's name or folder, the folder of one checkpoint, or an address"),
     option("file", "FILE", "where to write"),
-    option("--item", "NAME", "only the state of this tracked object: model"), RUN_DIR,
+    option("--item", "NAME", "only the state of one tracked object, such as model"), RUN_DIR,
 )
 def export(given: argparse.Namespace) -> None:
     """Write a checkpoint as one file for torch.load. The file holds a dict from the name of each tracked object to its
@@ -275,7 +276,7 @@ def print_whole(text: str) -> None:
 def overview() -> str:
     """What `rankup` alone prints."""
     about = {name: parser.get_default("about").partition(". ")[0] for name, parser in COMMANDS.items()}
-    about["train"] = f"Run our program; also: {', '.join(OF_PROGRAM[1:])}"
+    about["train"] = f"Run the training program; also: {', '.join(OF_PROGRAM[1:])}"
     lines = "".join(f"  {name:9}{text}\n" for name, text in about.items())
     return (
         f"Start PyTorch jobs anywhere, and keep them alive: rankup COMMAND [OPTIONS]\n{lines}"

@@ -38,7 +38,7 @@ log = logging.getLogger("rankup")
 
 def init(
     run: str | PathLike[str] = "", *, seed: int = 0, device: str = "auto", fresh: bool = False,
-    save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 10,
+    save_every_steps: int | None = None, keep: int = 2, log_every_steps: int = 50,
     compare_every_steps: int | None = None, tensorboard: bool = True, join_timeout_s: float = 300.0,
     setup_timeout_s: float = 1800.0, step_timeout_s: float = 600.0, save_timeout_s: float = 600.0,
     memory_every_steps: int | None = None,
@@ -68,7 +68,7 @@ def init(
         if record["seed"] != seed:
             raise UserError(
                 f"{run} was begun with other settings: seed was {record['seed']}, is {seed}. "
-                "Set it back to go on, or fresh=True to begin anew, or another run."
+                "Set it back to resume the run, or give fresh=True or another run."
             )
 
     settings = Settings(**{name: value for name, value in given.items() if name != "join_timeout_s"}, check=check)
@@ -80,7 +80,6 @@ def init(
     group = ends.stack.enter_context(program.join(
         run, settings={f"setting {name}": str(value) for name, value in given.items()}, timeout_s=join_timeout_s,
         device=None if device == "auto" else device,
-        longest_phase_s=max(setup_timeout_s, step_timeout_s, save_timeout_s),
     ))
     ends.take_errors()
     job = ends.stack.enter_context(open_job(group, settings))
@@ -164,7 +163,7 @@ class Ends:
     def close(self) -> None:
         """The script has come to its end."""
         self.stack.close()
-        self._pid = 0
+        self._pid, self.job = 0, None  # Python keeps the hooks, and with them a job would keep all that is tracked
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:

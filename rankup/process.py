@@ -91,8 +91,7 @@ class Program:
             open_stacks(run_dir, rank=launch.rank, world_size=launch.world_size)
 
     def join(
-        self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, longest_phase_s: float = 1800.0,
-        device: str | None = None,
+        self, run_dir: Path, *, settings: Mapping[str, str], timeout_s: float = 300.0, device: str | None = None,
     ) -> "Group":
         """Meet the other ranks and form torch's process group with them: gloo for host memory, beside the device's own.
 
@@ -102,7 +101,6 @@ class Program:
 
         `settings`: texts by name that must be the same on all ranks; rankup adds the versions of torch and rankup, and
         the backend. `device`: "cpu", "cuda" or "cuda:1"; None takes the accelerator of this rank, else the CPU.
-        `longest_phase_s`: the longest of all deadlines; torch's own timeout is longer.
 
         Raises JoinError (code 170) if the ranks do not come together within `timeout_s`, PeerLost (171) if one is lost
         meanwhile, and UserError (2) if they differ or a device is not there.
@@ -113,7 +111,7 @@ class Program:
         self._watch = group.watch
         with contextlib.ExitStack() as unless_joined:
             unless_joined.push(group)
-            joining.join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+            joining.join(group, timeout_s=timeout_s)
             unless_joined.pop_all()
         return group
 

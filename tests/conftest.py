@@ -65,10 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
 
-    # The longest first, and files that start no ranks last, so that all processes end at the same time. Containers come
-    # when CI has built the image meanwhile
+    # The longest first, and files that start neither ranks nor a store last, so that all processes end at the same
+    # time. Containers come when CI has built the image meanwhile
     def place(item: pytest.Item) -> int:
-        starts = {"Forks", "start"} & vars(getattr(item, "module", None) or object).keys()
+        starts = {"Forks", "start", "S3"} & vars(getattr(item, "module", None) or object).keys()
         in_containers = {"image", "pods"} & {*getattr(item, "fixturenames", ())}
         order = (_group(item).startswith("slurm"), "tests/promises/" in item.nodeid, in_containers, starts, True)
         return next(number for number, here in enumerate(order) if here)

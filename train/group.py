@@ -27,7 +27,7 @@ def join_options(config: Config, *, fresh: bool = False) -> dict[str, Any]:
     if config.device_ids:  # DataParallel wants the module on the first of its devices
         device = f"cuda:{config.device_ids.split(',')[0]}"
     settings = {**same_settings(config), "fresh": str(fresh)}
-    return {"settings": settings, "device": device, "longest_phase_s": longest_phase_s(config)}
+    return {"settings": settings, "device": device}
 
 
 def same_settings(config: Config) -> dict[str, str]:
@@ -39,8 +39,3 @@ def same_settings(config: Config) -> dict[str, str]:
     code = CODE + code_of(Path(spec.origin)) if spec and spec.origin else CODE  # the user's file is not imported yet
     settings = {f"setting {name}": json.dumps(value) for name, value in config.model_dump().items() if name not in OWN}
     return {"program code": code, **settings}
-
-
-def longest_phase_s(config: Config) -> float:
-    """The longest time limit of any phase."""
-    return max(config.setup_timeout_s, config.step_timeout_s, config.eval_timeout_s, config.save_timeout_s)

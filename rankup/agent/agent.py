@@ -29,7 +29,7 @@ from rankup.agent.ends import Verdict
 from rankup.agent.lead import Lead, id_of
 from rankup.agent.logs import host_name
 from rankup.agent.network import Link, chosen_address, interface_variables, is_this_machine, listen, open_port
-from rankup.agent.protocol import ARGUMENTS, SHARED, Member
+from rankup.agent.protocol import ARGUMENTS, LEADS, SHARED, Member, fits
 from rankup.agent.ranks import Options, Ranks
 from rankup.agent.votes import same_job
 from rankup.errors import LEFT_OUT, STOPPED
@@ -143,16 +143,16 @@ class Agent:
             await self.lead.leader.attend(reader, writer)
             return
         basis, link = self.attendance.basis, Link(reader, writer)
-        with contextlib.suppress(OSError, LookupError, TypeError, ValueError, asyncio.CancelledError):
+        with contextlib.suppress(OSError, LookupError, asyncio.CancelledError):
             link.send(
                 "leader", over="this node does not lead", token=self.attendance.me.token, n=basis["n"],
-                at=self.attendance.at, job=basis["job"],
+                at=self.attendance.at or None, job=basis["job"],
             )
             async with asyncio.timeout(timing.HELLO_S):
                 said = await link.receive()
-                if said["is"] == "leads" and int(said["n"]) >= basis["n"] and same_job(said, basis):
-                    port = int(said["port"])
-                    self._elsewhere = (link.remote_ip, port) if port else self._elsewhere
+                leads = said["is"] == "leads" and fits(said, LEADS)
+                if leads and said["port"] and said["n"] >= basis["n"] and same_job(said, basis):
+                    self._elsewhere = (link.remote_ip, said["port"])
         link.close()
 
     def yield_to(self, ip: str, port: int) -> None:

@@ -289,7 +289,7 @@ async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int
         while new:
             found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
             said.update(zip(new, found, strict=True))
-            told = [(str(each["at"][0]), int(each["at"][1])) for each in said.values() if each and each["at"]]
+            told = [tuple(each["at"]) for each in said.values() if each and each["at"]]
             new = dict.fromkeys(place for place in told if place not in said)
         for place, each in said.items():
             leads = each is not None and not each["over"] and each["token"] != me.token
@@ -314,11 +314,13 @@ async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int
 
 
 async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What an agent at that address says of who leads; None where none answers. `answer`: what a leader says to it."""
+    """What an agent at that address says of who leads; None where none does. `answer`: what a leader says to it."""
     connect = Link.connect(ip, port, timeout_s=timing.PROBE_S)
-    with contextlib.suppress(OSError, LookupError, TypeError, ValueError), contextlib.closing(await connect) as link:
+    with contextlib.suppress(OSError, ValueError), contextlib.closing(await connect) as link:
         async with asyncio.timeout(timing.PROBE_S):
             said = await greeting(link, read_secret(os.environ))
         link.send("leads", **answer)
-        return {"token": "", "n": 0, "running": False, "at": [], "job": "", **said, "over": str(said["over"])}
+        if fits(said, LEADERS["leader"]):
+            known = {name: value for name, value in said.items() if value is not None}
+            return {"token": "", "n": 0, "running": False, "at": None, "job": "", **known}
     return None

@@ -122,7 +122,8 @@ class ForkServer:
         elif "started" in news:
             self.pids[news["started"]] = news["pid"]
             self._on_start(news["started"], news["pid"])
-        elif self.pids.pop(news["ended"], None) is not None:  # else it is a store
+        elif self.pids.get(news["ended"]) == news["pid"]:  # else it is a store, or a rank that was given up
+            del self.pids[news["ended"]]
             self._on_end(news["ended"], news["code"])
 
     async def _bury(self) -> None:
@@ -224,7 +225,6 @@ class Server:
         descriptors = [reduction.recv_handle(self.channel) for _ in range(request["descriptors"])]
         # What is left of the last membership, and nobody waits for: its store, or its rank that waits for a dead disk
         self._signal(which, signal.SIGKILL)
-        self._running = {pid: each for pid, each in self._running.items() if each != which}
         if (pid := self._fork(request["name"])) == 0:
             self.channel.close()  # the agent has to notice the end of the server, which an open copy would hide
             if which == STORE:
@@ -279,7 +279,7 @@ class Server:
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 which, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
                 if which is not None:
-                    self.tell(ended=which, code=code)
+                    self.tell(ended=which, pid=ended.si_pid, code=code)
 
 
 def _import_all(*names: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from rankup import timing
 from rankup.agent.membership import ENDED, Memberships
 from rankup.agent.network import Link, encode
-from rankup.agent.protocol import BASIS, Member, Seat, by_host, describe_missing, fits
+from rankup.agent.protocol import BASIS, LEADS, Member, Seat, by_host, describe_missing, fits
 from rankup.agent.votes import NONE, age, electorates, recount, same_job, without
 from rankup.env.rank_env import ranges
 
@@ -62,7 +62,7 @@ class Leader(Memberships):
             what = f"rank 0 still prepares their start after {waited_s} s"
             if self._late:
                 late = by_host(seat.member for seat in self._late)
-                what = f"not each has imported torch and ended earlier ranks after {waited_s} s (late: {late})"
+                what = f"after {waited_s} s some still import torch or end earlier ranks (late: {late})"
             return f"all {sum(member.num_ranks for member in self.chosen)} ranks have joined, but {what}"
         if self._limits is None:
             text = describe_missing(self.seats.members, of=self.me.world_size, waited_s=waited_s)
@@ -102,15 +102,15 @@ class Leader(Memberships):
     def yields_to(self, other: Mapping[str, Any]) -> bool:
         """Whether another leader of this job, which has said so much of itself, takes the place of this one."""
         ours = (self.membership, self.running, self.me.token)
-        return same_job(other, self.basis) and (int(other["n"]), bool(other["running"]), str(other["token"])) > ours
+        return same_job(other, self.basis) and (other["n"], other["running"], other["token"]) > ours
 
     def _read(self, link: Link, hello: Mapping[str, Any]) -> Member | None:
         """A newcomer introduces itself. None where it can't belong to this job."""
-        if hello["is"] == "leads" and self._limits is not None:
-            if not int(hello["port"]):  # a member of a job, which looks for its leader
-                self._foreign_s = self._clock() if int(hello["n"]) > self.membership else self._foreign_s
+        if hello["is"] == "leads" and fits(hello, LEADS) and self._limits is not None:
+            if not hello["port"]:  # a member of a job, which looks for its leader
+                self._foreign_s = self._clock() if hello["n"] > self.membership else self._foreign_s
             elif self.yields_to(hello):
-                self._outdone(link.remote_ip, int(hello["port"]))
+                self._outdone(link.remote_ip, hello["port"])
         if hello["is"] != "hello" or self.over:
             raise ValueError(hello["is"])  # it may be early, and wait for the next leader
         member, basis = Member.read(hello), hello.get("basis", NONE)

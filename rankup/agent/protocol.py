@@ -65,9 +65,11 @@ BASIS: dict[str, Any] = {
     "n": INT, "v": INT, "job": JOB, "used": [str], "voters": [str], "known": [(str, str, range(65536), str)],
     "same_arguments?": bool, "left?": bool, "before?": [{"n": INT, "voters": [str]}],
 }
+LEADS = {"n": INT, "token": str, "job": JOB, "running": bool, "port": range(65536)}  # who leads, to another leader
 # What a member takes from a leader's message. A form is a type, a range, a choice of texts, a pattern, a list of one
 # form, a row of forms, or values by name; a name with ? may be absent or null
 LEADERS: dict[str, dict[str, Any]] = {
+    "leader": {"over": str, "token?": str, "n?": INT, "running?": bool, "job?": JOB, "at?": (str, range(65536))},
     "waiting": {"text": str}, "spare": {"basis": BASIS}, "basis": {"basis": BASIS},
     "propose": {"n": INT, "ip": str, "next?": (str, range(65536), str), "basis?": BASIS},
     "commit": {

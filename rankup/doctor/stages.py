@@ -39,7 +39,7 @@ REPEAT_S = 1.0  # for how long the same thing is computed again and again
 
 def doctor(
     found: RankEnv | UserError, run_dir: Path, *, stop: StopRequest, log: logging.Logger, as_json: bool = False,
-    num_threads: int = 1, num_workers: int = 0, join_timeout_s: float = 120.0, longest_phase_s: float = 1800.0,
+    num_threads: int = 1, num_workers: int = 0, join_timeout_s: float = 120.0,
     settings: Mapping[str, str] | None = None, device: str | None = None,
 ) -> int:
     """Check everything that a training needs, alone or together with all ranks, and write `doctor/report.json`.
@@ -68,7 +68,7 @@ def doctor(
                 group.watch.leaving = partial(_leave, report)
                 _check(report, group, "repetition", repetition(group.device))
                 if group.world_size > 1:
-                    _check(report, group, "joined", joined(group, join_timeout_s, longest_phase_s))
+                    _check(report, group, "joined", joined(group, join_timeout_s))
                     _check(report, group, "collective", collective(group))
                     _check(report, group, "links", links(group))
                 else:
@@ -104,9 +104,9 @@ def _leave(report: Report, loss: PeerLost) -> int:
 # Each function that takes a group is collective: every rank calls it. Most findings are rank 0's
 
 
-def joined(group: Group, timeout_s: float, longest_phase_s: float) -> Iterator[Finding]:
+def joined(group: Group, timeout_s: float) -> Iterator[Finding]:
     """Who has joined, and how."""
-    join(group, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+    join(group, timeout_s=timeout_s)
     places = "; ".join(f"{ranges(ranks)} on {host}" for host, ranks in holders(enumerate(group.hosts)).items())
     by = f"{dist.get_backend()} by {os.environ.get('GLOO_SOCKET_IFNAME') or 'host name'}"
     seen = f"all {group.world_size} ranks: {places} ({by}); torch, program and settings are the same on all"

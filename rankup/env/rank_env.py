@@ -148,7 +148,7 @@ def cache_folder() -> str:
 def describe(env: RankEnv) -> str:
     """One line: which rank this is, where the group meets, and who started it."""
     if not env.distributed:
-        return "rank 0 of 1: a single process, as no launcher gave a rank"
+        return "rank 0 of 1: a single process, because no launcher gave a rank"
     local = f"local {env.local_rank}" + (f" of {env.local_world_size}" if env.local_world_size else "")
     host = f"[{env.master_addr}]" if ":" in env.master_addr else env.master_addr
     meets = f"meeting by {env.file}" if env.file else f"master {host}:{env.master_port}"

@@ -30,7 +30,7 @@ from rankup.errors import JoinError, UserError
 from rankup.group.group import Group
 from rankup.group.stop import StopRequest
 from rankup.group.watchdog import Watchdog, describe
-from rankup.timing import BEHIND_OURS_S, FORM_S, WATCHDOG_LATER_S
+from rankup.timing import FORM_S, TORCH_S, WATCHDOG_LATER_S
 
 # A digest of the files as they are imported, not as they are when ranks meet: a rank may be forked from a process that
 # has imported them days ago
@@ -87,14 +87,14 @@ def pick_backend(device: torch.device) -> str:
 # The steps -----------------------------------------------------------------------------------------------------------
 
 
-def join(group: Group, *, timeout_s: float, longest_phase_s: float) -> None:
+def join(group: Group, *, timeout_s: float) -> None:
     """All of them. For the arguments, and what it raises, see `Program.join`."""
     if group.world_size == 1:  # with a store in memory, which reaches nobody and needs no port
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(group.backend, store=store, rank=0, world_size=1)
         return
     commit, listener = meet(group, timeout_s=timeout_s)
-    form(group, commit, listener, timeout_s=timeout_s, longest_phase_s=longest_phase_s)
+    form(group, commit, listener, timeout_s=timeout_s)
     check_settings(group)
     check_devices(group)
 
@@ -122,12 +122,10 @@ def meet(group: Group, *, timeout_s: float) -> tuple[Mapping[str, Any], socket.s
     return commit, listener
 
 
-def form(
-    group: Group, commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float, longest_phase_s: float
-) -> None:
+def form(group: Group, commit: Mapping[str, Any], listener: socket.socket | None, *, timeout_s: float) -> None:
     """Second step: torch's store and process group, with gloo for host memory always. Raises JoinError and PeerLost.
     `commit`, `listener`: what `meet` returns."""
-    timeout = timedelta(seconds=longest_phase_s + BEHIND_OURS_S)
+    timeout = timedelta(seconds=TORCH_S)
     try:
         with contextlib.ExitStack() as lookups:
             lookups.enter_context(no_name_lookups())

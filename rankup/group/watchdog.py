@@ -39,8 +39,7 @@ class Watchdog:
     """The deadline of this rank's phase, what the other ranks last reported, and how this rank ends.
 
     What this rank does stands in its `record`: phase, step, deadline, and whether it waits for others.
-    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life. `settled`:
-    this rank begins no further step.
+    `hosts`: by rank. `nodes`: where their number may change, as they were said with the last signs of life.
     """
 
     def __init__(self, status: StatusFile, stop: StopRequest, *, record: Record, log: logging.Logger) -> None:
@@ -174,9 +173,9 @@ class Watchdog:
             threading.Event().wait()
 
     def end(self) -> None:
-        """No more deadlines."""
+        """No more deadlines, and nothing more to keep."""
         self.quiet = True
-        self.stop.watch = None
+        self.stop.watch = self._keeper = None
         set_hard_deadline(NO_LIMIT)
 
     # The thread that watches --------------------------------------------------------------------------------------

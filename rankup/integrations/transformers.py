@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from transformers import TrainerCallback
 
 from rankup import Job
@@ -70,4 +71,7 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._step.__exit__(None, None, None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any) -> None:
-        self.job.log(**{name: float(value) for name, value in logs.items() if isinstance(value, int | float)})
+        # A metric of the user's may be a scalar of numpy's, which no copy keeps; the Trainer has just added its record
+        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in logs.items()}
+        state.log_history[-1] |= plain
+        self.job.log(**{name: float(value) for name, value in plain.items() if isinstance(value, int | float)})

@@ -89,7 +89,7 @@ class Settings(Options):
 
     seed: int
     save_every_steps: int | None = None
-    log_every_steps: int = 10
+    log_every_steps: int = 50
     tensorboard: bool = True
     step_timeout_s: float = 600.0
     share_all: bool = False

@@ -10,6 +10,7 @@ optimizers' settings. All else changes inside of `job.step` and `job.change` alo
 """
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -177,9 +178,11 @@ class Tracked:
         if any(not isinstance(item, KINDS) for item in self.items.values()):
             return  # which may hold optimizers
         kept = set[int]().union(*map(_parameters, self._optimizers.values()))
+        this = weakref.ref(self)  # torch keeps the hook for ever
 
         def look(optimizer: Optimizer, *_: Any) -> None:
-            if self._checks and optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
+            in_first_steps = (tracked := this()) and tracked._checks
+            if in_first_steps and optimizer.state and kept.isdisjoint(own := _parameters(optimizer)):
                 kept.update(own)
                 kind = type(optimizer).__name__
                 say(f"track: {kind} steps and is not tracked: after a restart it begins anew, and the weights differ")

@@ -3,7 +3,6 @@ here.
 
 Rank 0 of each attempt, or the agent of node 0, replaces `status/<attempt>/progress-*.json` every REPORT_S: after a kill
 -9 the last report is at most that old. Goodput is computed from these files when somebody asks for it.
--9 the last report is at most that old. Goodput is computed from these files when somebody asks for it.
 """
 
 import contextlib

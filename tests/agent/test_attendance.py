@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rankup import timing
-from rankup.agent.attendance import Attendance
+from rankup.agent.attendance import Attendance, who_leads
 from rankup.agent.network import Link
 from rankup.agent.protocol import Member
 from rankup.errors import JoinError
@@ -201,3 +201,18 @@ async def test_why_there_is_no_leader_is_said_now_and_then_and_in_the_end(monkey
     assert problem.startswith(f"127.0.0.1:{at} refuses the connection: the machine answers, but nothing listens on ")
     assert problem.endswith("A loopback address is each machine itself")
     assert str(caught.value).startswith(f"rank 1 of 3 on node1 could not join within 1 s: {problem}. MASTER_ADDR and ")
+
+
+@pytest.mark.parametrize("wrong", [
+    {"over": 1}, {"over": None}, {"n": "1"}, {"n": 1e999}, {"running": "no"}, {"job": ["x"]}, {"job": "../x"},
+    {"token": 5}, {"at": ["127.0.0.1"]}, {"at": ["127.0.0.1", 70000]}, {"at": [["127.0.0.1"], 1]},
+])
+@asynchronous
+async def test_who_greets_with_what_no_leader_says_leads_nobody(wrong: dict[str, Any]):
+    """It may be anything that listens there. Whoever believed it would compare a number with a text, and end."""
+    right = {"over": "", "n": 2, "running": True, "job": "job", "token": "t", "at": ["127.0.0.1", 4711]}
+    async with fake_leader() as (port, links):
+        for said, leads in ((right, True), ({**right, **wrong}, False)):
+            asked = asyncio.create_task(who_leads("127.0.0.1", port(), answer={}))
+            (await links.get()).send("leader", **said)
+            assert (await asked is not None) == leads

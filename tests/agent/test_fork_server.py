@@ -339,6 +339,17 @@ def test_end_of_a_rank_that_was_given_up_is_none_of_its_successor(light: Rig, tm
     assert light.codes == {1: 3}
 
 
+def test_end_of_a_rank_that_was_given_up_is_told_before_the_server_reads_of_its_successor(
+    light: Rig, tmp_path: Path
+) -> None:
+    pid = light.ready(light.start([script(tmp_path, WAITS)]))
+    os.kill(pid, signal.SIGKILL)
+    assert light.server._channel.poll(60), "the server tells of an end"
+    light.server.start_rank(1, [str(script(tmp_path, "import sys\nsys.exit(3)", "next.py"))], env=light.env, name="")
+    light.until(lambda: light.codes)
+    assert light.codes == {1: 3}
+
+
 def test_batch_system_that_signals_every_process_ends_no_server(rig: Rig, tmp_path: Path) -> None:
     port = rig.store()
     for process in (psutil.Process(rig.server.pid), *psutil.Process(rig.server.pid).children()):

@@ -198,7 +198,7 @@ def test_yaml_has_the_settings_of_this_data_set_and_those_of_others_where_they_w
     {"parallel": "fsdp", "sync_bn": True, "checkpoint_format": "sharded", "memory_every_steps": 9},
     {"parallel": "horovod", "compress": "fp16"}, {"parallel": "dp", "device_ids": "1,0"},
     *({"parallel": method, "find_unused_parameters": True} for method in ("none", "dp")),  # each start asks for it
-    {"parallel": "none", "sync_bn": True},  # a run of several processes goes on in one
+    {"parallel": "none", "sync_bn": True, "compress": "fp16"},  # a run of several processes goes on in one
     {"schedule": "step", "step_epochs": 2},
 ])
 def test_setting_of_what_was_chosen_is_taken(settings):
@@ -211,7 +211,7 @@ def test_setting_of_what_was_chosen_is_taken(settings):
     ({"options": {"a": 1}}, "of your own workload alone"), ({"workload": "text", "model": "mlp"}, "of images alone"),
     ({"step_gamma": 0.5}, "of step alone"), ({"optimizer": "adamw", "momentum": 0.5}, "of sgd alone"),
     ({"checkpoint_format": "sharded"}, "of fsdp alone"), ({"device_ids": "1,0"}, "of dp alone"),
-    ({"parallel": "none", "compress": "fp16"}, "of ddp or horovod alone"),
+    ({"parallel": "fsdp", "compress": "fp16"}, "of none or ddp or horovod alone"),
     *(({"parallel": method, name: True}, f"{name} must be left out here, got true") for method, names in {
         "dp": "compile sync_bn", "fsdp": "compile find_unused_parameters",
         "horovod": "compile find_unused_parameters sync_bn"}.items() for name in names.split()),

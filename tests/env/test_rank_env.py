@@ -98,7 +98,7 @@ def test_agent_store_is_torchs_own_word_and_not_that_of_another_torchrun():
 
 
 @pytest.mark.parametrize(("env", "line"), [
-    ({}, "rank 0 of 1: a single process, as no launcher gave a rank"),
+    ({}, "rank 0 of 1: a single process, because no launcher gave a rank"),
     (AGENT, "rank 3 of 4 (local 1 of 2), master node0:29500; from torchrun"),
     (FULL, "rank 1 of 4 (local 0), master node0:29500; from environment"),
     ({**FULL, "MASTER_ADDR": "2001:db8::1"}, "rank 1 of 4 (local 0), master [2001:db8::1]:29500; from environment"),

@@ -129,6 +129,18 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
     assert said(forks.ends(STRUCK, script, **whole), "count") == "{'n': 2}"
 
 
+def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gc, weakref, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(1, 1)\n"
+        "job.track(model=model, sgd=torch.optim.SGD(model.parameters()))\n"
+        "for _ in job.steps(1):\n    with job.step():\n        pass\n"
+        "job.finish()\nseen = weakref.ref(model)\ndel job, model\ngc.collect()\nprint('left', seen())\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert said(output, "left") == "None"
+
+
 @pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
 def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
     script = tmp_path / "script.py"

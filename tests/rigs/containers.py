@@ -88,6 +88,11 @@ class Project:
         path.write_text(text)
         self.files += ["-f", str(path)]
 
+    def slow(self, *nodes: str) -> None:
+        """Let these nodes, or node0 and node1, find the workload slow_steps:build."""
+        mount = f"{ROOT}/tests/rigs/slow_steps.py:/app/slow_steps.py:ro"
+        self.override(json.dumps({"services": {node: {"volumes": [mount]} for node in nodes or ("node0", "node1")}}))
+
     def compose(self, *words: str, check: bool = True, timeout_s: float = 400, **env: str) -> str:
         # An empty file of settings: this checkout's .env is its user's
         options = ["--env-file", os.devnull, "--project-directory", str(ROOT), "-p", self.name, *self.files]

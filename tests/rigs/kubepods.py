@@ -10,14 +10,17 @@ from typing import Any
 import psutil
 
 from tests.rigs.containers import docker, rank_of, wait_for
+from tests.rigs.jobs import ROOT
 from tests.rigs.kube import rendered
 from tests.rigs.kubeflow import OWNERS, command_line, environment, pods_of, verdict
 
 Object = dict[str, Any]
 JOB = ["--name", "job", "--dataset", "digits", "--model", "mlp", "--batch-size", "96"]
 SHORT = [*JOB, "--max-steps", "30"]
-# Long enough to be hit in the middle, whatever else the machine does: it is asked to save often
-LONG = [*JOB, "--max-steps", "3000", "--epochs", "300", "--save-every-steps", "20", "--log-every-steps", "5"]
+# With slow steps long enough to be hit in the middle, whatever else the machine does: it is asked to save often
+LONG = [*JOB, "--max-steps", "1000", "--epochs", "300", "--save-every-steps", "20", "--log-every-steps", "5",
+        "--evaluate-every-epochs", "20"]
+SLOW = ["--workload", "slow_steps:build"]
 
 
 def _size(quantity: str) -> str:
@@ -66,6 +69,7 @@ class Cluster:
         words = ["--network", self.name, *(word for name in names for word in ("--network-alias", name))]
         words += ["--hostname", pod["name"], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only"]
         words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        words += ["--volume", f"{ROOT}/tests/rigs/slow_steps.py:/app/slow_steps.py:ro"]
         words += ["--memory", _size(container["resources"]["limits"]["memory"])]
         for volume in spec["volumes"]:
             (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]

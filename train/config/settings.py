@@ -111,7 +111,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     sync_bn: bool = _result(False, "Batch norm over all processes; needs an accelerator.", of="none or ddp or fsdp")
     find_unused_parameters: bool = _result(False, "Some parameters may get no gradient.", of="none or ddp or dp")
     compress: Literal["none", "fp16", "bf16"] = _result(
-        "none", "What the processes send of gradients; horovod: none, fp16.", of="ddp or horovod")
+        "none", "What the processes send of gradients; horovod: none, fp16.", of="none or ddp or horovod")
     deterministic: bool = _result(False, "Refuse operations that are not deterministic.")
     device: str = _result("auto", "auto, cpu, cuda, or another accelerator of torch.", pattern=r"^[a-z]+(:[0-9]+)?$",
                           rule="auto, cpu, cuda or another accelerator's name")

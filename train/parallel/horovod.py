@@ -12,8 +12,8 @@ from torch import nn
 
 from rankup import Group, JoinError, UserError
 
+from ..config.settings import WEEK_S
 from ..data import one_line
-from ..group import longest_phase_s
 from .methods import Method
 
 INSTALL = "`make horovod` builds and installs it; ddp, which is recommended, needs nothing."
@@ -46,8 +46,7 @@ class Horovod(Method):
         # changes the order of sums of three or more ranks from run to run. A user's own number stays.
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
         os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")  # we report a lost peer ourselves, by its name
-        # Behind our own deadlines, which know the phase; torch's group has the same
-        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(longest_phase_s(config) + 120))
+        os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(2 * WEEK_S)  # after our own deadlines, which know the phase
         with _rendezvous(group):
             try:
                 horovod.init()

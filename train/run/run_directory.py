@@ -59,8 +59,8 @@ def _is_finished(newest: Copy, result: dict[str, Any], config: Config, group: Gr
     named = {name: value for name, value in result["metrics"].items() if name in ("accuracy", "loss")}
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(named.items()))
     group.log.info(
-        f"{group.run_dir} is finished: {newest.step} steps, {metrics}. More --epochs go on from there, --fresh starts "
-        "anew, another --name leaves it."
+        f"{group.run_dir} is finished: {newest.step} steps, {metrics}. More --epochs continue it, --fresh trains it "
+        "again, another --name starts another run."
     )
     return True
 
@@ -69,5 +69,5 @@ def _check_settings(path: Path, record: dict[str, Any], config: Config, group: G
     """Raises UserError where the run can't go on from the checkpoint `path` with these settings."""
     check(path, record)
     if changes := changed_settings(record["config"], config):
-        out = "Set them back to go on, or --fresh to start anew, or another --name."
+        out = "Set them back to resume the run, or give --fresh or another --name."
         raise UserError(f"{group.run_dir} was begun with other settings: {'; '.join(changes)}. {out}")

@@ -13,17 +13,19 @@ from tests.rigs.foreign_scripts import Once
 from tests.rigs.fork_server import Forks
 
 pytestmark = [pytest.mark.usefixtures("image"), pytest.mark.timeout(1800)]
-STEPS = 1200
+STEPS = 400
 JOB = (
     f"--dataset digits --model mlp --dropout 0.2 --augment --batch-size 64 --max-steps {STEPS} --name job "
-    "--save-every-steps 40 --log-every-steps 5 --step-timeout-s 60"
+    "--save-every-steps 10 --log-every-steps 5 --step-timeout-s 60"
 )
+SLOW = f"{JOB} --workload slow_steps:build"
 ROUNDS = int(os.environ.get("RANKUP_RUNS", "1"))
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Project]:
-    with project(tmp_path, ARGS=JOB) as made:
+    with project(tmp_path, ARGS=SLOW) as made:
+        made.slow()
         yield made
 
 
@@ -44,8 +46,8 @@ def test_a_killed_rank_or_container_comes_back_and_changes_nothing(
     chance.shuffle(kills)
     nodes.up()
     for part, (kind, node) in enumerate(kills):
-        step = chance.randrange(part * 200 + 5, part * 200 + 195)  # a third is left: a kill may come late
-        nodes.wait_for_step("job", max(1, step - 150))
+        step = chance.randrange(part * 70 + 5, part * 70 + 65)  # a third is left: a kill may come late
+        nodes.wait_for_step("job", max(1, step - 50))
         (nodes.kill_rank if kind == "rank" else nodes.kill_container)(node, step=step)
     assert nodes.codes() == [0, 0], nodes.logs()
     assert nodes.result("job")["digest"] == undisturbed
@@ -63,7 +65,7 @@ def test_stop_leaves_a_checkpoint_and_up_goes_on_to_the_same_weights(nodes: Proj
         folder.chmod(0o755)
         os.chown(folder, 4242, 4343)
     nodes.up()
-    nodes.wait_for_step("job", 300)
+    nodes.wait_for_step("job", 100)
     nodes.stop()  # init is root there, and the rank is not
     assert nodes.codes() == [143, 143], nodes.logs()
     assert "SIGTERM: saved at step" in nodes.logs()
@@ -79,8 +81,8 @@ def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back
 ) -> None:
     # The time to join stays longer than a start may take: otherwise two nodes that keep restarting may never meet
     phases = "--step-timeout-s 10 --eval-timeout-s 10 --save-timeout-s 10"  # either node may be cut off in any of them
-    nodes.up(ARGS=JOB.replace("--step-timeout-s 60", phases))
-    nodes.wait_for_step("job", 200)
+    nodes.up(ARGS=SLOW.replace("--step-timeout-s 60", phases))
+    nodes.wait_for_step("job", 70)
     network, container = f"{nodes.name}_default", f"{nodes.name}-node1-1"
     docker("network", "disconnect", network, container)
     wait_for("node1 named", lambda: "rank 1 on node1" in nodes.compose("logs", "node0"), log=nodes.logs)
@@ -93,7 +95,7 @@ def test_a_node_cut_off_the_network_is_named_and_the_job_goes_on_once_it_is_back
 
 def test_two_of_three_nodes_go_on_without_node_0_and_take_it_back(tmp_path: Path) -> None:
     """With a secret. The job runs longer than all of it takes, and is stopped then."""
-    job = JOB.replace(f"--max-steps {STEPS}", "--epochs 1000")
+    job = SLOW.replace(f"--max-steps {STEPS}", "--epochs 1000")
     script = "--nnodes 2:3 --wait-for-node 1 train/main.py train"
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
@@ -102,6 +104,7 @@ def test_two_of_three_nodes_go_on_without_node_0_and_take_it_back(tmp_path: Path
     where = {"NNODES": "3", "COMPOSE_PROFILES": "3", "RANKUP_SECRET_FILE": str(secret)}
     with project(tmp_path, ARGS=job, SCRIPT=script, **where) as made:
         made.add("compose.nodes.yaml")
+        made.slow("node0", "node1", "node2")
         made.up()
 
         def changes() -> list[int]:

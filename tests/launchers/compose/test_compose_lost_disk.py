@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.compose.test_compose_kills import JOB
+from tests.launchers.compose.test_compose_kills import JOB, SLOW
 from tests.rigs.containers import Project, clean_environment, digest_by_forks, project
 from tests.rigs.foreign_scripts import Once
 from tests.rigs.fork_server import Forks
@@ -31,7 +31,8 @@ def nodes(tmp_path: Path) -> Iterator[Project]:
     own = tmp_path / "node1"
     own.mkdir()
     os.chown(own, 1000, 1000)
-    with project(tmp_path, ARGS=JOB) as made:
+    with project(tmp_path, ARGS=SLOW) as made:
+        made.slow()
         made.override(f"services: {{node1: {{volumes: ['{own}:/app/runs']}}}}")
         yield made
 
@@ -45,10 +46,10 @@ def lose(nodes: Project, *lost: str) -> None:
 
 def test_node_0_and_its_disk_are_lost_alone_and_then_with_node_1(nodes: Project, undisturbed: str) -> None:
     nodes.up()
-    nodes.wait_for_step("job", 300)
+    nodes.wait_for_step("job", 100)
     lose(nodes, "node0")
     nodes.up()
-    nodes.wait_for_step("job", 600)
+    nodes.wait_for_step("job", 200)
     logs = nodes.logs()
     (lost,) = re.findall(r"lost a peer at step (\d+)", logs)
     # Node 1 writes no rescue of a step that its disk holds already

@@ -13,7 +13,7 @@ from tests.rigs.containers import digest_by_forks, docker, wait_for
 from tests.rigs.fork_server import Forks
 from tests.rigs.jobs import result
 from tests.rigs.kubeflow import verdict
-from tests.rigs.kubepods import LONG, Cluster
+from tests.rigs.kubepods import JOB, LONG, SLOW, Cluster
 
 pytestmark = pytest.mark.timeout(2400)
 Pods = Callable[..., Cluster]
@@ -32,7 +32,7 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
     pods: Pods, undisturbed: Object
 ) -> None:
     """How other manifests decide what follows: test_k8s_rules.py."""
-    cluster = pods("pytorchjob.yaml", LONG)
+    cluster = pods("pytorchjob.yaml", [*LONG, *SLOW])
 
     def resumed(count: int) -> None:
         wait_for("the resume", lambda: cluster.log(0).count("resumed from step") >= count, log=cluster.logs)
@@ -62,7 +62,7 @@ def test_k8s_job_whose_rank_and_pod_are_killed_and_stopped_ends_with_the_digest_
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "job"])  # the JobSet's pods are those of a Job with other names
 def test_k8s_elastic_job_goes_on_without_pod_0_and_takes_pods_that_come_and_go(kind: str, pods: Pods) -> None:
-    cluster = pods(f"{kind}+elastic+secret", [*LONG[:-4], "--max-steps", "1000000", "--epochs", "100000"])
+    cluster = pods(f"{kind}+elastic+secret", [*JOB, *SLOW, "--max-steps", "1000000", "--epochs", "100000"])
 
     def ranks_are(*counts: int) -> None:
         wait_for(f"{counts} ranks", lambda: cluster.changes()[-len(counts):] == [*counts], log=cluster.logs)

@@ -1,33 +1,27 @@
 """Slurm jobs signalled, requeued, killed and cut off for real: all reach the weights of a run that was left alone."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.containers import digest_by_forks, wait_for
 from tests.rigs.fork_server import Forks
+from tests.rigs.jobs import ROOT
 from tests.rigs.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(1200)
 JOB = (
-    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 2000 --save-every-steps 40 --log-every-steps 5 "
+    "--dataset digits --model mlp --dropout 0.2 --augment --max-steps 500 --save-every-steps 20 --log-every-steps 5 "
     "--evaluate-every-epochs 50"
 )
-RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60"
-ENDLESS = RUN.replace("2000", "1000000")
-# For jobs that wait for a clock of Slurm's: their steps take no CPU from the other tests
-SLOW = """
-import time
-from dataclasses import replace
-from train.workloads import images
+RUN = f"{JOB} --name job --run-dir runs --step-timeout-s 60 --workload slow_steps:build"
+ENDLESS = RUN.replace("500", "1000000")
 
-def build(config):
-    made = images.build(config)
-    def loss(model, batch):
-        time.sleep(0.05)
-        return made.loss(model, batch)
-    return replace(made, loss=loss)
-"""
+
+@pytest.fixture(autouse=True)
+def slow_steps(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests/rigs/slow_steps.py", tmp_path)
 
 
 def test_slurm_job_whose_rank_agent_and_node_are_killed_and_that_is_stopped_twice_ends_as_an_undisturbed_one(
@@ -35,21 +29,21 @@ def test_slurm_job_whose_rank_agent_and_node_are_killed_and_that_is_stopped_twic
 ) -> None:
     """Stopped by a signal to each task, and by an operator's requeue. By a warning before the time ends: below."""
     job = cluster.submit(tmp_path, RUN)
-    job.wait_for_step(100)
+    job.wait_for_step(30)
     job.kill_rank("node1")
     job.wait_for_text("resumed from step", count=1)
     assert "slurm: the agent on" not in job.output, job.output
-    job.wait_for_step(300)
+    job.wait_for_step(75)
     job.kill_agent("node0")
     job.wait_for_text("resumed from step", count=2)
     assert "the agent on node0 ended with 137, started again (1 of 3)" in job.output, job.output
     assert job.show()["Restarts"] == "0"
     for number, way in enumerate((("scancel", "--signal=TERM"), ("scontrol", "requeue")), 1):
-        job.wait_for_step(200 + 300 * number)
+        job.wait_for_step(50 + 75 * number)
         cluster.run(*way, job.number)
         wait_for("the requeue", lambda number=number: job.show()["Restarts"] >= str(number), log=job.log)
         job.go_on()
-    job.wait_for_step(1100)
+    job.wait_for_step(275)
     # One log for all starts, and a save of its own for each request
     assert job.output.count("saved at step") == 2
     cluster.local("kill", "node1")
@@ -63,8 +57,7 @@ def test_slurm_job_whose_rank_agent_and_node_are_killed_and_that_is_stopped_twic
 
 
 def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW)
-    job = cluster.submit(tmp_path, f"{ENDLESS} --workload mine:build", "--time=30", "--signal=B:USR1@45")
+    job = cluster.submit(tmp_path, ENDLESS, "--time=30", "--signal=B:USR1@45")
     job.wait_for_step(50)
     # From now on a minute or two, however long the start took. Slurm looks every half minute, so it signals 45 to 75 s
     # before the end, and there is something to save
@@ -85,9 +78,7 @@ def test_slurm_time_that_runs_out_requeues_and_scancel_ends_for_good(cluster: Cl
 
 def test_slurm_daemon_of_a_node_that_dies_alone_lets_nobody_train_twice(cluster: Cluster, tmp_path: Path) -> None:
     """A job of one node: its rank lives on there, while Slurm starts the job again on the other."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    line = f"{ENDLESS} --workload slow:build"
-    job = cluster.submit(tmp_path, line, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
+    job = cluster.submit(tmp_path, ENDLESS, "--nodes=1", "--nodelist=node0", MAX_RESTARTS="0")
     job.wait_for_step(50)
     (rank,) = job.ranks("node0")
     cluster.local("kill-slurmd", "node0")

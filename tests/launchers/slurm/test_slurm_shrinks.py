@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.slurm.test_slurm_ends import SLOW
 from tests.rigs.containers import wait_for
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import losses_of
+from tests.rigs.jobs import ROOT, losses_of
 from tests.rigs.slurm_cluster import Cluster, why_not
 
 pytestmark = pytest.mark.timeout(1200)
@@ -59,8 +58,9 @@ def test_slurm_job_of_two_to_three_nodes_loses_one_and_gets_it_back(
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     hurry = tmp_path / "hurry"
-    slow = SLOW.replace("time.sleep(0.05)", f"time.sleep(0 if os.path.exists({str(hurry)!r}) else 0.1)")
-    (tmp_path / "slow.py").write_text(f"import os{slow}")
+    slow = (ROOT / "tests/rigs/slow_steps.py").read_text()
+    slow = slow.replace("time.sleep(0.05)", f"time.sleep(0 if os.path.exists({str(hurry)!r}) else 0.1)")
+    (tmp_path / "slow.py").write_text(f"import os\n{slow}")
     line = f"{LINE} --workload slow:build"
     job = three.submit(tmp_path, line, "--no-kill", "--nodes=2-3", NNODES="2:3", RANKUP_SECRET_FILE=str(secret))
     job.wait_for_step(20)
