@@ -1,7 +1,9 @@
 """A trained model from its checkpoint, and the commands `evaluate` and `predict`."""
 
 import csv
+import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +89,7 @@ def evaluate_checkpoint(config: Config, program: Program, run_dir: Path, options
                 "checkpoint": str(checkpoint.path), "step": checkpoint.step, "metrics": result.metrics,
                 "count": result.count, "digest": digest, "world_size": group.world_size, **details,
             }
-            (run_dir / "evaluation.json").write_text(json.dumps(outcome, indent=2) + "\n")
+            _write(run_dir / "evaluation.json", json.dumps(outcome, indent=2) + "\n")
             table = evaluation_table(result, step=checkpoint.step, digest=digest)
             program.log.info("\n".join(filter(None, [str(checkpoint.path), table, text])))
 
@@ -138,11 +140,19 @@ def _predict_share(opened: CheckpointModel, samples: Samples) -> list[tuple[int,
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Raises UserError if it can't be written."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, ("input", "label", "probability"), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        _write(path, file.getvalue())
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {path}: {error.strerror}.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """The complete file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    staging.write_text(text, encoding="utf-8", newline="")
+    staging.replace(path)

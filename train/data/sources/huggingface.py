@@ -130,7 +130,10 @@ def open_rows(config: Config, usual: str, fits: Callable[[Any], bool]) -> tuple[
                 raise UserError(f"{where}: --{what}-column must name a column of {kind}s among {names}, got {column}.")
         return Rows(where, split, numbers.start, table, inputs, *_read_labels(table, label))
 
-    return part("hf_train_split", config.hf_train_split), part("hf_eval_split", evaluated)
+    train, test = part("hf_train_split", config.hf_train_split), part("hf_eval_split", evaluated)
+    if len(train.classes) < 2:
+        raise UserError(f"{train.where}: must have at least two labels to tell apart, got {len(train.classes)}.")
+    return train, test
 
 
 def _read_labels(table: Any, column: str) -> tuple[list[str | None], tuple[str, ...]]:

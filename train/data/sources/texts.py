@@ -38,6 +38,8 @@ def load_texts(config: Config) -> tuple[Part, Part, tuple[str, ...]]:
         raise UserError(f"{folder}: must hold texts to train and to evaluate on, got no file {missing}. {LAYOUT}")
     train = checked(_rows(train_path), train_path)
     classes = tuple(sorted({*train.labels}))
+    if len(classes) < 2:
+        raise UserError(f"{train_path}: must have at least two labels to tell apart, got only {classes[0]}.")
     return train, checked(_rows(evaluation_path), evaluation_path, classes), classes
 
 
