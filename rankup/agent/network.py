@@ -235,8 +235,10 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
     if not (path := environ.get(SECRET_FILE, "")):
         return b""
     try:
-        with open(path, "rb") as file:
-            info, secret = os.fstat(file.fileno()), file.read(LONGEST_SECRET + 1).strip()
+        # Who opens a pipe would wait for its writer
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            info = os.fstat(file.fileno())
+            secret = file.read(LONGEST_SECRET + 1).strip() if stat.S_ISREG(info.st_mode) else b""
     except OSError as error:
         raise UserError(f"{SECRET_FILE} must name a file that can be read, got {path}: {error.strerror}.") from None
     if not SHORTEST <= len(secret) <= LONGEST_SECRET:

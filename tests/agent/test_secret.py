@@ -163,7 +163,8 @@ def test_secret_that_others_may_read_is_refused(
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path):
-    for path in (tmp_path, "/dev/zero"):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(UserError, match="must name a file"):
             read_secret({SECRET_FILE: str(path)})
 
