@@ -146,7 +146,8 @@ class MemberLine:
     async def _prepare(self, n: int) -> Mapping[str, Any]:
         """The leader's side of a commit: open a port for torch's store, which the system picks."""
         assert self._leader is not None
-        self.listener = open_port(self._ip, 0)
+        # Where others are told to look: the interface that the user has named need not be the one of the meeting
+        self.listener = open_port(self._ip and (self._leader.me.ip or self._ip), 0)
         # Where one rank was started again the job goes on, whatever rank 0 knows of that
         restarts = max(member.restarts for member in self._leader.chosen)
         return {"port": self.listener.getsockname()[1], "job": self.group.attempt, "restarts": restarts}
