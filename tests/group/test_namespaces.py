@@ -105,6 +105,12 @@ def ipv4_and_few_open_ports_alone(case: Case) -> None:
 
 
 @case(0)
+def interface_beside_a_loopback_address(case: Case) -> None:
+    for rank in (0, 1):  # as torchrun starts the ranks of one machine
+        case.rank(rank, 2, 0, addr="127.0.0.1", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="eth0")
+
+
+@case(0)
 def silent_resolver(case: Case) -> None:
     know_no_names(case)
     case.both()
