@@ -1,7 +1,7 @@
 """The process from which the ranks of a node are forked: it has imported torch, so a rank starts in tenths of a second.
 
 The agent runs this file as a program. They talk through a pipe of multiprocessing, in JSON objects: `ForkServer` asks
-(start, signal), `Server` tells (ready, started, ended, warning).
+(start, signal), `Server` tells (ready, the process or the code of a rank, warning).
 
 A fork copies the thread that calls it and no other, yet all locks and the state of every library. So the server has one
 thread, no device and no process group, and it looks whether that is true. If not, it replaces itself by a process that
@@ -53,6 +53,8 @@ class ForkServer:
         and `on_end` was called for each of its ranks, which are dead; start another server."""
         self._on_start, self._on_end, self._on_warning, self._on_gone = on_start, on_end, on_warning, on_gone
         self.pids: dict[int, int] = {}
+        self._starts = 0  # how many were asked for, which is the number of the newest
+        self._newest: dict[int, int] = {}  # the number of each rank's
         self.ready = asyncio.Event()
 
     def start(
@@ -82,12 +84,14 @@ class ForkServer:
     ) -> None:
         """Start `python ARGV`. `env`: the whole environment. `name`: for `ps`. `outputs`: in place of standard output
         and error; the caller closes its own."""
-        self.pids[local_rank] = 0
-        self._ask(outputs, start=local_rank, name=name, argv=[*argv], env=dict(env), cwd=cwd or os.getcwd())
+        self._starts += 1
+        self.pids[local_rank], self._newest[local_rank] = 0, self._starts
+        request: dict[str, Any] = {"argv": [*argv], "env": dict(env), "cwd": cwd or os.getcwd()}
+        self._ask(outputs, start=local_rank, number=self._starts, name=name, **request)
 
     def start_store(self, listener: socket.socket) -> None:
         """Have a child of the server serve a TCPStore there, in place of the last one. The caller closes its own."""
-        self._ask([listener.fileno()], start=STORE, name="store")
+        self._ask([listener.fileno()], start=STORE, number=0, name="store")
 
     def signal(self, local_rank: int, number: int) -> None:
         """See `send_signal`. What a rank has started is killed as it ends."""
@@ -119,12 +123,13 @@ class ForkServer:
             self.ready.set()
         elif "warning" in news:
             self._on_warning(news["warning"])
-        elif "started" in news:
-            self.pids[news["started"]] = news["pid"]
-            self._on_start(news["started"], news["pid"])
-        elif self.pids.get(news["ended"]) == news["pid"]:  # else it is a store, or a rank that was given up
-            del self.pids[news["ended"]]
-            self._on_end(news["ended"], news["code"])
+        elif self._newest.get(rank := news["rank"]) == news["number"]:  # else it is a store, or was given up
+            if "pid" in news:
+                self.pids[rank] = news["pid"]
+                self._on_start(rank, news["pid"])
+            else:
+                del self.pids[rank]
+                self._on_end(rank, news["code"])
 
     async def _bury(self) -> None:
         """The server was killed, and the kernel kills its children: end what they had started themselves."""
@@ -164,7 +169,7 @@ class Server:
 
     def __init__(self, channel: "connection.Connection[Any, Any]", *, fork: bool) -> None:
         self.channel, self.fork, self.pid, self._given = channel, fork, os.getpid(), [*os.environ]
-        self._running: dict[int, int] = {}  # process id -> local rank, or STORE
+        self._running: dict[int, tuple[int, int]] = {}  # process id -> local rank, or STORE; the start's number
         signal.pthread_sigmask(signal.SIG_BLOCK, self.SIGNALS)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._woken, self._waker = socket.socketpair()  # wakes `serve` when a child ends
@@ -216,7 +221,7 @@ class Server:
             self.channel.send_bytes(json.dumps(news).encode())
 
     def _signal(self, local_rank: int, number: int) -> None:
-        for pid in [pid for pid, each in self._running.items() if each == local_rank]:
+        for pid in [pid for pid, (each, _) in self._running.items() if each == local_rank]:
             send_signal(pid, number)
 
     def _start(self, request: dict[str, Any]) -> bool:
@@ -233,9 +238,8 @@ class Server:
             return True
         for descriptor in descriptors:  # a rank must not hold another one's output open
             os.close(descriptor)
-        self._running[pid] = which
-        if which != STORE:
-            self.tell(started=which, pid=pid)
+        self._running[pid] = which, request["number"]
+        self.tell(rank=which, number=request["number"], pid=pid)
         return False
 
     def _fork(self, name: str) -> int:
@@ -277,9 +281,9 @@ class Server:
     def _report_ends(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                which, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
-                if which is not None:
-                    self.tell(ended=which, pid=ended.si_pid, code=code)
+                start, code = self._running.pop(ended.si_pid, None), end_of(ended.si_pid)
+                if start is not None:
+                    self.tell(rank=start[0], number=start[1], code=code)
 
 
 def _import_all(*names: str) -> None:

@@ -22,7 +22,7 @@ from rankup.agent import fork_server
 from rankup.agent.fork_server import ForkServer, Server, obstacle
 from rankup.agent.network import open_port
 from rankup.agent.processes import kill_session, state_of
-from tests.rigs.jobs import ROOT, environment
+from tests.rigs.jobs import ROOT, environment, wait_for
 
 
 @dataclass(frozen=True)
@@ -339,12 +339,12 @@ def test_end_of_a_rank_that_was_given_up_is_none_of_its_successor(light: Rig, tm
     assert light.codes == {1: 3}
 
 
-def test_end_of_a_rank_that_was_given_up_is_told_before_the_server_reads_of_its_successor(
+def test_life_of_a_rank_that_was_given_up_is_told_before_the_server_reads_of_its_successor(
     light: Rig, tmp_path: Path
 ) -> None:
-    pid = light.ready(light.start([script(tmp_path, WAITS)]))
-    os.kill(pid, signal.SIGKILL)
-    assert light.server._channel.poll(60), "the server tells of an end"
+    light.start([script(tmp_path, "print(flush=True)\nimport sys\nsys.exit(5)")])
+    server = psutil.Process(light.server.pid)
+    wait_for("the end of the first", lambda: light.printed(1) and not server.children())
     light.server.start_rank(1, [str(script(tmp_path, "import sys\nsys.exit(3)", "next.py"))], env=light.env, name="")
     light.until(lambda: light.codes)
     assert light.codes == {1: 3}
