@@ -17,7 +17,7 @@ from rankup import timing
 from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
 from rankup.agent.protocol import Member, describe_missing, differences
-from rankup.agent.votes import claims, outvoted
+from rankup.agent.votes import NONE, claims, outvoted, without
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -63,7 +63,13 @@ def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tup
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
     assert not claims(basis(4, 4), [*half, f"token{3 - here[0]}"])
+    assert not claims(NONE, half), "the first job there would be the last one"
     assert outvoted(basis(4, 4), half[:1], shared=True)
+
+
+def test_node_that_has_left_has_no_say_in_any_membership_that_may_be_the_last():
+    left = without(basis(3, 2, before=[{"n": 6, "voters": ["token0", "token3"]}]), "token0")
+    assert left == {"voters": ["token1", "token2"], "before": [{"n": 6, "voters": ["token3"]}], "left": True}
 
 
 @asynchronous
@@ -284,7 +290,7 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         assert here.leader.nodes()[2]["state"] == "spare"
         spare.vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
-        await here.pass_time(0.5, *puppets)
+        await here.pass_time(1.5, *puppets)
         known = [(await puppets[0].hears("basis"))["basis"] for _ in range(3)]
         assert [[len(each["voters"]) for each in (basis, *basis["before"])] for basis in known] == [[3, 2], [3], [2, 3]]
         assert here.leader.running
