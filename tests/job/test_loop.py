@@ -108,6 +108,32 @@ def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path
     assert "nothing is tracked, so nothing was saved" in output
 
 
+def test_loop_that_tracks_nothing_stops_while_it_waits_for_data(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, rankup\nclass Slow(list):\n    def __iter__(self):\n        yield 1\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(600)\n"
+        "job = rankup.init('run')\nfor _ in job.batches(Slow()):\n    with job.step():\n        pass\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork", code=143)
+    assert "stopped at step 1, nothing is tracked" in output
+
+
+def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_all_stop(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Memory is not enough: the job may go on on other machines."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
+        "for step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
+        "    if step == 3 and job.rank:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(600 if job.rank and step + 1 == job.group.record.confirmed else 0.01)\n"
+    )
+    forks.ends(STRUCK, script, world_size=2, cwds=[tmp_path] * 2, preload="tests.rigs.struck:by_fork", code=143)
+    assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
+
+
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
 def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: Path, where: str) -> None:
     output = by_hand(forks, tmp_path, code=2, ranks=1, MISTAKE=where)
