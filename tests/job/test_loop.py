@@ -21,7 +21,7 @@ from rankup.observe import stacks
 from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK, Once
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import start
+from tests.rigs.jobs import metrics, start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
@@ -61,6 +61,8 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert ("Fatal Python error: Segmentation fault" in output) == crash  # with the line of Python it came from
     assert said(output) == undisturbed  # also where the killed rank had its model compiled
     assert f"steps: {tmp_path}/run/; rankup status {tmp_path}/run" in output
+    # The values of a loop that ends before log_every_steps, 50
+    assert [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line] == [10, 20]
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert logs.keys() == {f"rank-{rank}.log" for rank in range(RANKS)}
     assert all("no finished step was lost" in text for text in logs.values())
