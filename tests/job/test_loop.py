@@ -21,7 +21,7 @@ from rankup.observe import stacks
 from rankup.observe.status import look
 from tests.promises.test_examples import STRUCK, Once
 from tests.rigs.fork_server import Forks
-from tests.rigs.jobs import start
+from tests.rigs.jobs import metrics, start
 
 SCRIPT = Path(__file__).with_name("loop_script.py")
 RANKS = 3
@@ -68,6 +68,8 @@ def test_killed_rank_costs_no_finished_step_and_changes_no_bit(
     assert ("Fatal Python error: Segmentation fault" in output) == crash  # with the line of Python it came from
     assert said(output) == undisturbed  # also where the killed rank had its model compiled
     assert f"steps: {tmp_path}/run/; rankup status {tmp_path}/run" in output
+    # The values of a loop that ends before log_every_steps, 50
+    assert [line["step"] for line in metrics(tmp_path / "run") if "train/loss" in line] == [10, 20]
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert logs.keys() == {f"rank-{rank}.log" for rank in range(RANKS)}
     assert all("no finished step was lost" in text for text in logs.values())
@@ -113,6 +115,32 @@ def test_loop_that_tracks_nothing_stops_and_says_so(forks: Forks, tmp_path: Path
     """Which also reads two loaders together: each has its own weight."""
     output = by_hand(forks, tmp_path, code=143, die=f"2:5:{int(signal.SIGTERM)}", UNTRACKED="1")
     assert "nothing is tracked, so nothing was saved" in output
+
+
+def test_loop_that_tracks_nothing_stops_while_it_waits_for_data(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, rankup\nclass Slow(list):\n    def __iter__(self):\n        yield 1\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(600)\n"
+        "job = rankup.init('run')\nfor _ in job.batches(Slow()):\n    with job.step():\n        pass\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork", code=143)
+    assert "stopped at step 1, nothing is tracked" in output
+
+
+def test_rank_0_saves_where_others_leave_before_they_come_to_the_step_at_which_all_stop(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Memory is not enough: the job may go on on other machines."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
+        "for step in job.steps(10**6):\n    with job.step():\n        count['n'] += 1\n"
+        "    if step == 3 and job.rank:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(600 if job.rank and step + 1 == job.group.record.confirmed else 0.01)\n"
+    )
+    forks.ends(STRUCK, script, world_size=2, cwds=[tmp_path] * 2, preload="tests.rigs.struck:by_fork", code=143)
+    assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
 @pytest.mark.parametrize("where", ["outside", "before", "epoch"])
