@@ -307,7 +307,7 @@ class Batches:
         try:
             while True:
                 if live.fetched:  # a loop that has no job.step at all is refused here
-                    job.tracked.check_unchanged()
+                    job.tracked.check_unchanged(after_epoch=live.epoch != position.epoch)
                 elif group.stops_before(position.step):
                     raise job.stopped()
                 clock.start()

@@ -157,6 +157,22 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
     assert said(forks.ends(STRUCK, script, **whole), "count") == "{'n': 2}"
 
 
+def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, rankup\njob = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
+        "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
+        "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
+        "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
+        "        if n % 2:\n            with job.step():\n                sgd.step()\n    half.step()\n"
+        "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
+        "print('rate', half.get_last_lr())\njob.finish()\n"
+    )
+    alone = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
+    forks.ends(STRUCK, script, **alone, env={"DIE": "1"}, code=-signal.SIGKILL)
+    assert said(forks.ends(STRUCK, script, **alone), "rate") == "[0.125]"
+
+
 def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
