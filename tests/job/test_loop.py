@@ -160,7 +160,8 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
 def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, torch, rankup\njob = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
+        "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
+        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
         "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
         "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
         "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
