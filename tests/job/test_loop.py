@@ -174,6 +174,17 @@ def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_cou
     assert said(forks.ends(STRUCK, script, **alone), "rate") == "[0.125]"
 
 
+def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
+    """A resume between them goes on with the next batch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import rankup\njob = rankup.init('run')\nfor _ in job.batches([1, 2]):\n    for _ in range(2):\n"
+        "        with job.step():\n            pass\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert output.count("a batch took several steps") == 1
+
+
 def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
