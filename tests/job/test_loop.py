@@ -93,6 +93,7 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     parts = by_hand(forks, tmp_path / "parts", PLAIN="1")
     assert "world size was 2, is 3" in parts
     assert said(parts) != said(whole)
+    assert said(whole, "threads") == "lease line reporter watch"  # of rank 0; one of TensorBoard's comes later
     weights = json.loads(said(whole, "weights"))
     assert json.loads(said(parts, "weights")) == pytest.approx(weights, rel=1e-4, abs=1e-6)
     # The copy as one file, with all the types that this loop keeps
@@ -214,6 +215,8 @@ def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_
     """Whose steps report no values, and which names no run."""
     output = forks.ends("launch", "--nproc=2", "-m", "tests.job.slow_script", cwds=[tmp_path])
     assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", output)
+    assert "threads watch\n" in output
+    assert "threads lease reporter watch\n" in output  # of rank 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tests.job.slow_script"]
     run = tmp_path / "runs" / "tests.job.slow_script"
     assert [rank.rank for rank in stacks.written(run)] == [0, 1]
