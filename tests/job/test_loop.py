@@ -38,6 +38,13 @@ def by_hand(forks: Forks, folder: Path, *, code: int = 0, ranks: int = RANKS, di
                       preload="tests.rigs.struck:by_fork", env={**env, "DIE": die}, code=code)
 
 
+def alone(forks: Forks, folder: Path, text: str, *, code: int = 0, **env: str) -> str:
+    """What one rank prints that runs this script."""
+    (folder / "script.py").write_text(text)
+    return forks.ends(STRUCK, folder / "script.py", world_size=1, cwds=[folder], preload="tests.rigs.struck:by_fork",
+                      env=env, code=code)
+
+
 def said(output: str, what: str = "digest") -> str:
     return next(line.partition(" ")[2] for line in output.splitlines() if line.startswith(f"{what} "))
 
@@ -144,8 +151,7 @@ def test_object_that_changes_outside_a_step_is_refused(forks: Forks, tmp_path: P
 
 
 def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import os, signal, rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         "for epoch in job.epochs(2):\n    for _ in job.batches([1, 2]):\n        with job.step():\n            pass\n"
         "    with job.change():\n        count['n'] += 1\n"
@@ -153,9 +159,8 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
         "        while job.group.record.stop:\n            pass\n"
         "print('count', count)\njob.finish()\n"
     )
-    whole = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
-    assert "saved at step 2" in forks.ends(STRUCK, script, **whole, env={"STOP": "1"}, code=143)
-    assert said(forks.ends(STRUCK, script, **whole), "count") == "{'n': 2}"
+    assert "saved at step 2" in alone(forks, tmp_path, text, STOP="1", code=143)
+    assert said(alone(forks, tmp_path, text), "count") == "{'n': 2}"
 
 
 def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
@@ -187,26 +192,22 @@ def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) ->
 
 
 def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import gc, weakref, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(1, 1)\n"
         "job.track(model=model, sgd=torch.optim.SGD(model.parameters()))\n"
         "for _ in job.steps(1):\n    with job.step():\n        pass\n"
         "job.finish()\nseen = weakref.ref(model)\ndel job, model\ngc.collect()\nprint('left', seen())\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
-    assert said(output, "left") == "None"
+    assert said(alone(forks, tmp_path, text), "left") == "None"
 
 
 @pytest.mark.parametrize("loop", ["batches([1, 2])", "steps(2)"])
 def test_loop_that_has_no_step_is_refused(forks: Forks, tmp_path: Path, loop: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    text = (
         "import rankup\njob, count = rankup.init('run'), {'n': 0}\njob.track(count=count)\n"
         f"for _ in job.{loop}:\n    count['n'] += 1\njob.finish()\n"
     )
-    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork", code=2)
-    assert "track: count must change inside job.step alone" in output
+    assert "track: count must change inside job.step alone" in alone(forks, tmp_path, text, code=2)
 
 
 def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_for_stacks(
