@@ -663,22 +663,11 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
 
 
 @asynchronous
-async def test_a_member_whose_ranks_had_finished_before_the_last_loss_is_lost_as_any_other():
+async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_the_next_membership():
     async with room() as here:
         puppets = await here.job()
         puppets[1].say("end", n=1, rank=1, code=0)
         await here.heard.get()
-        here.leader.lose(puppets[0].me, "exit code 137")
-        await all_hear("lost", puppets)
-        await here.agree(puppets)
-        puppets[1].vanish()
-        assert (await puppets[0].hears("lost"))["ranks"] == [1]
-
-
-@asynchronous
-async def test_all_are_asked_once_in_each_membership_before_which_step_to_stop():
-    async with room() as here:
-        puppets = await here.job()
         for _ in range(2):
             here.leader.stop("SIGUSR1")
             await all_hear("stop", puppets), await all_hear("prepare", puppets)
@@ -688,6 +677,8 @@ async def test_all_are_asked_once_in_each_membership_before_which_step_to_stop()
             here.leader.lose(puppets[0].me, "exit code 137")
             await all_hear("lost", puppets)
             await here.agree(puppets)
+        puppets[1].vanish()
+        assert (await puppets[0].hears("lost"))["ranks"] == [1]
 
 
 @asynchronous
