@@ -322,7 +322,8 @@ class SecondPlace:
 
     def finish(self, *, stopped: bool) -> None:
         """Copy all a last time. A mirror is waited for for a while."""
-        self.copy(next(reversed(self._whole()), None) if self.required else None)
+        # Where the loop was stopped, it may not have noticed the newest one
+        self.copy(next(reversed(self._whole()), None) if self.required or stopped else None)
         self.settle()
         patience_s = UPLOAD_STOP_S if stopped else min(UPLOAD_END_S, self.options.save_timeout_s / 2)
         self._copying.join(patience_s)
