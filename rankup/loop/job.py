@@ -251,7 +251,7 @@ class Job:
         run.newest = None  # its copy of the state would stay in the memory of every rank
         if self.tracked.items:
             self.tracked.warn_of_others(group.log.warning)
-            group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
+        group.watch.protect(self.saving, timeout_s=self.settings.save_timeout_s)
         group.stop.finish_step_first = True
         self.agreement.begin(step)
         self.draw_anew()

@@ -4,6 +4,7 @@ from typing import Any
 
 from rankup.observe.stragglers import COMPUTE, WAITING
 
+FIRST_LINES = 10  # steps between two lines until `log_every_steps`: a loop that is short or slow shows its loss too
 WITHOUT_EPOCHS = 1000  # steps between two saves where there is no job.epochs to save at the end of
 
 
@@ -32,9 +33,9 @@ class Step:
         self._clock.end_of_backward()
         if tracked.shared:
             job.group.collective(tracked.share_buffers)
-        line = None
-        if (step + 1) % job.settings.log_every_steps == 0 or step + 1 == job.course.total:
-            line = job.figures.line(step + 1, values, weight=self._live.weight)
+        line, number, every = None, step + 1, job.settings.log_every_steps
+        if number % (every if number >= every else FIRST_LINES) == 0 or number == job.course.total:
+            line = job.figures.line(number, values, weight=self._live.weight)
         if tracked.shared or line is not None:
             self._clock.mark(WAITING)
         self._line, self.inside = line, True

@@ -12,8 +12,9 @@ from rankup import timing
 from rankup.agent.attendance import Attendance, who_leads
 from rankup.agent.network import Link
 from rankup.agent.protocol import Member
+from rankup.agent.record import Record
 from rankup.errors import JoinError
-from tests.rigs.meeting_room import Puppet, asynchronous, member
+from tests.rigs.meeting_room import Puppet, asynchronous, member, until
 
 COMMIT = {"ip": "", "hosts": [], "port": 1, "job": "job", "restarts": 0}
 
@@ -170,6 +171,20 @@ async def test_a_member_that_was_stopped_itself_does_not_take_the_leader_for_sil
             for _ in range(100):
                 assert (await link.receive())["is"] == "alive"
         assert one.events.empty()
+
+
+@asynchronous
+async def test_a_member_says_how_far_the_furthest_of_its_ranks_is_once_all_of_them_will_wait():
+    records = {rank: Record.new(rank) for rank in (1, 2, 3)}
+    for rank, step in ((1, 7), (2, 8), (3, 6)):
+        records[rank].begin(step)
+    async with fake_leader() as (port, links), attending(member(1), port=port, records=lambda: records):
+        link, _ = await greeted(links)
+        link.send("prepare", n=1, stop=9)
+        said = await Puppet(link, member(1)).hears("standing")
+        assert (said["step"], {record.stop for record in records.values()}) == (8, {9})
+        link.send("confirm", n=1, stop=9)
+        await until(lambda: all(record.confirmed == 9 for record in records.values()))
 
 
 @asynchronous

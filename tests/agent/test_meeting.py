@@ -17,7 +17,7 @@ from rankup import timing
 from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
 from rankup.agent.protocol import Member, describe_missing, differences
-from rankup.agent.votes import claims, outvoted
+from rankup.agent.votes import NONE, claims, outvoted, without
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
 from rankup.timing import FOUND_S, NOTICE_S
@@ -63,7 +63,13 @@ def test_each_of_two_halves_that_share_a_place_has_to_own_what_follows(here: tup
     assert outvoted(basis(4, 4), half, shared=True) == ""
     assert claims(basis(4, 4), half) == {7}
     assert not claims(basis(4, 4), [*half, f"token{3 - here[0]}"])
+    assert not claims(NONE, half), "the first job there would be the last one"
     assert outvoted(basis(4, 4), half[:1], shared=True)
+
+
+def test_node_that_has_left_has_no_say_in_any_membership_that_may_be_the_last():
+    left = without(basis(3, 2, before=[{"n": 6, "voters": ["token0", "token3"]}]), "token0")
+    assert left == {"voters": ["token1", "token2"], "before": [{"n": 6, "voters": ["token3"]}], "left": True}
 
 
 @asynchronous
@@ -164,20 +170,21 @@ async def test_proposal_of_a_leader_that_was_cut_off_is_older_than_what_the_othe
 
 
 @asynchronous
-async def test_spares_know_a_proposal_before_it_is_committed():
-    async with room(member(0, of=2), Limits(1, 1, wait_s=0.0)) as here:
-        first = await here.enter(member(0, of=2))
-        await here.agree([first])
-        spare = await here.enter(member(1, of=2))
+async def test_spares_know_a_proposal_before_it_is_committed_and_take_nobodys_place():
+    async with room(member(0, of=3), Limits(1, 2, wait_s=0.0)) as here:
+        used = [await here.enter(member(rank, of=3)) for rank in (0, 2)]
+        await here.agree(used)
+        spare = await here.enter(member(1, of=3))
         await spare.hears("spare")
         here.leader.lose(here.leader.seats.members[0], "its script ended")
-        await all_hear("lost", (first, spare))
+        await all_hear("lost", (*used, spare))
         here.leader.tick()
-        first.say("ready", n=(await first.hears("propose"))["n"], problem="")
+        await get_ready(used)
         n = (await spare.hears("propose"))["n"]
-        await here.nothing_is_said_to(first)
+        await here.nothing_is_said_to(*used)
         spare.say("ready", n=n, problem="")
-        assert (await first.hears("commit"))["basis"]["voters"] == ["token0", "token1"]
+        said = (await used[0].hears("commit"))["basis"]
+        assert (said["used"], said["voters"]) == (["token0", "token2"], ["token0", "token2", "token1"])
 
 
 @pytest.mark.parametrize("called", [[False], [True, True]])
@@ -255,7 +262,8 @@ async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypat
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
         assert (await puppets[2].hears("left_out"))["why"] == "no route to node2"
         await here.pass_time(FOUND_S + 1, *puppets)
-        assert (await here.agree(puppets[:2]))["hosts"] == [["node0", 1], ["node1", 1]]
+        said = await here.agree(puppets[:2])
+        assert (said["hosts"], said["basis"]["voters"]) == ([["node0", 1], ["node1", 1]], ["token0", "token1"])
         assert [row["state"] for row in here.leader.nodes()] == ["in use", "in use", "left out"]
         puppets[2].vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
@@ -284,7 +292,7 @@ async def test_lost_spare_disturbs_nobody_and_has_a_vote_until_the_others_know_t
         assert here.leader.nodes()[2]["state"] == "spare"
         spare.vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
-        await here.pass_time(0.5, *puppets)
+        await here.pass_time(1.5, *puppets)
         known = [(await puppets[0].hears("basis"))["basis"] for _ in range(3)]
         assert [[len(each["voters"]) for each in (basis, *basis["before"])] for basis in known] == [[3, 2], [3], [2, 3]]
         assert here.leader.running
@@ -321,6 +329,18 @@ async def test_nodes_that_all_leave_are_those_of_the_membership_that_ends_the_jo
 
 
 @asynchronous
+async def test_leader_that_leaves_chooses_nobody():
+    async with room(limits=Limits(1, 3, wait_s=0.0)) as here:
+        puppets = await here.job()
+        puppets[0].say("leaving")
+        await all_hear("stop", puppets), await all_hear("prepare", puppets)
+        here.leader.lose(here.leader.seats.members[1], "SIGTERM")
+        await all_hear("lost", puppets)
+        await here.pass_time(3.0, *puppets)
+        await here.nothing_is_said_to(*puppets)
+
+
+@asynchronous
 async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
     """They wait themselves, and hear what is missing where too few are left."""
     async with room(limits=Limits(2, 3, wait_s=0.0)) as here:
@@ -335,6 +355,7 @@ async def test_nodes_that_still_import_are_not_waited_for_after_a_loss():
         text = "2 of at least 2 nodes are here, 1 of them without their imports yet (lost: rank 1 on node1 (pid 1001): "
         for puppet in (puppets[0], new):
             assert (await puppet.hears("waiting"))["text"].startswith(text)
+        puppets[0].say("alive", ranks=[], warm=False)  # there is no other that leads
         new.say("alive", ranks=[], warm=True)
         await here.pass_time(1.0, puppets[0], new)
         n = (await new.hears("propose"))["n"]

@@ -13,7 +13,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.record import check_record
 from rankup.places.lease import Lineage
-from rankup.state.choice import SECOND, found_in
+from rankup.state.choice import PEER, SECOND, Candidate, found_in, in_order
 from rankup.state.memory import write_rescue
 from rankup.state.run import Run
 from rankup.state.saver import Options
@@ -147,6 +147,12 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
         node.copy(4, "a", line(1, ("a", 0), run=name))
     with pytest.raises(UserError, match=r"got nothing there and copies of 2 runs: .* and .* Move away"):
         node.go_on(None)
+
+
+def test_copies_at_one_path_of_two_nodes_are_two_and_one_that_two_ranks_see_is_one(tmp_path: Path) -> None:
+    group: Any = SimpleNamespace(hosts=["one", "one", "other"])
+    listed = [Candidate(rank, PEER, "/copies/8", 8, "a", RUN, A.values()) for rank in range(3)]
+    assert [one.rank for _, one in in_order(listed, A, lambda line: True, group, tmp_path)] == [0, 2]
 
 
 @pytest.mark.parametrize("fields", [
