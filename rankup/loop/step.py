@@ -27,7 +27,8 @@ class Step:
         job.begin()
         if self.inside:
             raise RuntimeError("a block of job.step has raised: its step is half done. Let the error end the program.")
-        tracked.check_unchanged()
+        # With batches of the epoch before waiting for this step, what followed the last one is in no commit yet
+        tracked.check_unchanged(after_epoch=self._live.epoch != self._position.epoch)
         if step >= job.agreement.next:
             job.agreement.compare(step)
         self._clock.end_of_backward()

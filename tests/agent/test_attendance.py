@@ -13,6 +13,7 @@ from rankup.agent.attendance import Attendance, who_leads
 from rankup.agent.network import Link
 from rankup.agent.protocol import Member
 from rankup.agent.record import Record
+from rankup.agent.votes import NONE
 from rankup.errors import JoinError
 from tests.rigs.meeting_room import Puppet, asynchronous, member, until
 
@@ -146,6 +147,17 @@ async def test_a_leader_that_is_silent_in_a_membership_is_gone_and_looked_for_ag
         assert (hello["n"], hello["first_rank"], hello["token"]) == (5, 1, "token1")
         link.send("propose", n=6, ip="", next=None)
         assert (await one.hears("propose"))["n"] == 6
+
+
+@asynchronous
+async def test_what_is_said_of_the_last_membership_does_not_replace_a_proposal():
+    proposed, last = {**NONE, "n": 6, "before": [{"n": 5, "voters": []}]}, {**NONE, "n": 5, "v": 3}
+    async with fake_leader() as (port, links), attending(member(1), port=port) as (one,):
+        link, _ = await greeted(links)
+        link.send("propose", n=6, ip="", basis=proposed)
+        link.send("basis", basis=last)  # somebody has left meanwhile
+        await one.hears("propose"), await one.hears("basis")
+        assert one.attendance.basis == proposed
 
 
 class Steps:

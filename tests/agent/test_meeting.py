@@ -16,7 +16,7 @@ import pytest
 from rankup import timing
 from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
-from rankup.agent.protocol import Member, describe_missing, differences
+from rankup.agent.protocol import describe_missing, differences
 from rankup.agent.votes import NONE, claims, outvoted, without
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
@@ -39,6 +39,7 @@ def basis(voters: int, used: int, **more: Any) -> dict[str, Any]:
     [
         (3, 3, (0,), False), (3, 3, (1, 2), True), (3, 2, (1, 2), True), (2, 2, (0,), True), (2, 2, (1,), False),
         (4, 4, (0, 3), True), (4, 4, (1, 2), False), (5, 2, (2, 3, 4), False), (5, 2, (1, 3, 4), True),
+        (3, 3, (2, 1), True),  # the one that leads comes first
     ],
 )
 @asynchronous
@@ -256,11 +257,11 @@ async def test_node_that_differs_and_comes_while_the_job_begins_is_turned_away_a
 async def test_nodes_without_a_route_are_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
     """One that is started anew waits longer each time: the ranks would stop for it again and again."""
     monkeypatch.setattr(timing, "RETURN_S", 10.0)
-    async with room(limits=ANY) as here:
+    async with room(limits=Limits(2, 3, wait_s=2.0)) as here:
         puppets = await here.three()
-        for puppet, problem in zip(puppets, ("", "no route to node2", "no answer from node0"), strict=True):
+        for puppet, problem in zip(puppets, ("no route to node1", "", "no answer from node0"), strict=True):
             puppet.say("ready", n=(await puppet.hears("propose"))["n"], problem=problem)
-        assert (await puppets[2].hears("left_out"))["why"] == "no route to node2"
+        assert (await puppets[2].hears("left_out"))["why"] == "no route to node1"  # never the one that leads
         await here.pass_time(FOUND_S + 1, *puppets)
         said = await here.agree(puppets[:2])
         assert (said["hosts"], said["basis"]["voters"]) == ([["node0", 1], ["node1", 1]], ["token0", "token1"])
@@ -395,6 +396,21 @@ def test_only_who_is_about_to_lead_asks_all_members(monkeypatch: pytest.MonkeyPa
     assert len(asked) == 63
 
 
+@pytest.mark.parametrize(("said", "leads"), [
+    ({}, True), ({"n": 6}, False), ({"job": "another"}, False), ({"token": "token1"}, False),
+])
+def test_who_leads_another_job_or_knows_less_or_is_the_member_itself_is_not_followed(
+    said: dict[str, Any], leads: bool, monkeypatch: pytest.MonkeyPatch
+):
+    async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {"token": "new", "over": "", "n": 7, "at": [], "job": "job", **said} if ip == "10.0.0.0" else None
+
+    monkeypatch.setattr(attendance, "who_leads", who_leads)
+    one = SimpleNamespace(basis=basis(2, 2), me=member(1))
+    found = asyncio.run(attendance.elect(one, NodeEnv(master_addr="10.0.0.0", master_port=1), None))
+    assert found == (("10.0.0.0", 1) if leads else None)
+
+
 # Coming together ------------------------------------------------------------------------------------------------------
 
 
@@ -477,23 +493,16 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
 # Who can't belong to it ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("newcomer", "more", "code", "text"),
-    [
-        (member(1, of=9, token="new"), {}, 170, "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on "),
-    ],
-)
 @asynchronous
-async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole(
-    newcomer: Member, more: dict[str, Any], code: int, text: str
-):
+async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole():
+    newcomer, text = member(1, of=9, token="new"), "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on"
     async with room() as here:
-        for puppet in (await here.enter(member(0)), await here.enter(newcomer, **more)):
+        for puppet in (await here.enter(member(0)), await here.enter(newcomer)):
             said = await puppet.hears("over")
-            assert (said["code"], said["text"][: len(text)]) == (code, text)
+            assert (said["code"], said["text"][: len(text)]) == (170, text)
     async with room() as here:
         puppets = await here.job()
-        await (await here.enter(newcomer, **more)).hears("over")
+        await (await here.enter(newcomer)).hears("over")
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
 
@@ -606,6 +615,7 @@ async def test_members_may_go_once_it_is_over_and_nobody_else_is_taken():
     async with room() as here:
         puppets = await here.job()
         here.leader.end("", code=0)
+        here.leader.end("too late", code=1)
         puppets[1].vanish()
         await until(lambda: len(here.leader.seats.members) == 2)
         await all_hear("over", (puppets[0], puppets[2]))
@@ -650,6 +660,25 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
         puppets[0].say("end", n=1, rank=0, code=0)
         puppets[0].vanish()  # before rank 1 has finished
         await until(lambda: not here.leader.running)
+
+
+@asynchronous
+async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_the_next_membership():
+    async with room() as here:
+        puppets = await here.job()
+        puppets[1].say("end", n=1, rank=1, code=0)
+        await here.heard.get()
+        for _ in range(2):
+            here.leader.stop("SIGUSR1")
+            await all_hear("stop", puppets), await all_hear("prepare", puppets)
+            here.leader.stop("SIGTERM")
+            await all_hear("stop", puppets)
+            await here.nothing_is_said_to(*puppets)
+            here.leader.lose(puppets[0].me, "exit code 137")
+            await all_hear("lost", puppets)
+            await here.agree(puppets)
+        puppets[1].vanish()
+        assert (await puppets[0].hears("lost"))["ranks"] == [1]
 
 
 @asynchronous

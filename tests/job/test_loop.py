@@ -100,6 +100,7 @@ def test_job_goes_on_with_more_ranks_and_differs_by_the_order_of_sums_alone(fork
     parts = by_hand(forks, tmp_path / "parts", PLAIN="1")
     assert "world size was 2, is 3" in parts
     assert said(parts) != said(whole)
+    assert said(whole, "threads") == "lease line reporter watch"  # of rank 0; one of TensorBoard's comes later
     weights = json.loads(said(whole, "weights"))
     assert json.loads(said(parts, "weights")) == pytest.approx(weights, rel=1e-4, abs=1e-6)
     # The copy as one file, with all the types that this loop keeps
@@ -162,6 +163,46 @@ def test_job_that_is_stopped_after_a_change_goes_on_and_counts_it_once(forks: Fo
     assert said(alone(forks, tmp_path, text), "count") == "{'n': 2}"
 
 
+def test_schedule_steps_after_an_epoch_whose_last_batch_waits_for_a_step_and_counts_once(forks: Forks, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, warnings, torch, rankup\nwarnings.filterwarnings('ignore', 'Detected call')  # of a new process\n"
+        "job = rankup.init('run', save_every_steps=1)\nnet = torch.nn.Linear(1, 1)\n"
+        "sgd = torch.optim.SGD(net.parameters(), lr=0.5)\nhalf = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)\n"
+        "job.track(net=net, sgd=sgd, half=half)\nfor epoch in job.epochs(2):\n"
+        "    for n, x in enumerate(job.batches([torch.ones(1)] * 3)):\n        net(x).backward()\n"
+        "        if n % 2:\n            with job.step():\n                sgd.step()\n    half.step()\n"
+        "    if not epoch and 'DIE' in os.environ:\n        job.run.saver.wait()\n        os.kill(os.getpid(), 9)\n"
+        "print('rate', half.get_last_lr())\njob.finish()\n"
+    )
+    alone = {"world_size": 1, "cwds": [tmp_path], "preload": "tests.rigs.struck:by_fork"}
+    forks.ends(STRUCK, script, **alone, env={"DIE": "1"}, code=-signal.SIGKILL)
+    assert said(forks.ends(STRUCK, script, **alone), "rate") == "[0.125]"
+
+
+def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) -> None:
+    """A resume between them goes on with the next batch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import rankup\njob = rankup.init('run')\nfor _ in job.batches([1, 2]):\n    for _ in range(2):\n"
+        "        with job.step():\n            pass\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert output.count("a batch took several steps") == 1
+
+
+def test_lasting_workers_of_a_loader_that_each_epoch_builds_anew_end(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import psutil, rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run', save_every_steps=0)\n"
+        "for _ in job.epochs(4):\n"
+        "    for _ in job.batches(DataLoader([1.0], num_workers=1, persistent_workers=True)):\n"
+        "        with job.step():\n            pass\nprint('workers', len(psutil.Process().children()))\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert said(output, "workers") in ("0", "1")
+
+
 def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import gc, weakref, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(1, 1)\n"
@@ -187,6 +228,8 @@ def test_slow_rank_is_named_status_has_speed_and_goodput_and_ranks_can_be_asked_
     """Whose steps report no values, and which names no run."""
     output = forks.ends("launch", "--nproc=2", "-m", "tests.job.slow_script", cwds=[tmp_path])
     assert re.search(r"rank 1 \(.*\) is \d+ % slower than the other, since step \d+: compute", output)
+    assert "threads watch\n" in output
+    assert "threads lease reporter watch\n" in output  # of rank 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tests.job.slow_script"]
     run = tmp_path / "runs" / "tests.job.slow_script"
     assert [rank.rank for rank in stacks.written(run)] == [0, 1]

@@ -13,7 +13,7 @@ from rankup.errors import UserError
 from rankup.group.group import Group
 from rankup.loop.record import check_record
 from rankup.places.lease import Lineage
-from rankup.state.choice import PEER, SECOND, Candidate, found_in, in_order
+from rankup.state.choice import CHECKPOINT, PEER, SECOND, Candidate, found_in, in_order
 from rankup.state.memory import write_rescue
 from rankup.state.run import Run
 from rankup.state.saver import Options
@@ -30,6 +30,7 @@ def line(number: int, *attempts: tuple[str, int], run: str = RUN) -> Lineage:
 
 A = line(1, ("a", 0))
 B = line(2, ("a", 0), ("b", 4))  # it went on from step 4 of `a`
+HOSTS: Any = SimpleNamespace(hosts=["one", "one", "other"])  # of a group of three ranks
 
 
 class Node:
@@ -150,9 +151,18 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
 
 
 def test_copies_at_one_path_of_two_nodes_are_two_and_one_that_two_ranks_see_is_one(tmp_path: Path) -> None:
-    group: Any = SimpleNamespace(hosts=["one", "one", "other"])
     listed = [Candidate(rank, PEER, "/copies/8", 8, "a", RUN, A.values()) for rank in range(3)]
-    assert [one.rank for _, one in in_order(listed, A, lambda line: True, group, tmp_path)] == [0, 2]
+    assert [one.rank for _, one in in_order(listed, A, lambda line: True, HOSTS, tmp_path)] == [0, 2]
+
+
+def test_checkpoint_that_can_not_be_read_is_tried_before_older_ones_which_then_tells_of_it(tmp_path: Path) -> None:
+    listed = [Candidate(0, CHECKPOINT, f"/{step}", step, "a" if step < 9 else "", RUN) for step in (7, 8, 9)]
+    assert [one.step for _, one in in_order(listed, A, lambda line: True, HOSTS, tmp_path)] == [9, 8, 7]
+
+
+def test_where_node_0_knows_nothing_the_line_that_knows_most_comes_first(tmp_path: Path) -> None:
+    listed = [Candidate(1, PEER, "/a", 8, "a", RUN, A.values()), Candidate(2, PEER, "/b", 6, "b", RUN, B.values())]
+    assert [one.step for _, one in in_order(listed, None, lambda line: True, HOSTS, tmp_path)] == [6, 8]
 
 
 @pytest.mark.parametrize("fields", [
