@@ -299,6 +299,7 @@ class Saving:
         if position.step > (step_of(newest[-1]) if newest else 0):
             self.figures.metrics.flush()
             self.run.publish(position.step, self._files(position))
+        self.run.leave()
         return self.stopped()
 
     def _files(self, position: Position) -> dict[str, Content]:

@@ -16,7 +16,7 @@ import pytest
 from rankup import timing
 from rankup.agent import attendance
 from rankup.agent.network import LONGEST, encode
-from rankup.agent.protocol import Member, describe_missing, differences
+from rankup.agent.protocol import describe_missing, differences
 from rankup.agent.votes import NONE, claims, outvoted, without
 from rankup.env.node_env import Limits, NodeEnv
 from rankup.errors import USER_MISTAKE, JoinError, UserError
@@ -493,23 +493,16 @@ async def test_a_route_to_a_member_that_is_ending_is_no_reason_to_refuse_the_oth
 # Who can't belong to it ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("newcomer", "more", "code", "text"),
-    [
-        (member(1, of=9, token="new"), {}, 170, "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on "),
-    ],
-)
 @asynchronous
-async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole(
-    newcomer: Member, more: dict[str, Any], code: int, text: str
-):
+async def test_who_can_not_belong_to_it_is_named_and_does_not_end_a_job_that_was_whole():
+    newcomer, text = member(1, of=9, token="new"), "rank 1 on node1 (pid 1001) was started with WORLD_SIZE=9, rank 0 on"
     async with room() as here:
-        for puppet in (await here.enter(member(0)), await here.enter(newcomer, **more)):
+        for puppet in (await here.enter(member(0)), await here.enter(newcomer)):
             said = await puppet.hears("over")
-            assert (said["code"], said["text"][: len(text)]) == (code, text)
+            assert (said["code"], said["text"][: len(text)]) == (170, text)
     async with room() as here:
         puppets = await here.job()
-        await (await here.enter(newcomer, **more)).hears("over")
+        await (await here.enter(newcomer)).hears("over")
         await here.nothing_is_said_to(*puppets)
         assert here.leader.running
 
@@ -670,22 +663,11 @@ async def test_a_member_whose_ranks_have_all_finished_may_go():
 
 
 @asynchronous
-async def test_a_member_whose_ranks_had_finished_before_the_last_loss_is_lost_as_any_other():
+async def test_neither_an_end_nor_an_agreement_on_a_step_to_stop_at_counts_in_the_next_membership():
     async with room() as here:
         puppets = await here.job()
         puppets[1].say("end", n=1, rank=1, code=0)
         await here.heard.get()
-        here.leader.lose(puppets[0].me, "exit code 137")
-        await all_hear("lost", puppets)
-        await here.agree(puppets)
-        puppets[1].vanish()
-        assert (await puppets[0].hears("lost"))["ranks"] == [1]
-
-
-@asynchronous
-async def test_all_are_asked_once_in_each_membership_before_which_step_to_stop():
-    async with room() as here:
-        puppets = await here.job()
         for _ in range(2):
             here.leader.stop("SIGUSR1")
             await all_hear("stop", puppets), await all_hear("prepare", puppets)
@@ -695,6 +677,8 @@ async def test_all_are_asked_once_in_each_membership_before_which_step_to_stop()
             here.leader.lose(puppets[0].me, "exit code 137")
             await all_hear("lost", puppets)
             await here.agree(puppets)
+        puppets[1].vanish()
+        assert (await puppets[0].hears("lost"))["ranks"] == [1]
 
 
 @asynchronous

@@ -96,13 +96,6 @@ def test_deadline_that_is_moved_counts_from_now_in_a_phase_that_began_long_ago()
     assert record.until_s >= now_s + 30.0
 
 
-def test_names_that_are_too_long_are_cut() -> None:
-    record = Record.new()
-    record.enter("phase " * 99)
-    record.give_sign("place " * 99)
-    assert (len(record.phase), len(record.sign()["place"])) == (64, 256)
-
-
 def test_reader_sees_each_number_of_a_beginning_whole() -> None:
     record = Record.new()
     record.begin_anew(1)

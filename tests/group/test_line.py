@@ -135,20 +135,6 @@ def test_a_stop_ends_no_process_whose_loop_leaves_by_itself(leaves: Any, monkeyp
     assert left == []
 
 
-def test_a_rank_leaves_for_a_stop_on_whose_step_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, left = watchdog_of(1, waiting=True), threading.Event()
-    monkeypatch.setattr(timing, "REACH_S", -1.0)
-    monkeypatch.setattr(watchdog, "set_hard_deadline", lambda timeout_s: None)
-    monkeypatch.setattr(watch, "_leave_for_stop", left.set)
-    watch.stop.ask("SIGTERM")
-    watch.record.ask_to_stop(5)
-    watch.tick()
-    assert watch._leaver is None
-    watch.record.confirmed = 5
-    watch.tick()
-    assert left.wait(60)
-
-
 def test_the_state_is_kept_once_whoever_looks_for_suspects() -> None:
     watch, kept = watchdog_of(1, waiting=True), list[int]()
     watch.protect(SimpleNamespace(keep=lambda: kept.append(1)), timeout_s=60.0)

@@ -191,6 +191,18 @@ def test_batch_that_takes_several_steps_is_said(forks: Forks, tmp_path: Path) ->
     assert output.count("a batch took several steps") == 1
 
 
+def test_lasting_workers_of_a_loader_that_each_epoch_builds_anew_end(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import psutil, rankup\nfrom torch.utils.data import DataLoader\njob = rankup.init('run', save_every_steps=0)\n"
+        "for _ in job.epochs(4):\n"
+        "    for _ in job.batches(DataLoader([1.0], num_workers=1, persistent_workers=True)):\n"
+        "        with job.step():\n            pass\nprint('workers', len(psutil.Process().children()))\njob.finish()\n"
+    )
+    output = forks.ends(STRUCK, script, world_size=1, cwds=[tmp_path], preload="tests.rigs.struck:by_fork")
+    assert said(output, "workers") in ("0", "1")
+
+
 def test_finished_job_lets_go_of_what_it_tracked(forks: Forks, tmp_path: Path) -> None:
     text = (
         "import gc, weakref, torch, rankup\njob, model = rankup.init('run'), torch.nn.Linear(1, 1)\n"

@@ -30,7 +30,6 @@ def line(number: int, *attempts: tuple[str, int], run: str = RUN) -> Lineage:
 
 A = line(1, ("a", 0))
 B = line(2, ("a", 0), ("b", 4))  # it went on from step 4 of `a`
-HOSTS: Any = SimpleNamespace(hosts=["one", "one", "other"])  # of a group of three ranks
 
 
 class Node:
@@ -150,19 +149,21 @@ def test_copies_of_several_runs_are_refused_where_node_0_knows_none(node: Node) 
         node.go_on(None)
 
 
-def test_copies_at_one_path_of_two_nodes_are_two_and_one_that_two_ranks_see_is_one(tmp_path: Path) -> None:
-    listed = [Candidate(rank, PEER, "/copies/8", 8, "a", RUN, A.values()) for rank in range(3)]
-    assert [one.rank for _, one in in_order(listed, A, lambda line: True, HOSTS, tmp_path)] == [0, 2]
-
-
-def test_checkpoint_that_can_not_be_read_is_tried_before_older_ones_which_then_tells_of_it(tmp_path: Path) -> None:
-    listed = [Candidate(0, CHECKPOINT, f"/{step}", step, "a" if step < 9 else "", RUN) for step in (7, 8, 9)]
-    assert [one.step for _, one in in_order(listed, A, lambda line: True, HOSTS, tmp_path)] == [9, 8, 7]
-
-
-def test_where_node_0_knows_nothing_the_line_that_knows_most_comes_first(tmp_path: Path) -> None:
-    listed = [Candidate(1, PEER, "/a", 8, "a", RUN, A.values()), Candidate(2, PEER, "/b", 6, "b", RUN, B.values())]
-    assert [one.step for _, one in in_order(listed, None, lambda line: True, HOSTS, tmp_path)] == [6, 8]
+@pytest.mark.parametrize(("known", "listed", "expected"), [
+    # Two ranks see one disk, and another node has the same path
+    (A, [Candidate(rank, PEER, "/8", 8, "a", RUN, A.values()) for rank in range(3)], [(0, 8), (2, 8)]),
+    # What can't be read is tried, so that somebody tells of it
+    (A, [Candidate(0, CHECKPOINT, f"/{step}", step, "a" * (step < 9), RUN) for step in (8, 9)], [(0, 9), (0, 8)]),
+    # The line that knows most went on from step 4
+    (None, [Candidate(1, PEER, "/8", 8, "a", RUN, A.values()), Candidate(2, PEER, "/6", 6, "b", RUN, B.values())],
+     [(2, 6), (1, 8)]),
+])
+def test_copies_are_tried_in_this_order(
+    known: Lineage | None, listed: list[Candidate], expected: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    group: Any = SimpleNamespace(hosts=["one", "one", "other"])
+    found = in_order(listed, known, lambda line: True, group, tmp_path)
+    assert [(one.rank, one.step) for _, one in found] == expected
 
 
 @pytest.mark.parametrize("fields", [
