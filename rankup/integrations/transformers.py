@@ -55,7 +55,10 @@ class RankupCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        fix_bucket_order({"model": self.trainer.model_wrapped})  # the model was tracked before it got its wrapper
+        if (wrapped := self.trainer.model_wrapped) is not self.trainer.model:  # which was tracked before it got that
+            fix_bucket_order({"model": wrapped})
+            self.job.tracked.share_inside(wrapped)
+            self.job.clock.watch(wrapped)
         self.job.track(optimizer=objects["optimizer"], scheduler=objects["lr_scheduler"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

@@ -99,7 +99,11 @@ class Tracked:
             self._holders[name] = holders
         if self._share_all:
             self.shared += [held for _, held in holders]
-            return
+        else:
+            self.share_inside(module)
+
+    def share_inside(self, module: nn.Module) -> None:
+        """Share the buffers that DDP would, of what it wraps in `module`."""
         for each in module.modules():
             if isinstance(each, DistributedDataParallel) and each.broadcast_buffers:
                 each.broadcast_buffers = False  # `share_buffers` does it

@@ -67,7 +67,8 @@ class TensorFile:
         for tensor in self._tensors.values():
             if tensor.numel():
                 whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                yield whole.reshape(-1).view(torch.uint8).numpy().data
+                flat = whole.as_strided([whole.numel()], [1])  # of a single element torch keeps any stride
+                yield flat.view(torch.uint8).numpy().data
 
 
 def encode(tracked: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
@@ -107,7 +108,8 @@ def _tensor_node(value: Any, path: str, tensors: Tensors, known: dict[object, st
         raise _unkept(path, f"a tensor of the kind {type(value).__name__}, {value.layout}")
     if local.dtype not in DTYPES or local.device.type == "meta":
         raise _unkept(path, f"a tensor of {local.dtype} on {local.device.type}")
-    place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype)
+    lazy = local.is_conj(), local.is_neg()
+    place = (local.untyped_storage()._cdata, local.storage_offset(), value.shape, local.stride(), local.dtype, *lazy)
     if place not in known or not local.numel():
         name = path if not path.endswith("/") else f"{path}value"
         while name in tensors or name.endswith("/__metadata__"):  # {"a": {"b": ...}, "a.b": ...}

@@ -1,5 +1,5 @@
-"""A BERT classifier by transformers' Trainer, with dropout, a schedule, a scalar of numpy's and rankup's callback. The
-Trainer writes checkpoints of its own beside ours."""
+"""A BERT classifier by transformers' Trainer, with dropout, a batch norm, a schedule, a scalar of numpy's and rankup's
+callback. The Trainer writes checkpoints of its own beside ours."""
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ def main():
         output_dir="runs/trainer/own", num_train_epochs=3, per_device_train_batch_size=8, learning_rate=1e-3,
         use_cpu=True, ddp_backend="gloo", save_strategy="epoch", logging_steps=3, report_to=[], disable_tqdm=True,
     )
-    trainer = OwnTrainer(model=small_bert(), args=args, train_dataset=Tokens(240))
+    model = small_bert()
+    model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
+    trainer = OwnTrainer(model=model, args=args, train_dataset=Tokens(240))
     callback = RankupCallback(job, trainer)
     trainer.train(resume_from_checkpoint=callback.checkpoint())
     if trainer.is_world_process_zero():
