@@ -15,7 +15,7 @@ from rankup import timing
 from rankup.agent.network import Link, greeting, open_port, read_secret
 from rankup.agent.protocol import KILLED, LEADERS, Member, fits
 from rankup.agent.record import Record
-from rankup.agent.votes import NONE, Basis, age, same_job
+from rankup.agent.votes import NONE, Basis, age, knowledge, same_job
 from rankup.env.node_env import NodeEnv
 from rankup.env.rank_env import is_loopback
 from rankup.errors import JoinError
@@ -282,18 +282,18 @@ async def elect(attendance: Attendance, node: NodeEnv, elsewhere: tuple[str, int
     basis, me, master = attendance.basis, attendance.me, (node.master_addr, node.master_port)
     said: dict[tuple[str, int], Mapping[str, Any] | None] = {}
     # No leader: a new node 0 that hears it knows that there is a job
-    words = {"n": basis["n"], "running": False, "token": me.token, "port": 0, "job": basis["job"]}
+    words = {**knowledge(basis, me.token), "port": 0}
 
     async def ask(places: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
         new = dict.fromkeys(place for place in places if place not in said)
         while new:
             found = await asyncio.gather(*(who_leads(*place, answer=words) for place in new))
             said.update(zip(new, found, strict=True))
-            told = [tuple(each["at"]) for each in said.values() if each and each["at"]]
+            told = [tuple(each["at"]) for each in said.values() if each and each.get("at")]
             new = dict.fromkeys(place for place in told if place not in said)
         for place, each in said.items():
             leads = each is not None and not each["over"] and each["token"] != me.token
-            if each is not None and leads and each["n"] >= basis["n"] and same_job(each, basis):
+            if each is not None and leads and each["formed"] >= words["formed"] and same_job(each, words):
                 return place
         return None
 
@@ -321,6 +321,5 @@ async def who_leads(ip: str, port: int, *, answer: Mapping[str, Any]) -> Mapping
             said = await greeting(link, read_secret(os.environ))
         link.send("leads", **answer)
         if fits(said, LEADERS["leader"]):
-            known = {name: value for name, value in said.items() if value is not None}
-            return {"token": "", "n": 0, "running": False, "at": None, "job": "", **known}
+            return said
     return None
